@@ -121,7 +121,11 @@ def one_step(
     run: Run, roles: SimpleNamespace, config: TrainConfig, asked: pa.Table, step: int, dump: Path | None
 ) -> dict:
     """The phases of a step, and what they moved; rewards are drawn."""
-    meter, controls, held = Meter(), make_controls(config, num_steps=10), roles.memory.held
+    meter, controls, held = (
+        Meter(),
+        make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=10),
+        roles.memory.held,
+    )
     with meter.phase("sync"), held("sync"):
         sync_weights(run, roles, step)
     with meter.phase("generate"), held("generate"):
@@ -141,7 +145,7 @@ def one_step(
         with meter.phase("save trajectories"):
             write_trajectories(batch, dump)
         dump.unlink()
-    sent.append(learning_columns(batch, config).nbytes)
+    sent.append(learning_columns(batch, config.actor_rollout_ref.actor).nbytes)
     with meter.phase("update"):
         update(run, roles, batch, config, controls, step, step)
     return {

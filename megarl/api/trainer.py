@@ -25,21 +25,18 @@ from megarl.data.prompts import ANSWER_KEY, PromptReader, Row
 from megarl.data.samplers import make_sampler
 from megarl.data.trajectories import PROMPT_SCHEMA
 from megarl.rewards.processes.scorer import Scorer, make_scorer
-from megarl.trainer.health.monitor import start_monitor, watch
-from megarl.trainer.loops.ppo import collect, epochs, learn
-from megarl.trainer.roles.roles import policy_checkpoints, start_roles
+from megarl.trainer.loops.driver import LearningState, Metrics, epochs
+from megarl.trainer.loops.ppo import collect, learn
+from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
-from megarl.trainer.run.checkpoints import Stateful
 from megarl.trainer.run.export import ADAPTER_FOLDER, export_hf
 from megarl.trainer.run.facts import model_text
 from megarl.trainer.run.preemption import ending_at_once
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.run.timeline import STEP
-from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import ModelInputs, load_model_inputs
-from megarl.trainer.stages.nonfinite import finite_step
 from megarl.trainer.stages.prompt_data import reading
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.scoring import Rewards, check_prompts
@@ -218,7 +215,9 @@ class DataCollector:
         self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
     ) -> None:
         self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
-        self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
+        self._rewards = Rewards(
+            run, scorer, models.tokenizer, *score_weights(config.reward_model), models.reward_model
+        )
         self.supply = PromptSupply(
             config.data,
             models.tokenizer,
@@ -243,15 +242,7 @@ class DataCollector:
         run = self._run
         run.seconds.clear()
         with run.timed(STEP, {"step": self.version, "half": "collect"}):
-            groups, metrics = collect(
-                self._config,
-                run,
-                self._roles,
-                batches,
-                self._rewards,
-                self._models.reward_model,
-                self.version,
-            )
+            groups, metrics = collect(self._config, batches, run, self._roles, self._rewards, self.version)
         self.supply.report(*groups.prompt_scores())
         return TrainingData(groups, self.version, metrics, dict(run.seconds))
 
@@ -323,18 +314,10 @@ class Trainer:
                 self._run.say(warning)
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
-            ptx = load_ptx(self.config, models.tokenizer)
-            self._ptx_batches = epochs(ptx) if ptx is not None else None
-            self._controls = make_controls(self.config, num_steps)
-            self._monitor = start_monitor(self._run, self.config, self._controls)
-            parts: dict[str, Stateful | None] = {
-                "controls": self._controls,
-                "monitor": self._monitor,
-                "prompts": self.collector.supply,
-                "ptx": ptx,
-            }
-            self._checkpoints = policy_checkpoints(self.config, self._run, self._roles, parts)
-            self.step = self.collector.version = self._checkpoints.resume()
+            ptx, parts = load_ptx(self.config, models.tokenizer), {"prompts": self.collector.supply}
+            self._state = LearningState.start(self.config, self._run, self._roles, num_steps, ptx, parts)
+            self._driver = self._state.driver(self.config, self._run, self._roles)
+            self.step = self.collector.version = self._state.checkpoints.resume()
             # From here on `close` ends the run.
             stack.push(self._finish)
             self._stack = stack.pop_all()
@@ -358,25 +341,29 @@ class Trainer:
             )
         run, roles = self._run, self._roles
         self.step = step = data.version
-        with run.step(step) as metrics:
+
+        def work(step: int, metrics: Metrics) -> pa.Table:
             run.seconds.update(data.seconds)
             metrics |= data.metrics
-            batch = None
-            with finite_step(run, self.config, self._controls, step, metrics):
-                batch, learnt = learn(
-                    self.config, run, roles, data.groups.batch(), self._controls, step, self._ptx_batches
-                )
-                metrics |= learnt
-            metrics |= roles.memory.report()
-            if batch is not None:
-                metrics |= watch(run, self._monitor, step, metrics, batch)
-        self._checkpoints.after(step, metrics, last=False)
+            batch, learnt = learn(
+                self.config,
+                run,
+                roles,
+                data.groups.batch(),
+                self._state.controls,
+                step,
+                self._state.ptx_batches,
+            )
+            metrics |= learnt
+            return batch
+
+        metrics = self._driver.make(step, work)
         return {"reward": metrics.get("critic/score/mean", math.nan), **metrics}
 
     @property
     def stop(self) -> str | None:
         """Why training should end here, by `health.early_stop`; None: it may continue."""
-        return self._monitor.stop
+        return self._state.monitor.stop
 
     def save(self, folder: str | Path) -> str:
         """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path.
@@ -401,7 +388,7 @@ class Trainer:
                 f"save_checkpoint: {self.step} updates with the data of {self.collector.version} collect_data calls; a "
                 "checkpoint is saved after update_policy, before the next collect_data"
             )
-        return self._checkpoints.save(self.step)
+        return self._state.checkpoints.save(self.step)
 
     def close(self) -> None:
         """End every process of the run, after a checkpoint that is still written; a second time nothing."""
@@ -411,7 +398,7 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._checkpoints.finish()
+            self._state.checkpoints.finish()
 
     def __enter__(self) -> Trainer:
         return self

@@ -210,7 +210,11 @@ def _updates(worker: ModelWorker, number: int) -> tuple[tuple[str, int], ...]:
 def _actor_steps(
     config: TrainConfig, worker: ActorWorker, fills: _MicroBatchFills, number: int
 ) -> Iterator[Step]:
-    how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
+    how = policy_update(
+        config.actor_rollout_ref.actor,
+        make_controls(config.algorithm, config.actor_rollout_ref.actor, NUM_STEPS),
+        seed=0,
+    )
     batch, _ = trajectories(config, fills.evaluated, number)
     received = _received(worker, worker.pack_share, batch)
     yield Step("evaluate", lambda: _evaluate_actor(config, worker, batch), received)
@@ -255,7 +259,11 @@ def _critic_steps(
     """`worker`: the one that is called, which is the actor where the critic is on its model."""
     section = config.critic
     assert section is not None
-    aggregation = policy_update(config, make_controls(config, NUM_STEPS), seed=0).aggregation
+    aggregation = policy_update(
+        config.actor_rollout_ref.actor,
+        make_controls(config.algorithm, config.actor_rollout_ref.actor, NUM_STEPS),
+        seed=0,
+    ).aggregation
     batch, _ = trajectories(config, fills.evaluated, number)
     received = _received(critic, critic.pack_share, batch)
     yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)

@@ -23,7 +23,7 @@ from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.trajectories import expand_prompts, ragged
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.rollout.engine import SamplingParams
-from megarl.trainer.loops.ppo import epochs
+from megarl.trainer.loops.driver import epochs
 from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster import WorkerDied
 from megarl.config import TrainConfig
-from megarl.trainer.loops.ppo import answer, collect, epochs, learn
+from megarl.trainer.loops.driver import epochs
+from megarl.trainer.loops.ppo import answer, collect, learn
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
@@ -48,7 +49,13 @@ class Live:
     batches: OneStepOff
 
     def learn(self, half: tuple[Run, Roles], batch: Collected) -> None:
-        learn(self.config, *half, batch.table, make_controls(self.config, STEPS), batch.step)
+        learn(
+            self.config,
+            *half,
+            batch.table,
+            make_controls(self.config.algorithm, self.config.actor_rollout_ref.actor, STEPS),
+            batch.step,
+        )
 
     def disturb(self, call) -> None:
         self.batches.rewards.at_first.append(call)
@@ -62,8 +69,8 @@ class Live:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("ahead")
     with start(folder, "one_step_off_cpu.yaml", 16) as (config, run, roles, inputs, scorer):
-        asked = {"prompts": epochs(inputs.loader), "reward_inputs": None}
-        halves = partial(collect, config, **asked), partial(answer, config, **asked)
+        prompts = epochs(inputs.loader)
+        halves = partial(collect, config, prompts), partial(answer, config, prompts)
         rewards = Disturbed(run, scorer, inputs.tokenizer)
         yield Live(config, run, roles, OneStepOff(config, run, roles, rewards, STEPS, *halves))
 

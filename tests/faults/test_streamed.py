@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config import TrainConfig
 from megarl.rewards.processes.scorer import make_scorer
-from megarl.trainer.loops.ppo import answer, collect, epochs, learn
+from megarl.trainer.loops.driver import epochs
+from megarl.trainer.loops.ppo import answer, collect, learn
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
@@ -50,7 +51,13 @@ class Live:
         with self.run.timed("step", {"step": step}):
             batch = self.batches.of(step)
             with self.batches.during_learning(step) as half, during():
-                learn(self.config, *half, batch.table, make_controls(self.config, STEPS), step)
+                learn(
+                    self.config,
+                    *half,
+                    batch.table,
+                    make_controls(self.config.algorithm, self.config.actor_rollout_ref.actor, STEPS),
+                    step,
+                )
         self.trained += batch.table["uid"].to_pylist()
         return batch
 
@@ -93,9 +100,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         inputs,
         scorer,
     ):
-        halves = partial(collect, config), partial(answer, config)
+        prompts = epochs(inputs.loader)
+        halves = partial(collect, config, prompts), partial(answer, config, prompts)
         rewards = Rewards(run, scorer, inputs.tokenizer)
-        batches = make_batches(config, run, roles, rewards, STEPS, epochs(inputs.loader), None, *halves)
+        batches = make_batches(config, run, roles, rewards, STEPS, prompts, *halves)
         yield Live(config, run, roles, batches, folder)
 
 

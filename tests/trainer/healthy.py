@@ -28,13 +28,21 @@ def configuration(*overrides: str) -> TrainConfig:
 
 def monitor(*overrides: str) -> HealthMonitor:
     config = configuration(*overrides)
-    return HealthMonitor(config, make_controls(config, num_steps=100))
+    return HealthMonitor(
+        config, make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=100)
+    )
 
 
 def kinds(overrides: tuple[str, ...], metrics: dict[str, float], history: History | None = None) -> list[str]:
     config = configuration(*overrides)
     return [
-        finding.kind for finding in find(config, make_controls(config, 100), metrics, history or History())
+        finding.kind
+        for finding in find(
+            config,
+            make_controls(config.algorithm, config.actor_rollout_ref.actor, 100),
+            metrics,
+            history or History(),
+        )
     ]
 
 

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, linear_regression, stdev
+from typing import Any
 
 from megarl.algorithms.kl import KLController
-from megarl.config import ActorConfig, HealthConfig, TrainConfig, trajectories_per_step, updates_per_step
+from megarl.config import ActorConfig, TrainConfig, trajectories_per_step, updates_per_step
 from megarl.trainer.stages.advantages import Controls
 
 ACTOR = "actor_rollout_ref.actor"
@@ -135,10 +136,6 @@ class CheckedStep:
     history: History
 
     @property
-    def health(self) -> HealthConfig:
-        return self.config.health
-
-    @property
     def actor(self) -> ActorConfig:
         return self.config.actor_rollout_ref.actor
 
@@ -147,15 +144,6 @@ class CheckedStep:
         """The most trajectories of a step."""
         return trajectories_per_step(self.config)
 
-    def over(self, name: str, bound: float | None) -> tuple[float, float] | None:
-        """The metric and its bound, if both exist and the metric exceeds it."""
-        value = self.metrics.get(name)
-        return (value, bound) if bound is not None and value is not None and value > bound else None
-
-    def share_error(self, share: float) -> float:
-        """The standard error of the logarithm of a share of the trajectories, or of their tokens, as the tokens of a trajectory are not independent."""
-        return math.sqrt((1 - share) / share / self.trajectories)
-
     def scale_kl(self, verb: str, factor: float) -> str:
         """Advice: each KL coefficient that is in use, with its present and its new value."""
         return " and ".join(
@@ -163,56 +151,39 @@ class CheckedStep:
             for key, controller in kl_coefficients(self.config, self.controls).items()
         )
 
-    def more_kl(self) -> str:
-        raised = self.scale_kl("raise", 2.0)
-        return (
-            raised
-            or f"add a KL to the reference policy ({ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_coef=0.001)"
-        )
+    def words(self) -> dict[str, Any]:
+        """Values for the messages and the advice of `RULES`."""
+        config, actor, optim = self.config, self.actor, self.actor.optim
+        coeff, clip, longest = actor.entropy_coeff, self.controls.clip_high, config.data.max_response_length
+        add_kl = f"add a KL to the reference policy ({ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_coef=0.001)"
+        older = f"lower {ACTOR}.optim.lr (responses are a step older), or "
+        correct = "set algorithm.rollout_correction.rollout_is=token, or "
+        return {
+            "actor": ACTOR,
+            "more_kl": self.scale_kl("raise", 2.0) or add_kl,
+            "less_kl": self.scale_kl("lower", 0.5),
+            "lower_lr": f"lower {ACTOR}.optim.lr from {optim.lr:g} to {optim.lr / 2:g}",
+            "lr": optim.lr,
+            "clip_gradients": "" if optim.clip_grad else f", and clip gradients ({ACTOR}.optim.clip_grad=1.0)",
+            "fewer_epochs": f", or {ACTOR}.ppo_epochs from {actor.ppo_epochs} to 1" if actor.ppo_epochs > 1 else "",
+            "more_entropy": f"{ACTOR}.entropy_coeff from {coeff:g} to {max(2 * coeff, 0.001):g}",
+            "more_clip": f"{ACTOR}.clip_ratio_high from {clip:g} to {max(1.4 * clip, 0.28):g}",
+            "temperature": config.actor_rollout_ref.rollout.temperature,
+            "longest": longest,
+            "longer": 2 * longest,
+            "correct": "" if config.algorithm.rollout_correction.rollout_is else correct,
+            "older": "" if config.trainer.mode == "sync" else older,
+            "best_score": self.history.best_score,
+            "best_step": self.history.best_step,
+        }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class UnnamedFinding:
-    """A finding before its kind is attached; `bound` None: there is none. `error`: as `Finding.error`."""
-
-    value: float
-    bound: float | None
-    message: str
-    advice: str
-    error: float = 0.0
-
-    def named(self, kind: str) -> Finding:
-        excess = 0.0
-        if self.bound:
-            quotient = self.value / self.bound
-            excess = min(abs(math.log(quotient)), _LARGEST_EXCESS) if quotient > 0 else _LARGEST_EXCESS
-        return Finding(kind, self.value, self.message, self.advice, excess, self.error)
+Measured = tuple[float, float | None, str]
+"""A value that is not healthy, its bound (None: there is none), and the bound as `under` in the message."""
 
 
-def find(
-    config: TrainConfig, controls: Controls, metrics: Mapping[str, float], history: History
-) -> list[Finding]:
-    """All metrics outside the bounds of `config.health`, whether or not they are to be reported; `history` includes this step."""
-    step = CheckedStep(config, controls, metrics, history)
-    found = {kind: check(step) for kind, check in CHECKS.items()}
-    return [finding.named(kind) for kind, finding in found.items() if finding is not None]
-
-
-def _ppo_kl_high(step: CheckedStep) -> UnnamedFinding | None:
-    found = step.over("actor/ppo_kl", step.health.ppo_kl_high)
-    if found is None:
-        return None
-    value, bound = found
-    return UnnamedFinding(
-        *found,
-        f"actor/ppo_kl is {value:.3g} nats, over {bound:g}: the policy moves too far in one step",
-        f"Do: {step.more_kl()}; or set {ACTOR}.target_kl={bound:g}, or lower {ACTOR}.optim.lr from "
-        f"{step.actor.optim.lr:g}",
-    )
-
-
-def _ppo_kl_low(step: CheckedStep) -> UnnamedFinding | None:
-    bound, actor, metrics = step.health.ppo_kl_low, step.actor, step.metrics
+def _ppo_kl_low(step: CheckedStep) -> Measured | None:
+    bound, actor, metrics = step.config.health.ppo_kl_low, step.actor, step.metrics
     updates = updates_per_step(step.config, actor)
     # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
     if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
@@ -222,169 +193,144 @@ def _ppo_kl_low(step: CheckedStep) -> UnnamedFinding | None:
         return None
     # Of the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.
     value = metrics.get("actor/ratio_mean", math.nan) - 1.0 + metrics.get("actor/ppo_kl", math.nan)
-    if not value < bound:
-        return None
-    return UnnamedFinding(
-        value,
-        bound,
-        f"the policy moves by {value:.3g} nats a token in a step (actor/ratio_mean - 1 + actor/ppo_kl), under {bound:g}, and "
-        "critic/score/mean has not risen since the first steps: the policy hardly moves",
-        f"Do: {step.scale_kl('lower', 0.5)}; or raise {ACTOR}.optim.lr from {actor.optim.lr:g}",
-    )
+    return (value, bound, f"{bound:g}") if value < bound else None
 
 
-def _grad_norm(step: CheckedStep) -> UnnamedFinding | None:
-    found, optim = step.over("actor/grad_norm", step.health.grad_norm), step.actor.optim
-    if found is None:
-        return None
-    value, bound = found
-    clip = "" if optim.clip_grad else f", and clip gradients ({ACTOR}.optim.clip_grad=1.0)"
-    return UnnamedFinding(
-        *found,
-        f"actor/grad_norm is {value:.3g}, over {bound:g} (healthy: under 10)",
-        f"Do: lower {ACTOR}.optim.lr from {optim.lr:g} to {optim.lr / 2:g}{clip}",
-    )
-
-
-def _entropy(step: CheckedStep) -> UnnamedFinding | None:
-    health, coeff, clip = step.health, step.actor.entropy_coeff, step.controls.clip_high
-    value, first = step.metrics.get("actor/entropy"), step.history.first_entropy
-    if value is None:
-        return None
+def _entropy(step: CheckedStep) -> Measured | None:
+    health, value, first = step.config.health, step.metrics.get("actor/entropy"), step.history.first_entropy
     bounds = {f"health.entropy_min={health.entropy_min}": health.entropy_min}
     if first is not None and health.entropy_ratio is not None:
         bounds[f"{health.entropy_ratio:g} of the first step's {first:.3g}"] = health.entropy_ratio * first
-    under = {text: bound for text, bound in bounds.items() if bound is not None and value < bound}
-    if not under:
-        return None
-    text, bound = max(under.items(), key=lambda item: item[1])
-    return UnnamedFinding(
-        value,
-        bound,
-        f"actor/entropy is {value:.3g} nats, under {text}: the policy stops exploring",
-        f"Do: raise {ACTOR}.entropy_coeff from {coeff:g} to {max(2 * coeff, 0.001):g}, or {ACTOR}.clip_ratio_high "
-        f"from {clip:g} to {max(1.4 * clip, 0.28):g}; or {step.more_kl()}",
-    )
+    under = [
+        (value, bound, text)
+        for text, bound in bounds.items()
+        if value is not None and bound is not None and value < bound
+    ]
+    return max(under, key=lambda found: found[1]) if under else None
 
 
-def _clip_fraction(step: CheckedStep) -> UnnamedFinding | None:
-    found, actor = step.over("actor/pg_clipfrac", step.health.clip_fraction), step.actor
-    if found is None:
-        return None
-    value, bound = found
-    epochs = f", or {ACTOR}.ppo_epochs from {actor.ppo_epochs} to 1" if actor.ppo_epochs > 1 else ""
-    return UnnamedFinding(
-        *found,
-        f"actor/pg_clipfrac is {value:.0%}, over {bound:.0%}: most of what is learnt is clipped away",
-        f"Do: lower {ACTOR}.optim.lr from {actor.optim.lr:g} to {actor.optim.lr / 2:g}{epochs}",
-        step.share_error(value),
-    )
-
-
-def _duplicate_responses(step: CheckedStep) -> UnnamedFinding | None:
-    found = step.over("health/duplicate_responses", step.health.duplicate_responses)
-    if found is None:
-        return None
-    value, bound = found
-    temperature = step.config.actor_rollout_ref.rollout.temperature
-    return UnnamedFinding(
-        *found,
-        f"{value:.0%} of the responses to a prompt repeat another one, over {bound:.0%}",
-        f"Do: {step.more_kl()}, and {ACTOR}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from "
-        f"{temperature:g}; where they are right, take harder prompts",
-        step.share_error(value),
-    )
-
-
-def _ngram_repetition(step: CheckedStep) -> UnnamedFinding | None:
-    found = step.over("health/ngram_repetition", step.health.ngram_repetition)
-    if found is None:
-        return None
-    value, bound = found
-    return UnnamedFinding(
-        *found,
-        f"{value:.0%} of the runs of 4 tokens occurred in their response before, over {bound:.0%}: responses go round "
-        "in circles",
-        f"Do: {step.more_kl()}, and {ACTOR}.clip_ratio=0.1; look at the trajectories in the run folder",
-        step.share_error(value),
-    )
-
-
-def _equal_rewards(step: CheckedStep) -> UnnamedFinding | None:
+def _equal_rewards(step: CheckedStep) -> Measured | None:
     least, most = step.metrics.get("critic/score/min"), step.metrics.get("critic/score/max")
-    if not step.health.equal_rewards or least is None or least != most:
+    if not step.config.health.equal_rewards or least is None or least != most:
         return None
-    if step.history.equal * step.trajectories < NUM_EQUAL:
+    return (least, None, "") if step.history.equal * step.trajectories >= NUM_EQUAL else None
+
+
+def _stagnation(step: CheckedStep) -> Measured | None:
+    bound, number = step.config.health.stagnation, len(step.history.since_best)
+    if bound is None or "val/score/mean" not in step.metrics or number < bound or step.history.rises:
         return None
-    return UnnamedFinding(
-        least,
-        None,
-        f"all trajectories of the step have the score {least:g}: there is nothing to prefer",
-        "Do: look at the trajectories in the run folder: the reward may not read the answers' format, or the prompts are "
-        "all too hard or too easy",
-    )
+    return float(number), None, ""
 
 
-def _long_responses(step: CheckedStep) -> UnnamedFinding | None:
-    found = step.over("response_length/clip_ratio", step.health.long_responses)
-    if found is None:
-        return None
-    (value, bound), longest = found, step.config.data.max_response_length
-    return UnnamedFinding(
-        *found,
-        f"{value:.0%} of the responses were cut at data.max_response_length={longest}, over {bound:.0%}",
-        f"Do: raise data.max_response_length to {2 * longest}, or penalise length "
-        "(reward_model.overlong_buffer.enable=true)",
-        step.share_error(value),
-    )
+@dataclass(frozen=True)
+class Rule:
+    """A check of a step's metrics, and the report of its finding.
+
+    Attributes:
+        found: the name of a metric that is to stay under the bound `health.<kind>`, or a function for other checks.
+        message, advice: with `value`, `bound`, `under` and `CheckedStep.words` in braces.
+        is_share: whether the value is a share of the trajectories, or of their tokens.
+    """
+
+    found: str | Callable[[CheckedStep], Measured | None]
+    message: str
+    advice: str
+    is_share: bool = False
+
+    def check(self, kind: str, step: CheckedStep) -> Finding | None:
+        """The finding of a step; None: the metric is healthy, missing or NaN, or there is no bound."""
+        if isinstance(self.found, str):
+            value, bound = step.metrics.get(self.found), getattr(step.config.health, kind)
+            measured = (value, bound, "") if None not in (value, bound) and value > bound else None
+        else:
+            measured = self.found(step)
+        if measured is None:
+            return None
+        value, bound, under = measured
+        words = {**step.words(), "value": value, "bound": bound, "under": under}
+        excess = error = 0.0
+        if bound:
+            quotient = value / bound
+            excess = min(abs(math.log(quotient)), _LARGEST_EXCESS) if quotient > 0 else _LARGEST_EXCESS
+        if self.is_share:  # of the logarithm; the tokens of a trajectory are not independent of each other
+            error = math.sqrt((1 - value) / value / step.trajectories)
+        message, advice = self.message.format_map(words), self.advice.format_map(words)
+        return Finding(kind, value, message, f"Do: {advice}", excess, error)
 
 
-def _mismatch(step: CheckedStep) -> UnnamedFinding | None:
-    found = step.over("training/rollout_log_prob_diff_mean", step.health.mismatch)
-    if found is None:
-        return None
-    value, bound = found
-    weigh = (
-        ""
-        if step.config.algorithm.rollout_correction.rollout_is
-        else "set algorithm.rollout_correction.rollout_is=token, or "
-    )
-    older = (
-        ""
-        if step.config.trainer.mode == "sync"
-        else f"lower {ACTOR}.optim.lr (responses are a step older), or "
-    )
-    return UnnamedFinding(
-        *found,
-        f"engine and trainer differ by {value:.3g} nats a token, over {bound:g}",
-        f"Do: {weigh}{older}give both the same dtype (actor_rollout_ref.rollout.dtype, {ACTOR}.megatron.dtype)",
-    )
+def find(
+    config: TrainConfig, controls: Controls, metrics: Mapping[str, float], history: History
+) -> list[Finding]:
+    """All metrics outside the bounds of `config.health`, whether or not they are to be reported; `history` includes this step."""
+    step = CheckedStep(config, controls, metrics, history)
+    found = [rule.check(kind, step) for kind, rule in RULES.items()]
+    return [finding for finding in found if finding is not None]
 
 
-def _stagnation(step: CheckedStep) -> UnnamedFinding | None:
-    bound, history = step.health.stagnation, step.history
-    number = len(history.since_best)
-    if bound is None or "val/score/mean" not in step.metrics or number < bound or history.rises:
-        return None
-    return UnnamedFinding(
-        float(number),
-        None,
-        f"val/score/mean has not risen above {history.best_score:.4g} (step {history.best_step}) in {number} validations",
-        f"Do: stop the run (health.early_stop=[stagnation] does), or raise {ACTOR}.entropy_coeff to 0.01 or "
-        f"{ACTOR}.ppo_epochs to 4",
-    )
-
-
-CHECKS: dict[str, Callable[[CheckedStep], UnnamedFinding | None]] = {
-    "ppo_kl_high": _ppo_kl_high,
-    "ppo_kl_low": _ppo_kl_low,
-    "grad_norm": _grad_norm,
-    "entropy": _entropy,
-    "clip_fraction": _clip_fraction,
-    "duplicate_responses": _duplicate_responses,
-    "ngram_repetition": _ngram_repetition,
-    "equal_rewards": _equal_rewards,
-    "long_responses": _long_responses,
-    "mismatch": _mismatch,
-    "stagnation": _stagnation,
+RULES = {
+    "ppo_kl_high": Rule(
+        "actor/ppo_kl",
+        "actor/ppo_kl is {value:.3g} nats, over {bound:g}: the policy moves too far in one step",
+        "{more_kl}; or set {actor}.target_kl={bound:g}, or lower {actor}.optim.lr from {lr:g}",
+    ),
+    "ppo_kl_low": Rule(
+        _ppo_kl_low,
+        "the policy moves by {value:.3g} nats a token in a step (actor/ratio_mean - 1 + actor/ppo_kl), under {under}, and "
+        "critic/score/mean has not risen since the first steps: the policy hardly moves",
+        "{less_kl}; or raise {actor}.optim.lr from {lr:g}",
+    ),
+    "grad_norm": Rule(
+        "actor/grad_norm",
+        "actor/grad_norm is {value:.3g}, over {bound:g} (healthy: under 10)",
+        "{lower_lr}{clip_gradients}",
+    ),
+    "entropy": Rule(
+        _entropy,
+        "actor/entropy is {value:.3g} nats, under {under}: the policy stops exploring",
+        "raise {more_entropy}, or {more_clip}; or {more_kl}",
+    ),
+    "clip_fraction": Rule(
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac is {value:.0%}, over {bound:.0%}: most of what is learnt is clipped away",
+        "{lower_lr}{fewer_epochs}",
+        is_share=True,
+    ),
+    "duplicate_responses": Rule(
+        "health/duplicate_responses",
+        "{value:.0%} of the responses to a prompt repeat another one, over {bound:.0%}",
+        "{more_kl}, and {actor}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from {temperature:g}; "
+        "where they are right, take harder prompts",
+        is_share=True,
+    ),
+    "ngram_repetition": Rule(
+        "health/ngram_repetition",
+        "{value:.0%} of the runs of 4 tokens occurred in their response before, over {bound:.0%}: responses go round in "
+        "circles",
+        "{more_kl}, and {actor}.clip_ratio=0.1; look at the trajectories in the run folder",
+        is_share=True,
+    ),
+    "equal_rewards": Rule(
+        _equal_rewards,
+        "all trajectories of the step have the score {value:g}: there is nothing to prefer",
+        "look at the trajectories in the run folder: the reward may not read the answers' format, or the prompts are all "
+        "too hard or too easy",
+    ),
+    "long_responses": Rule(
+        "response_length/clip_ratio",
+        "{value:.0%} of the responses were cut at data.max_response_length={longest}, over {bound:.0%}",
+        "raise data.max_response_length to {longer}, or penalise length (reward_model.overlong_buffer.enable=true)",
+        is_share=True,
+    ),
+    "mismatch": Rule(
+        "training/rollout_log_prob_diff_mean",
+        "engine and trainer differ by {value:.3g} nats a token, over {bound:g}",
+        "{correct}{older}give both the same dtype (actor_rollout_ref.rollout.dtype, {actor}.megatron.dtype)",
+    ),
+    "stagnation": Rule(
+        _stagnation,
+        "val/score/mean has not risen above {best_score:.4g} (step {best_step}) in {value:.0f} validations",
+        "stop the run (health.early_stop=[stagnation] does), or raise {actor}.entropy_coeff to 0.01 or "
+        "{actor}.ppo_epochs to 4",
+    ),
 }

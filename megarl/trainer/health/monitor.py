@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -26,11 +26,9 @@ from megarl.config import TrainConfig
 from megarl.data.trajectories import ragged
 from megarl.trainer.health.findings import ACTOR, Finding, History, beyond_noise, find, kl_coefficients
 from megarl.trainer.run.logger import keep_lines
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
 from megarl.util.files import naming
-
-if TYPE_CHECKING:
-    from megarl.trainer.run.run import Run
 
 HEALTH_FILE = "health.jsonl"
 MOST = 20  # consecutive steps that are compared

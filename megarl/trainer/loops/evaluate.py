@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup, WorkerGroup
-from megarl.config import EvalConfig, check_models, save_config, val_set_sampling
+from megarl.config import EvalConfig, check_models, save_config
+from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.models import read_model_config
@@ -25,7 +26,7 @@ from megarl.trainer.run.earlier_runs import set_aside_earlier_run
 from megarl.trainer.run.failures import naming_keys
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import engine_limits, open_engine_run
-from megarl.trainer.stages.prompt_data import may_lack, read_prompts
+from megarl.trainer.stages.prompt_data import held_out_prompts, may_lack, read_prompts
 from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.stages.validation import ValidationSet, validate
 from megarl.trainer.workers.multi_turn import turns_spec
@@ -104,21 +105,16 @@ def load_problems(
     config: EvalConfig, tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[ValidationSet]:
     """The problems of data.val_files and of each set; `scorer` must have a reward for every data source."""
-    data, val_kwargs = config.data, config.rollout.val_kwargs
-    most = data.max_samples or -1
-    held_out = {} if data.val_files is None else {"": (data.val_files, most, val_kwargs)}
-    for name, val_set in (data.val_sets or {}).items():
-        number = most if val_set.max_samples is None else val_set.max_samples
-        held_out[name] = (val_set.files, number, val_set_sampling(val_set, val_kwargs))
-    sets = []
-    for name, (files, number, sampling) in held_out.items():
-        plays = config.rollout.multi_turn.enable
-        problems = read_prompts(
-            data, files, tokenizer, number, may_lack=may_lack(config), several_turns=plays
-        ).table
-        check_prompts(scorer, problems)
-        sets.append(ValidationSet(name, problems, sampling))
-    return sets
+    data, plays = config.data, config.rollout.multi_turn.enable
+
+    def read(files: str | tuple[str, ...], max_samples: int) -> PromptDataset:
+        lacking = may_lack(config)
+        problems = read_prompts(data, files, tokenizer, max_samples, may_lack=lacking, several_turns=plays)
+        check_prompts(scorer, problems.table)
+        return problems
+
+    held_out = held_out_prompts(data, data.max_samples or -1, config.rollout.val_kwargs, read)
+    return [ValidationSet(name, problems.table, sampling) for name, problems, sampling in held_out]
 
 
 def print_scores(result: dict[str, float], folder: str) -> None:

@@ -13,10 +13,12 @@ Guarantees, each asserted by a test:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,24 +29,22 @@ from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, check_config, load_config, resolve_batches
 from megarl.config.checks.run import changed_keys
-from megarl.rewards.processes.scorer import make_scorer
-from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
-from megarl.trainer.loops.ppo import collect, epochs, learn
-from megarl.trainer.roles.roles import policy_checkpoints, start_learners, start_roles
+from megarl.trainer.health.monitor import repetition_metrics
+from megarl.trainer.loops.driver import Driver, LearningState, Metrics, Work, epochs
+from megarl.trainer.loops.ppo import collect, learn, open_policy_run
+from megarl.trainer.roles.roles import start_learners
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.cluster_setup import cluster_setup_of
-from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE, set_aside_earlier_run
+from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import limits, open_engine_run, open_run
 from megarl.trainer.stages.advantages import make_controls
-from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs, num_training_steps
-from megarl.trainer.stages.nonfinite import GENERATED, NotFinite, finite_step, require_finite
+from megarl.trainer.stages.inputs import load_model_inputs, num_training_steps
+from megarl.trainer.stages.nonfinite import GENERATED, finite_step, require_finite
 from megarl.trainer.stages.prompt_data import may_lack, training_prompts
-from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
-from megarl.trainer.stages.scoring import Rewards
 from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
 
@@ -58,34 +58,29 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
     Raises:
         ValueError: the run folder is one of a run that trains.
     """
-    folder, controls = Path(config.trainer.default_local_dir), make_controls(config, num_steps=1)
+    folder = Path(config.trainer.default_local_dir)
     if steps_in(folder / CHECKPOINTS):
         raise ValueError(
             f"trainer.rollout_only: {folder} has the checkpoints of a run that trains; give another "
             "trainer.default_local_dir"
         )
-    with make_scorer(config) as scorer:
-        inputs = load_train_inputs(config, scorer)
-        set_aside_earlier_run(config, print)
-        facts = inputs.facts(config)
-        with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=False) as run:
-            run.show_rewards(scorer)
-            roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
-            rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
-            prompts = epochs(inputs.loader)
-            for step in range(1, inputs.num_steps + 1):
-                with run.step(step) as metrics, finite_step(run, config, controls, step, metrics):
-                    groups, collected = collect(
-                        config, run, roles, prompts, rewards, inputs.reward_model, step
-                    )
-                    batch = groups.batch()
-                    require_finite(batch, GENERATED)
-                    run.save_trajectories(batch, "step", step)
-                    inputs.loader.report(*groups.prompt_scores())
-                    metrics |= collected | roles.memory.report()
-                    metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
-            run.say(f"trajectories: {run.trajectory_folder}")
-            return str(run.trajectory_folder)
+    with open_policy_run(config, cluster_setup, trains=False) as (run, roles, inputs, rewards):
+        prompts = epochs(inputs.loader)
+
+        def work(step: int, metrics: Metrics) -> None:
+            groups, collected = collect(config, prompts, run, roles, rewards, step)
+            batch = groups.batch()
+            require_finite(batch, GENERATED)
+            run.save_trajectories(batch, "step", step)
+            inputs.loader.report(*groups.prompt_scores())
+            metrics |= collected
+            metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
+
+        controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, inputs.num_steps)
+        guard = partial(finite_step, run, config.trainer.on_nonfinite, controls)
+        Driver(run, guard=guard, memory=roles.memory).drive(range(1, inputs.num_steps + 1), work)
+        run.say(f"trajectories: {run.trajectory_folder}")
+        return str(run.trajectory_folder)
 
 
 def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
@@ -103,32 +98,26 @@ def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     ptx = load_ptx(config, models.tokenizer)
     with open_run(config, num_steps, cluster_setup) as run:
         roles = start_learners(config, run, num_steps)
-        _learn_steps(config, run, roles, source, num_steps, ptx)
+        state = LearningState.start(config, run, roles, num_steps, ptx)
+        work = learning_from(config, run, roles, state, partial(step_file, source))
+        done = state.checkpoints.resume()
+        state.driver(config, run, roles, num_steps).drive(range(done + 1, num_steps + 1), work)
         with roles.memory.held("export"):
             return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
 
 
-def _learn_steps(config: TrainConfig, run: Run, roles: Roles, source: Path, num_steps: int, ptx) -> None:
-    controls = make_controls(config, num_steps)
-    monitor = start_monitor(run, config, controls)
-    checkpoints = policy_checkpoints(
-        config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}
-    )
-    done = checkpoints.resume()
-    ptx_batches = epochs(ptx) if ptx is not None else None
-    for step in range(done + 1, num_steps + 1):
-        batch = None
-        with run.step(step) as metrics:
-            with finite_step(run, config, controls, step, metrics):
-                read = read_step(step_file(source, step), config)
-                batch, learnt = learn(config, run, roles, read, controls, step, ptx_batches)
-                metrics |= learnt
-            metrics |= roles.memory.report()
-            if batch is not None:
-                metrics |= watch(run, monitor, step, metrics, batch)
-        checkpoints.after(step, metrics, last=step == num_steps or monitor.stop is not None)
-        if monitor.stop is not None:
-            break
+def learning_from(
+    config: TrainConfig, run: Run, roles: Roles, state: LearningState, file_of: Callable[[int], Path]
+) -> Work:
+    """A step's work: learn from the trajectories in its file."""
+
+    def work(step: int, metrics: Metrics) -> pa.Table:
+        read = read_step(file_of(step), config.data, config.actor_rollout_ref.rollout.n)
+        batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
+        metrics |= learnt
+        return batch
+
+    return work
 
 
 REPLAYS = "replays"
@@ -176,8 +165,10 @@ def replay(request: Request) -> bool:
     ):
         run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
         where = "the models' first weights" if begin is None else str(begin.folder)
-        run.say(f"replaying {_steps(list(files))} of {request.folder} from {where}")
-        _say_changes(run, config, request.folder)
+        steps = f"step {first}" if first == request.step else f"steps {first} to {request.step}"
+        run.say(f"replaying {steps} of {request.folder} from {where}")
+        for key, (before, after) in changed_keys(config, request.folder / CONFIG_FILE).items():
+            run.say(f"  changed: {key}: {before!r} -> {after!r}")
         roles = start_learners(config, run, num_steps)
         found = _replay_steps(config, run, roles, files, num_steps, load_ptx(config, models.tokenizer))
         logged = {entry["step"]: entry for entry in read_metrics(request.folder)}
@@ -191,27 +182,25 @@ def replay(request: Request) -> bool:
 def _replay_steps(
     config: TrainConfig, run: Run, roles: Roles, files: Mapping[int, Path], num_steps: int, ptx
 ) -> dict[int, dict[str, float]]:
-    """The metrics of each step."""
-    controls = make_controls(config, num_steps)
-    monitor = HealthMonitor(config, controls)  # `health.auto_action` may change the controls
-    policy_checkpoints(config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}).resume()
-    ptx_batches, found = epochs(ptx) if ptx is not None else None, {}
-    for step, path in files.items():
-        batch, before = read_step(path, config), controls.state_dict()
-        run.at_step = step
-        run.seconds.clear()
-        try:
-            learnt, metrics = learn(config, run, roles, batch, controls, step, ptx_batches)
-        except NotFinite as problem:
-            if config.trainer.on_nonfinite == "stop":
-                raise
-            run.say(f"step {step}: the rest of it is left out: {problem}")
-            controls.load_state_dict(before)
-            found[step] = {"training/skipped": 1.0}
-            continue
-        found[step] = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    """The metrics of each step, but for its seconds, speeds and health."""
+    state = LearningState.start(config, run, roles, num_steps, ptx)
+    state.checkpoints.resume()
+    found: dict[int, Metrics] = {}
+
+    def check(step: int, metrics: Metrics, batch: pa.Table) -> Metrics:
+        """`health.auto_action` may have changed the controls for later steps; findings are not reported again."""
         if config.health.enable:
-            monitor.act(monitor.check(step, {**metrics, **repetition_metrics(learnt)}))
+            state.monitor.act(state.monitor.check(step, {**metrics, **repetition_metrics(batch)}))
+        return {}
+
+    def made(step: int, metrics: Metrics) -> None:
+        measured = ("perf/", "timing_s/")
+        found[step] = {name: value for name, value in metrics.items() if not name.startswith(measured)}
+
+    guard = partial(finite_step, run, config.trainer.on_nonfinite, state.controls, save=False)
+    Driver(run, guard=guard, check=check, made=made).drive(
+        files, learning_from(config, run, roles, state, files.__getitem__)
+    )
     return found
 
 
@@ -223,7 +212,7 @@ def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config))
-    return num_training_steps(config, loader)
+    return num_training_steps(trainer, loader, config.data.train_batch_size)
 
 
 def _read_config(request: Request) -> TrainConfig:
@@ -234,11 +223,6 @@ def _read_config(request: Request) -> TrainConfig:
     config = check_config(load_config(TrainConfig, path, list(request.overrides)), data_files=False)
     load_plugins(config.plugins)
     return config
-
-
-def _say_changes(run: Run, config: TrainConfig, folder: Path) -> None:
-    for key, (before, after) in changed_keys(config, folder / CONFIG_FILE).items():
-        run.say(f"  changed: {key}: {before!r} -> {after!r}")
 
 
 def _beginning(request: Request) -> Checkpoint | None:
@@ -280,10 +264,6 @@ def _files(request: Request, config: TrainConfig, first: int) -> dict[int, Path]
             f"step {request.step} is replayed from step {first} on, and {files[missing[0]]} is missing; from there {can}"
         )
     return files
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def print_comparison(

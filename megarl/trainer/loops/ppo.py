@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pyarrow as pa
@@ -10,25 +11,25 @@ import pyarrow as pa
 from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
-from megarl.trainer.health.monitor import start_monitor, watch
-from megarl.trainer.roles.roles import policy_checkpoints, start_roles
+from megarl.trainer.loops.driver import LearningState, Metrics, epochs
+from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.earlier_runs import set_aside_earlier_run
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.schedule.modes import make_batches
-from megarl.trainer.stages.advantages import Controls, compute_batch_advantages, make_controls
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
 from megarl.trainer.stages.nonfinite import (
     GENERATED,
     LEARNT_FROM,
-    finite_step,
     rank_errors_as_not_finite,
     require_finite,
 )
-from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores, score_weights
+from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.rollouts import noise_seed, roll_out
 from megarl.trainer.stages.scoring import Rewards, training_scores
 from megarl.trainer.stages.updates import evaluate_models, throughput, update
@@ -37,98 +38,90 @@ from megarl.trainer.stages.validation import sample_rows, validate
 
 def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
+    with open_policy_run(config, cluster_setup) as (run, roles, inputs, rewards):
+        train_steps(config, run, roles, inputs, rewards)
+        with roles.memory.held("export"):
+            return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
+
+
+@contextmanager
+def open_policy_run(
+    config: TrainConfig, cluster_setup: ClusterSetup | None, trains: bool = True
+) -> Iterator[tuple[Run, Roles, TrainInputs, Rewards]]:
+    """A run with engines, from its inputs to its roles; one that trains nothing begins anew, and cannot be resumed."""
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, inputs.num_steps, cluster_setup, facts=inputs.facts(config)) as run:
+        if not trains:
+            set_aside_earlier_run(config, print)
+        facts = inputs.facts(config.actor_rollout_ref.model.path, config.data)
+        with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=trains) as run:
             run.show_rewards(scorer)
             for warning in inputs.warnings:
                 run.say(warning)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
-            roles = start_roles(config, run, inputs.model, inputs.num_steps)
-            weights = score_weights(config)
-            train_steps(config, run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights))
-            with roles.memory.held("export"):
-                return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
+            roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=trains)
+            weights = score_weights(config.reward_model)
+            yield run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights, inputs.reward_model)
 
 
 def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:
-    trainer = config.trainer
-    controls = make_controls(config, inputs.num_steps)
-    monitor = start_monitor(run, config, controls)
-    collectors = partial(collect, config), partial(answer, config)
+    """All steps that are left: collect a batch (sync, generate, reward), and learn from it."""
     prompts = epochs(inputs.loader)
-    batches = make_batches(
-        config, run, roles, rewards, inputs.num_steps, prompts, inputs.reward_model, *collectors
+    collectors = partial(collect, config, prompts), partial(answer, config, prompts)
+    batches = make_batches(config, run, roles, rewards, inputs.num_steps, prompts, *collectors)
+    state = LearningState.start(
+        config, run, roles, inputs.num_steps, inputs.ptx, {"data": inputs.loader}, batches.folders
     )
-    parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
-    checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
-    done = checkpoints.resume()
-    ptx_batches = epochs(inputs.ptx) if inputs.ptx is not None else None
-    if trainer.val_before_train and not done:
+    done = state.checkpoints.resume()
+
+    def work(step: int, metrics: Metrics) -> pa.Table:
+        collected = batches.of(step)
+        metrics |= collected.metrics
+        if step == done + 1:
+            show_samples(config, run, inputs, step, "train", collected.table)
+        with batches.during_learning(step) as learner:  # with some trainer.mode later batches are collected
+            batch, learnt = learn(config, *learner, collected.table, state.controls, step, state.ptx_batches)
+        metrics |= learnt
+        inputs.loader.report(collected.prompt_uids, collected.scores)
+        return batch
+
+    validation = (
+        partial(sync_and_validate, config, run, roles, inputs, rewards) if inputs.validation else None
+    )
+    driver = state.driver(config, run, roles, inputs.num_steps, validation)
+    if config.trainer.val_before_train and not done:
         with run.step(0) as metrics:
-            metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
-            monitor.history.add(0, metrics)
-    for step in range(done + 1, inputs.num_steps + 1):
-        batch = None
-        with run.step(step) as metrics:
-            with finite_step(run, config, controls, step, metrics):
-                collected = batches.of(step)
-                metrics |= collected.metrics
-                if step == done + 1:
-                    show_samples(config, run, inputs, step, "train", collected.table)
-                with batches.during_learning(
-                    step
-                ) as learner:  # with some trainer.mode later batches are collected
-                    batch, learnt = learn(config, *learner, collected.table, controls, step, ptx_batches)
-                metrics |= learnt
-                inputs.loader.report(collected.prompt_uids, collected.scores)
-            if due(trainer.test_freq, step, last=inputs.num_steps):
-                metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
-            metrics |= roles.memory.report()
-            if batch is not None:
-                metrics |= watch(run, monitor, step, metrics, batch)
-        checkpoints.after(step, metrics, last=step == inputs.num_steps or monitor.stop is not None)
-        if monitor.stop is not None:
-            break
+            driver.add_validation(0, metrics)
+            state.monitor.history.add(0, metrics)
+    driver.drive(range(done + 1, inputs.num_steps + 1), work)
 
 
 def collect(
-    config: TrainConfig,
-    run: Run,
-    roles: Roles,
-    prompts: Iterator[pa.Table],
-    rewards: Rewards,
-    reward_inputs: RewardModelInputs | None,
-    step: int,
+    config: TrainConfig, prompts: Iterator[pa.Table], run: Run, roles: Roles, rewards: Rewards, step: int
 ) -> tuple[Groups, dict[str, float]]:
     """Collecting: sync the newest weights, generate responses to prompts, and score them as they arrive."""
     with roles.memory.phase("sync"):
         synced = sync_weights(run, roles, version=step)
-    groups, metrics = answer(config, run, roles, prompts, rewards, reward_inputs, step)
+    groups, metrics = answer(config, prompts, run, roles, rewards, step)
     return groups, synced | metrics
 
 
 def answer(
-    config: TrainConfig,
-    run: Run,
-    roles: Roles,
-    prompts: Iterator[pa.Table],
-    rewards: Rewards,
-    reward_inputs: RewardModelInputs | None,
-    step: int,
+    config: TrainConfig, prompts: Iterator[pa.Table], run: Run, roles: Roles, rewards: Rewards, step: int
 ) -> tuple[Groups, dict[str, float]]:
     """`collect` without a sync, with the weights in the engines."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
-    noise = noise_seed(config, step)
+    noise = noise_seed(config.actor_rollout_ref.rollout, step)
     while not groups.complete:
         with phase("generate"):
             asked = groups.distinct(next(prompts))
             answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
-        by_model = model_scores(run, roles.reward_model, answers, reward_inputs, phase)
+        by_model = rewards.ask_model(roles, answers, phase)
         with run.timed("reward"):
-            groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
+            scored = rewards.collect(answers, f"step {step}", by_model)
+            groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data))
     speed = groups.generated_tokens / run.seconds["generate"]
     return groups, groups.metrics() | {"perf/generate_tokens_per_s": speed}
 
@@ -161,17 +154,6 @@ def learn(
     return batch, metrics | throughput(batch, run.seconds)
 
 
-def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Batches, epoch after epoch, without end."""
-    while True:
-        yield from loader
-
-
-def due(freq: int, step: int, last: int | None = None) -> bool:
-    """Whether something is due after `step`: every `freq` steps and after the `last`; never with -1."""
-    return freq > 0 and (step % freq == 0 or step == last)
-
-
 def sync_and_validate(
     config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards, step: int
 ) -> dict[str, float]:
@@ -179,20 +161,17 @@ def sync_and_validate(
 
     Its weights are synced for this: the metrics of step 0 include those of that sync.
     """
-    if not inputs.validation:
-        return {}
     data, held = config.data, roles.memory.held
-    with run.timed("validate"):
-        with held("sync"):
-            synced = sync_weights(run, roles, version=step + 1)
-        answers, metrics = validate(
-            run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
-            data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
-            lambda table: model_scores(run, roles.reward_model, table, inputs.reward_model, held),
-        )  # fmt: skip
-        for name, table in answers.items():
-            run.save_trajectories(table, name, step)
-            show_samples(config, run, inputs, step, name, table)
+    with held("sync"):
+        synced = sync_weights(run, roles, version=step + 1)
+    answers, metrics = validate(
+        run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
+        data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
+        lambda table: rewards.ask_model(roles, table, held),
+    )  # fmt: skip
+    for name, table in answers.items():
+        run.save_trajectories(table, name, step)
+        show_samples(config, run, inputs, step, name, table)
     metrics = {f"val/{name}": value for name, value in metrics.items()}
     # A step reports the sync of its own rollouts; step 0 has none, and this is the run's first sync.
     return metrics if step else metrics | synced

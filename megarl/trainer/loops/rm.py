@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.preference import preference_loss, ranking_metrics
-from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import ClusterSetup, WorkerGroup
-from megarl.config import RMConfig, check_models, position_warnings
+from megarl.cluster import ClusterSetup
+from megarl.config import RMConfig
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import (
     PreferenceDataset,
@@ -24,86 +23,35 @@ from megarl.data.preferences import (
     texts_of,
 )
 from megarl.data.tokenizer import load_tokenizer
-from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig, read_model_config
-from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
-from megarl.trainer.roles.adapters import check_adapters
-from megarl.trainer.roles.model_roles import Role
-from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.facts import supervised_facts
-from megarl.trainer.run.run import Run
-from megarl.trainer.run.start import open_run
+from megarl.models import ModelConfig
+from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
 from megarl.trainer.stages.prompt_data import preference_keys
 from megarl.trainer.stages.reward_model import FILE, measure_normalization, score_lists
-from megarl.trainer.workers.dispatch import MicroBatching, compared_texts, plan_rows
-
-WORKER = "megarl.trainer.workers.supervised:RMWorker"
-
-
-@dataclass(frozen=True)
-class RMInputs:
-    """The inputs of a run, read before any process starts.
-
-    Attributes:
-        validation: `PREFERENCE_SCHEMA`; None: there is none.
-        answers: the reference answers, whose mean reward becomes 0: column `input_ids`; None: rewards are not shifted.
-    """
-
-    model: ModelConfig
-    tokenizer: PreTrainedTokenizerBase
-    training: PreferenceDataset
-    validation: pa.Table | None
-    answers: pa.Table | None
+from megarl.trainer.workers.dispatch import compared_texts
 
 
 def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the reward model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    inputs = load_inputs(config)
-    data = config.data
-    loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
-    num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    counts = inputs.training.table.num_rows, None if inputs.validation is None else inputs.validation.num_rows
-    with open_run(
-        config, num_steps, cluster_setup, facts=supervised_facts(config, inputs.model, *counts)
-    ) as run:
-        for warning in position_warnings(config, inputs.model):
-            run.say(warning)
-        for number, done in (
-            (inputs.training.num_truncated, "cut"),
-            (inputs.training.num_dropped, "left out"),
-        ):
-            if number:
-                run.say(f"{done} {number} {'texts' if done == 'cut' else 'rows'} over data.max_length")
-        group, layout = start_group(
-            config, run, num_steps, "rm", WORKER, "value", head_init=config.model.head_init
-        )
-        role = Role(group, layout, MicroBatching(data.train_batch_size, config.max_token_len_per_gpu, None))
-        validation = inputs.validation
-        stages = Stages(
-            update=lambda batch: train_batch(config, run, group, layout, batch),
-            validate=None if validation is None else lambda: validate(run, role, validation),
-            export=lambda folder: export(config, run, role, inputs, folder),
-        )
-        return run_steps(config.trainer, run, loader, num_steps, stages, group)
-
-
-def load_inputs(config: RMConfig) -> RMInputs:
-    """Model facts, tokenizer and data, all checked.
-
-    Raises:
-        ValueError: names the file or row that is wrong.
-    """
-    data, path = config.data, config.model.path
-    model = read_model_config(path)
-    check_models(config, model)
-    check_adapters(config, model)
-    check_hf_weights(path, model, head="value")
+    # Mistakes in the data are found before any process starts.
+    model, data = read_model(config, "value"), config.data
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
-    training = load_preferences(config, data.train_files, tokenizer)
-    validation = None
+    training, validation = load_preferences(config, data.train_files, tokenizer), None
     if data.val_files is not None:
         validation = load_preferences(config, data.val_files, tokenizer).table
-    return RMInputs(model, tokenizer, training, validation, load_answers(config, training.table, tokenizer))
+    answers = load_answers(config, training.table, tokenizer)
+    loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
+    counts = training.table.num_rows, None if validation is None else validation.num_rows
+    found = {"cut {} texts": training.num_truncated, "left out {} rows": training.num_dropped}
+    notes = [f"{text.format(number)} over data.max_length" for text, number in found.items() if number]
+    init = config.model.head_init
+    with open_ranks(config, cluster_setup, "rm", model, counts, len(loader), notes, head_init=init) as ranks:
+        return run_steps(
+            ranks,
+            loader,
+            update=partial(train_batch, ranks),
+            validate=None if validation is None else partial(validate, ranks, validation),
+            export=partial(export, ranks, data.normalize, answers, classifier_fields(model, tokenizer)),
+        )
 
 
 def load_preferences(
@@ -151,44 +99,47 @@ def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedToke
     return answers if num is None else answers.slice(0, num)
 
 
-def train_batch(
-    config: RMConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, batch: pa.Table
-) -> dict[str, float]:
+def train_batch(ranks: Ranks, batch: pa.Table) -> dict[str, float]:
     """One optimizer step on the mean loss over all rankings of the batch."""
-    plan = plan_rows(ranking_lengths(batch), layout, config.max_token_len_per_gpu)
-    return run.wait(group.call("train_rankings", run.put(batch), run.put(plan)))[0]
+    return ranks.call("train_rankings", batch, ranking_lengths(batch))[0]
 
 
-def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:
+def validate(ranks: Ranks, rankings: pa.Table) -> dict[str, float]:
     """Loss, accuracy and margin on any number of held-out rankings; mean and deviation of rewards."""
-    rewards = torch.from_numpy(score_lists(run, role, token_lists(texts_of(rankings))))
+    rewards = torch.from_numpy(score_lists(ranks.run, ranks.role, token_lists(texts_of(rankings))))
     _, sums = preference_loss(rewards, *compared_texts(rankings), rankings.num_rows)
     found = ranking_metrics({name: value.item() for name, value in sums.items()}, rankings.num_rows)
     return {
-        VAL_LOSS: found.pop("loss"),
-        **{f"val/{name}": value for name, value in found.items()},
+        **validation_metrics(found),
         "val/reward_mean": rewards.double().mean().item(),
         "val/reward_std": rewards.double().std(correction=0).item(),
     }
 
 
-def export(config: RMConfig, run: Run, role: Role, inputs: RMInputs, folder: Path) -> str:
-    """Write the reward model, with the shift that makes the mean reward of the reference answers 0; returns the folder's path."""
-    files = {}
-    if inputs.answers is not None:
-        outputs = score_lists(run, role, token_lists(inputs.answers))
-        found = measure_normalization(outputs, config.data.normalize)
-        run.say(
+def export(
+    ranks: Ranks, normalize: str, answers: pa.Table | None, fields: dict[str, Any], folder: Path
+) -> str:
+    """Write the reward model, with the shift that makes the mean reward of the reference answers 0; returns the folder's path.
+
+    Args:
+        normalize: see `measure_normalization`.
+        answers: column `input_ids`; None: rewards are not shifted.
+        fields: of config.json.
+    """
+    files, say = {}, ranks.run.say
+    if answers is not None:
+        outputs = score_lists(ranks.run, ranks.role, token_lists(answers))
+        found = measure_normalization(outputs, normalize)
+        say(
             f"{found.num_answers} reference answers: mean reward {found.mean:.6g}, standard deviation {outputs.std():.6g}; "
             f"{FILE} takes {found.mean:.6g} off, and divides by {found.std:.6g}"
         )
         files[FILE] = found.to_json()
-    fields = classifier_fields(inputs.model, inputs.tokenizer)
     if fields["pad_token_id"] is None:
-        run.say(
+        say(
             "the tokenizer has no padding token of its own, so config.json names none: transformers scores one text at a time"
         )
-    return export_hf(run, role.group, config.model, folder, fields=fields, files=files)
+    return ranks.export(folder, fields=fields, files=files)
 
 
 def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

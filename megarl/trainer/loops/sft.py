@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pyarrow as pa
 
-from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import ClusterSetup, WorkerGroup
-from megarl.config import SFTConfig, check_models, position_warnings
+from megarl.cluster import ClusterSetup
+from megarl.config import SFTConfig
 from megarl.costs.flops import model_flops
 from megarl.data.loader import TableLoader
 from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
-from megarl.layout.grid import ParallelLayout
-from megarl.models import read_model_config
-from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
-from megarl.trainer.roles.adapters import check_adapters
-from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.facts import supervised_facts
-from megarl.trainer.run.run import Run
-from megarl.trainer.run.start import open_run
-from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
-
-WORKER = "megarl.trainer.workers.supervised:SFTWorker"
+from megarl.trainer.loops.supervised import VAL_LOSS, Ranks, open_ranks, read_model, run_steps
+from megarl.trainer.workers.dispatch import rows_to_share
 
 
 def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    model = read_model_config(config.model.path)
-    check_models(config, model)
-    check_adapters(config, model)
-    check_hf_weights(config.model.path, model, mtp=config.model.mtp == "keep")
+    model = read_model(config)
     training, validation = load_examples(config)
     loader = TableLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
-    num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = len(training), None if validation is None else len(validation)
-    with open_run(config, num_steps, cluster_setup, facts=supervised_facts(config, model, *counts)) as run:
-        for warning in position_warnings(config, model):
-            run.say(warning)
-        if training.num_truncated:
-            run.say(f"cut {training.num_truncated} examples to data.max_length")
-        if training.num_split:
-            run.say(
-                f"split {training.num_split} texts that are longer than data.max_length: {len(training)} examples in all"
-            )
-        group, layout = start_group(config, run, num_steps, "sft", WORKER, "lm")
-        pair_share = model_flops(model).pair_share
-        stages = Stages(
-            update=lambda batch: train_batch(config, run, group, layout, batch, pair_share),
-            validate=None
-            if validation is None
-            else lambda: validate(config, run, group, layout, validation.table),
-            export=lambda folder: export_hf(run, group, config.model, folder),
+    notes = []
+    if training.num_truncated:
+        notes.append(f"cut {training.num_truncated} examples to data.max_length")
+    if training.num_split:
+        notes.append(
+            f"split {training.num_split} texts that are longer than data.max_length: {len(training)} examples in all"
         )
-        return run_steps(config.trainer, run, loader, num_steps, stages, group)
+    with open_ranks(config, cluster_setup, "sft", model, counts, len(loader), notes) as ranks:
+        return run_steps(
+            ranks,
+            loader,
+            update=partial(train_batch, ranks, model_flops(model).pair_share),
+            validate=None if validation is None else partial(validate, ranks, validation.table),
+        )
 
 
 def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
@@ -78,27 +61,16 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
 
 
-def train_batch(
-    config: SFTConfig,
-    run: Run,
-    group: WorkerGroup,
-    layout: ParallelLayout,
-    batch: pa.Table,
-    pair_share: float,
-) -> dict[str, float]:
+def train_batch(ranks: Ranks, pair_share: float, batch: pa.Table) -> dict[str, float]:
     """One optimizer step on the mean loss over all trained tokens of the batch; `pair_share`: see `sequence_costs`."""
-    lengths = list_lengths(batch, "input_ids")
-    plan = plan_rows(lengths, layout, config.max_token_len_per_gpu, pair_share=pair_share)
-    return run.wait(group.call("train_examples", run.put(batch), run.put(plan), trained_tokens(batch)))[0]
+    lengths, count = list_lengths(batch, "input_ids"), trained_tokens(batch)
+    return ranks.call("train_examples", batch, lengths, count, pair_share=pair_share)[0]
 
 
-def validate(
-    config: SFTConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, examples: pa.Table
-) -> dict[str, float]:
+def validate(ranks: Ranks, examples: pa.Table) -> dict[str, float]:
     """The mean loss over all trained tokens of any number of held-out examples."""
-    shared = with_idle_rows(examples, rows_to_share(examples.num_rows, layout))
-    plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
-    sums = run.wait(group.call("sum_losses", run.put(shared), run.put(plan)))
+    shared = with_idle_rows(examples, rows_to_share(examples.num_rows, ranks.role.layout))
+    sums = ranks.call("sum_losses", shared, list_lengths(shared, "input_ids"))
     return {VAL_LOSS: sum(value for value in sums if value is not None) / trained_tokens(examples)}
 
 

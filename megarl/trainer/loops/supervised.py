@@ -1,52 +1,53 @@
-"""The loop that SFT, reward models and DPO share: steps, validations, the best model, early stopping."""
+"""The parts that SFT, reward models and DPO share: the model's ranks, validations, the best model, early stopping."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
-from megarl.cluster import WorkerGroup, group_kind
-from megarl.config import TuningConfig, TuningTrainerConfig
+from megarl.checkpoints.hf.load import check_hf_weights
+from megarl.cluster import ClusterSetup, group_kind
+from megarl.config import (
+    TuningConfig,
+    check_models,
+    position_warnings,
+)
 from megarl.layout.grid import ParallelLayout
-from megarl.trainer.loops.ppo import due, epochs
-from megarl.trainer.roles.model_roles import say_layers
+from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.loops.driver import Driver, Metrics, epochs
+from megarl.trainer.roles.adapters import check_adapters
+from megarl.trainer.roles.model_roles import Role, say_layers
 from megarl.trainer.roles.roles import open_pools
-from megarl.trainer.run.checkpoints import Stateful, make_checkpoints
+from megarl.trainer.run.checkpoints import Checkpoints, Stateful
 from megarl.trainer.run.cluster_setup import MODEL_PROCESSES, pools_of
-from megarl.trainer.run.export import FOLDER
+from megarl.trainer.run.export import FOLDER, export_hf
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.dispatch import NAMED, ModelSpec
+from megarl.trainer.run.start import open_run
+from megarl.trainer.workers.dispatch import NAMED, MicroBatching, ModelSpec, plan_rows
 from megarl.util.files import whole_file
 
 VAL_LOSS = "val/loss"
+# By role, the class of its ranks and the head of its model.
+WORKERS = {
+    "sft": ("megarl.trainer.workers.supervised:SFTWorker", "lm"),
+    "rm": ("megarl.trainer.workers.supervised:RMWorker", "value"),
+    "dpo": ("megarl.trainer.workers.supervised:DPOWorker", "lm"),
+}
 
 
 class Loader(Stateful, Protocol):
     """Batches of one epoch each time it is iterated, and their position."""
 
     def __iter__(self) -> Iterator[pa.Table]: ...
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The stages that differ between the commands.
-
-    Attributes:
-        update: makes one optimizer step on a batch; returns its metrics.
-        validate: returns metrics of held-out examples, including `val/loss`; None: there are no such examples.
-        export: writes the model as a Hugging Face folder, completely or not at all; returns its path.
-    """
-
-    update: Callable[[pa.Table], dict[str, float]]
-    validate: Callable[[], dict[str, float]] | None
-    export: Callable[[Path], str]
 
 
 @dataclass
@@ -96,84 +97,160 @@ class Progress:
         return self.patience is not None and self.stale >= self.patience
 
 
-def start_group(
-    config: TuningConfig, run: Run, num_steps: int, name: str, worker: str, head: str, **arguments: Any
-) -> tuple[WorkerGroup, ParallelLayout]:
-    """The model's ranks on all devices of the run, and their layout.
+@dataclass(frozen=True)
+class Ranks:
+    """The model's ranks on all devices of a run of `num_steps` steps."""
+
+    config: TuningConfig
+    run: Run
+    role: Role
+    num_steps: int
+
+    def call(
+        self, method: str, rows: pa.Table, lengths: np.ndarray, *arguments: Any, pair_share: float = 0.0
+    ) -> list[Any]:
+        """Each rank's result of a method on its share of the rows.
+
+        Args:
+            lengths: tokens of the rows [rows].
+            arguments: of the method, after the rows and each rank's share of them.
+            pair_share: see `sequence_costs`.
+        """
+        run, role = self.run, self.role
+        plan = plan_rows(lengths, role.layout, role.batching.max_tokens, pair_share=pair_share)
+        return run.wait(role.group.call(method, run.put(rows), run.put(plan), *arguments))
+
+    def export(self, folder: Path, **more: Any) -> str:
+        """Write the model as a Hugging Face folder, completely or not at all; returns its path. `more`: of `export_hf`."""
+        return export_hf(self.run, self.role.group, self.config.model, folder, **more)
+
+
+def read_model(config: TuningConfig, head: str = "lm") -> ModelConfig:
+    """The facts of the model that is trained, checked before anything is started.
+
+    Raises:
+        ValueError: its files do not fit each other, `head` or the configuration.
+    """
+    path, mtp = config.model.path, config.model.mtp == "keep"
+    model = read_model_config(path)
+    check_models(config, model)
+    check_adapters(config, model)
+    check_hf_weights(path, model, head, mtp=mtp and head == "lm")
+    return model
+
+
+@contextmanager
+def open_ranks(
+    config: TuningConfig,
+    cluster_setup: ClusterSetup | None,
+    role: str,
+    model: ModelConfig,
+    counts: tuple[int, int | None],
+    steps_of_epoch: int,
+    notes: Sequence[str],
+    **arguments: Any,
+) -> Iterator[Ranks]:
+    """A run, and the model's ranks on all of its devices.
 
     Args:
-        worker: the ranks' class, as module:class; it gets `arguments` in addition to `spec`.
-        head: "lm" or "value".
+        role: of `WORKERS`.
+        counts: of training and validation examples; None: there is no validation.
+        notes: lines about the data, to be printed.
+        arguments: of the ranks' class, in addition to `spec`.
     """
-    trainer = config.trainer
-    open_pools(run, pools_of(config))
-    pool = run.pools["global"]
-    spec = ModelSpec(
-        path=config.model.path,
-        head=head,
-        megatron=config.megatron,
-        optim=config.optim,
-        num_updates=num_steps,
-        timeout=trainer.collective_timeout,
-        lora=config.model.lora,
-    )
-    with run.status("starting the model's ranks"):
-        kind = group_kind(len(pool), run.relays_from)
-        group = run.start(
-            kind(
-                name,
-                worker,
-                pool,
-                len(pool),
-                {"spec": spec, **arguments},
-                run.log_dir,
-                around=NAMED,
-                fork_server=run.fork_servers.get(MODEL_PROCESSES),
-            )
+    num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
+    facts, (worker, head) = supervised_facts(config, model, *counts), WORKERS[role]
+    with open_run(config, num_steps, cluster_setup, facts=facts) as run:
+        for line in (*position_warnings(config, model), *notes):
+            run.say(line)
+        open_pools(run, pools_of(config))
+        pool = run.pools["global"]
+        spec = ModelSpec(
+            path=config.model.path,
+            head=head,
+            megatron=config.megatron,
+            optim=config.optim,
+            num_updates=num_steps,
+            timeout=config.trainer.collective_timeout,
+            lora=config.model.lora,
         )
-        run.profiled.append(group)
-        run.wait(group.started)
-    say_layers(run, group, pool)
-    return group, ParallelLayout.from_config(config.megatron, len(pool))
+        with run.status("starting the model's ranks"):
+            # With many ranks calls go through relays; where there is a fork server, ranks are forked with their imports done.
+            kind = group_kind(len(pool), run.relays_from)
+            group = run.start(
+                kind(
+                    role,
+                    worker,
+                    pool,
+                    len(pool),
+                    {"spec": spec, **arguments},
+                    run.log_dir,
+                    around=NAMED,
+                    fork_server=run.fork_servers.get(MODEL_PROCESSES),
+                )
+            )
+            run.profiled.append(group)
+            run.wait(group.started)
+        say_layers(run, group, pool)
+        layout = ParallelLayout.from_config(config.megatron, len(pool))
+        batching = MicroBatching(config.data.train_batch_size, config.max_token_len_per_gpu, None)
+        yield Ranks(config, run, Role(group, layout, batching), num_steps)
+
+
+def validation_metrics(found: dict[str, float]) -> dict[str, float]:
+    """Metrics of held-out examples, "loss" among them, under the names that a step reports."""
+    return {VAL_LOSS: found["loss"], **{f"val/{name}": found[name] for name in found if name != "loss"}}
 
 
 def run_steps(
-    trainer: TuningTrainerConfig,
-    run: Run,
+    ranks: Ranks,
     loader: Loader,
-    num_steps: int,
-    stages: Stages,
-    group: WorkerGroup,
+    update: Callable[[pa.Table], Metrics],
+    validate: Callable[[], Metrics] | None,
+    export: Callable[[Path], str] | None = None,
 ) -> str:
     """Make all remaining steps; returns the folder of the model after the last one.
 
     Also saves checkpoints, as the trainer's keys say, and the best model so far as `best/hf`.
+
+    Args:
+        update: makes one optimizer step on a batch; returns its metrics.
+        validate: metrics of held-out examples, `val/loss` among them; None: there are no such examples.
+        export: as `Ranks.export`, which None stands for.
     """
+    run, trainer, num_steps, export = ranks.run, ranks.config.trainer, ranks.num_steps, export or ranks.export
     progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)
-    parts = {"data": loader, "progress": progress}
-    checkpoints = make_checkpoints(
-        run, trainer, {"model": group}, parts, lambda phase: nullcontext(), stages.export
-    )
-    done = checkpoints.resume()
-    for step, batch in zip(range(done + 1, num_steps + 1), epochs(loader), strict=False):
-        if progress.stop:  # already before the checkpoint
-            break
-        with run.step(step) as metrics:
-            with run.timed("update"):
-                metrics |= stages.update(batch)
-            validated = stages.validate is not None and due(trainer.test_freq, step, num_steps)
-            if validated:
-                with run.timed("validate"):
-                    metrics |= stages.validate()
-        if validated and progress.observe(metrics[VAL_LOSS]) and trainer.save_best:
-            save_best(run, step, metrics, stages.export)
-        checkpoints.after(step, metrics, last=step == num_steps or progress.stop)
+    groups, parts = {"model": ranks.role.group}, {"data": loader, "progress": progress}
+    checkpoints = Checkpoints(run, trainer, groups, parts, lambda phase: nullcontext(), export)
+    batches = epochs(loader)
+
+    def work(step: int, metrics: Metrics) -> None:
+        with run.timed("update"):
+            metrics |= update(next(batches))
+
+    # Before the step's checkpoint, which has `progress`: a run that continues from it knows the best loss.
+    def made(step: int, metrics: Metrics) -> None:
+        if VAL_LOSS not in metrics:
+            return
+        if progress.observe(metrics[VAL_LOSS]) and trainer.save_best:
+            save_best(run, step, metrics, export)
         if progress.stop:
             run.say(
                 f"step {step}: the last {progress.stale} validations had no {VAL_LOSS} under {progress.threshold:.6g} by "
                 f"trainer.early_stop_min_delta={trainer.early_stop_min_delta:g}: the run ends early"
             )
-    return stages.export(run.folder / FOLDER)
+
+    driver = Driver(
+        run,
+        num_steps,
+        validate=None if validate is None else lambda step: validate(),
+        test_freq=trainer.test_freq,
+        made=made,
+        checkpoints=checkpoints,
+        stopped=lambda: progress.stop,
+    )
+    driver.drive(range(checkpoints.resume() + 1, num_steps + 1), work)
+    return export(run.folder / FOLDER)
 
 
 def save_best(run: Run, step: int, metrics: dict[str, float], export: Callable[[Path], str]) -> None:

@@ -35,7 +35,7 @@ from megarl.trainer.roles.model_roles import (
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import connect, sync_weights
-from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
+from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful
 from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
@@ -148,14 +148,14 @@ def policy_checkpoints(
     if roles.critic is not None:
         groups["critic"] = roles.critic.group
     model = config.actor_rollout_ref.model
-    return make_checkpoints(
+    return Checkpoints(
         run,
         config.trainer,
         groups,
         {name: part for name, part in parts.items() if part is not None},
         roles.memory.held,
         lambda folder: export_hf(run, roles.actor.group, model, folder),
-        folders,
+        folders or {},
     )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megarl.checkpoints import (
     Checkpoint,
@@ -39,9 +39,7 @@ from megarl.config.checks.run import changed_keys
 from megarl.config.schema.run import SavingConfig
 from megarl.trainer.run.earlier_runs import CONFIG_FILE, move_checkpoints, refusals, set_aside_earlier_run
 from megarl.trainer.run.preemption import REQUEUE
-
-if TYPE_CHECKING:
-    from megarl.trainer.run.run import Run
+from megarl.trainer.run.run import Run
 
 
 @dataclass
@@ -142,7 +140,7 @@ class Unfinished:
 
 @dataclass
 class Checkpoints:
-    """Saves a run's state after its steps, when that is due.
+    """Saves a run's state after its steps, when that is due; the run's store is open.
 
     Attributes:
         groups: the trained roles, by the name of their folder.
@@ -158,10 +156,20 @@ class Checkpoints:
     parts: Mapping[str, Stateful]
     held: HoldMemory
     export: Callable[[Path], Any]
-    schedule: SaveSchedule
-    best: Best
     folders: Mapping[str, InFolder] = field(default_factory=dict)
-    _unfinished: Unfinished | None = None
+    schedule: SaveSchedule = field(init=False)
+    best: Best = field(init=False)
+    _unfinished: Unfinished | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        trainer = self.trainer
+        self.schedule = SaveSchedule(
+            every_steps=trainer.save_freq if trainer.save_freq > 0 else None,
+            every_minutes=trainer.save_minutes,
+            max_run_minutes=trainer.max_run_minutes,
+            started=self.run.started,
+        )
+        self.best = Best(trainer.best_metric, trainer.best_mode)
 
     def resume(self) -> int:
         """Load the checkpoint that the run continues from; returns its step, 0 without one.
@@ -325,26 +333,6 @@ class Checkpoints:
 
     def _all_parts(self) -> dict[str, Stateful]:
         return {**self.parts, "best": self.best, "schedule": self.schedule}
-
-
-def make_checkpoints(
-    run: Run,
-    trainer: SavingConfig,
-    groups: Mapping[str, WorkerGroup],
-    parts: Mapping[str, Stateful],
-    held: HoldMemory,
-    export: Callable[[Path], Any],
-    folders: Mapping[str, InFolder] | None = None,
-) -> Checkpoints:
-    """The checkpoints of a run whose store is open; arguments as of `Checkpoints`."""
-    schedule = SaveSchedule(
-        every_steps=trainer.save_freq if trainer.save_freq > 0 else None,
-        every_minutes=trainer.save_minutes,
-        max_run_minutes=trainer.max_run_minutes,
-        started=run.started,
-    )
-    best = Best(trainer.best_metric, trainer.best_mode)
-    return Checkpoints(run, trainer, groups, parts, held, export, schedule, best, folders or {})
 
 
 def _files_in(folder: Path) -> list[str]:

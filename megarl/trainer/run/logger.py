@@ -28,19 +28,14 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megarl.config.schema.run import DEFAULT_LOGGERS
 from megarl.util.files import naming, whole_file
 
 
@@ -192,31 +187,19 @@ class Pace:
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
 TENSORBOARD_FOLDER = "tensorboard"
-SINKS = ("console", "tensorboard", "file", *TRACKERS)
 SAMPLE_CHARACTERS = 300  # of a prompt or response on the console
-DEFAULT_SINKS = ("console", "tensorboard")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number of the console line: its label, and its metrics, the first present one of which is shown."""
-
-    label: str
-    metrics: tuple[str, ...]
-    format: str = ".4f"
-
-
+# The numbers of the console line: label, metrics (the first one that a step has is shown), format.
 FIGURES = (
-    Figure("loss", ("train/loss",)),
-    Figure("val_loss", ("val/loss",)),
-    Figure("reward", ("critic/score/mean",), ".3f"),
-    Figure("accuracy", ("val/score/mean", "val/accuracy", "train/accuracy"), ".3f"),
-    Figure("kl", ("actor/ref_kl", "actor/ppo_kl"), ".2e"),
-    Figure("entropy", ("actor/entropy",), ".3f"),
-    Figure("grad_norm", ("actor/grad_norm", "train/grad_norm"), ".3f"),
-    Figure("lr", ("actor/lr", "train/lr"), ".2e"),
-    Figure("tokens/s", ("perf/tokens_per_s",), ",.0f"),
-    Figure("seconds", ("timing_s/step",), ".1f"),
+    ("loss", ("train/loss",), ".4f"),
+    ("val_loss", ("val/loss",), ".4f"),
+    ("reward", ("critic/score/mean",), ".3f"),
+    ("accuracy", ("val/score/mean", "val/accuracy", "train/accuracy"), ".3f"),
+    ("kl", ("actor/ref_kl", "actor/ppo_kl"), ".2e"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("grad_norm", ("actor/grad_norm", "train/grad_norm"), ".3f"),
+    ("lr", ("actor/lr", "train/lr"), ".2e"),
+    ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
+    ("seconds", ("timing_s/step",), ".1f"),
 )
 
 
@@ -225,13 +208,10 @@ class RunLogger:
 
     Args:
         folder: the run folder.
-        sinks: of "console" (a line a step, and a progress bar on a terminal), "tensorboard", "file" (`metrics.jsonl`,
-            which is written in any case) and the trackers of `TRACKERS`.
+        sinks: of the configuration's `LOGGERS`; `metrics.jsonl` is written in any case.
         total_steps: for the progress bar; None where it is not known.
         resumed_step: the last step of the run that is resumed; None: the run is new. Metrics that an earlier run
             logged in this folder for later steps (for a new run: for all steps) are dropped.
-        description: names the run in the progress bar.
-        figures: the numbers of the console line, as far as the metrics have them.
         console: where to print; None: standard output.
         tracked: the run as trackers see it; required with any tracker.
     """
@@ -239,22 +219,15 @@ class RunLogger:
     def __init__(
         self,
         folder: str | Path,
-        sinks: Sequence[str] = DEFAULT_SINKS,
+        sinks: Sequence[str] = DEFAULT_LOGGERS,
         total_steps: int | None = None,
         *,
         resumed_step: int | None = None,
-        description: str = "train",
-        figures: Sequence[Figure] = FIGURES,
         console: Console | None = None,
         tracked: TrackedRun | None = None,
     ) -> None:
-        unknown = sorted(set(sinks) - set(SINKS))
-        if unknown:
-            raise ValueError(f"trainer.logger has {', '.join(unknown)}; megarl has {', '.join(SINKS)}")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.console = console or Console()
-        self._figures = tuple(figures)
         self._total_steps = total_steps
         self._to_console = "console" in sinks
         last_kept = -1 if resumed_step is None else resumed_step
@@ -263,10 +236,8 @@ class RunLogger:
         trackers = [name for name in dict.fromkeys(sinks) if name in TRACKERS]
         assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
         self._trackers = open_trackers(trackers, tracked, self.folder) if tracked is not None else []
-        self._progress = _progress(self.console, enabled=self._to_console)
-        self._task = self._progress.add_task(
-            description, total=total_steps, completed=max(last_kept, 0), left=""
-        )
+        self._progress = _progress(console or Console(), enabled=self._to_console)
+        self._task = self._progress.add_task("train", total=total_steps, completed=max(last_kept, 0), left="")
         self._pace = Pace()
 
     def __enter__(self) -> RunLogger:
@@ -323,10 +294,6 @@ class RunLogger:
             for name, cell in rows[0].items():
                 self._say(f"  {name}: {cut(str(cell), SAMPLE_CHARACTERS)}")
 
-    def print(self, *objects: Any) -> None:
-        """Print something (text, a rich table), above the progress bar where there is one."""
-        self._progress.console.print(*objects)
-
     def _say(self, line: str) -> None:
         # No markup, no highlighting, no wrapping: the line is the same in a terminal, a file and a scheduler's log.
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -334,10 +301,10 @@ class RunLogger:
     def _print_line(self, step: int, values: Mapping[str, float], left: str | None) -> None:
         total = "" if self._total_steps is None else f"/{self._total_steps}"
         parts = [f"step {step}{total}"]
-        for figure in self._figures:
-            name = next((name for name in figure.metrics if name in values), None)
+        for label, names, form in FIGURES:
+            name = next((name for name in names if name in values), None)
             if name is not None:
-                parts.append(f"{figure.label} {values[name]:{figure.format}}")
+                parts.append(f"{label} {values[name]:{form}}")
         if left is not None:
             parts.append(f"left {left}")
         self._say("  ".join(parts))
@@ -364,34 +331,33 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"there are no metrics at {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path} line {number}: not valid JSON: {error}") from None
-        rows.append({name: value if name == "step" else float(value) for name, value in row.items()})
-    return rows
+    return [
+        {name: value if name == "step" else float(value) for name, value in row.items()}
+        for _, row in _complete_lines(path)
+    ]
 
 
 def keep_lines(path: Path, last_step: int) -> None:
-    """Drop lines of a file of JSON lines about steps after `last_step`, and a last line that was cut off."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if lines and not _is_json(lines[-1]):
-        lines.pop()
+    """Drop lines of a file of JSON lines about steps after `last_step`, and a last line that was cut off.
+
+    Raises:
+        ValueError: a line before the last is no JSON.
+    """
+    lines = _complete_lines(path) if path.is_file() else []
     with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines if json.loads(line)["step"] <= last_step)
+        file.writelines(f"{line}\n" for line, row in lines if row["step"] <= last_step)
 
 
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True
+def _complete_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Each line of a file of JSON lines, and its value, without a last line that was cut off."""
+    lines, found = path.read_text(encoding="utf-8").splitlines(), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append((line, json.loads(line)))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path} line {number}: not valid JSON: {error}") from None
+    return found
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,17 +45,8 @@ class Preemption:
 def noting_signals() -> Iterator[Preemption]:
     """Record SIGTERM and SIGUSR1 during the block instead of their earlier handlers; outside the main thread do nothing."""
     preemption = Preemption()
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # Python sets handlers in the main thread only
+    with _handled_by(preemption.note, JOB_SIGNALS):
         yield preemption
-        return
-    before = {number: signal.signal(number, preemption.note) for number in JOB_SIGNALS}
-    try:
-        yield preemption
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 BEFORE_THE_FIRST_STEP = "ending before the first step, to be started again"
@@ -72,23 +63,26 @@ def ending_at_once(why: str = BEFORE_THE_FIRST_STEP, *, keep_handlers: bool = Fa
         why: the line, after the signal's name.
         keep_handlers: leave alone a signal for which the program has a handler of its own.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, frame: object) -> None:
         _write(f"{signal.Signals(number).name}: {why}\n")
         raise SystemExit(REQUEUE)
 
-    numbers = [
-        number for number in JOB_SIGNALS if not keep_handlers or signal.getsignal(number) is signal.SIG_DFL
-    ]
-    before = {number: signal.signal(number, end) for number in numbers}
+    unhandled = [number for number in JOB_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    with _handled_by(end, unhandled if keep_handlers else JOB_SIGNALS):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, object], None], numbers: Sequence[int]) -> Iterator[None]:
+    """Handle signals during the block; Python sets handlers in the main thread only, elsewhere nothing is done."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (numbers if in_main else ())}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _write(text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
@@ -25,14 +25,12 @@ from megarl.cluster import (
     write_report,
 )
 from megarl.data.trajectories import Blocks, write_trajectories
+from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.preemption import Preemption
 from megarl.trainer.run.timeline import STEP, Timeline
 from megarl.trainer.workers.dispatch import Plans
-
-if TYPE_CHECKING:
-    from megarl.rewards.processes.scorer import Scorer
-    from megarl.util.spans import Facts as SpanFacts
+from megarl.util.spans import Facts as SpanFacts
 
 PROFILES = "profiles"  # in the run folder: traces of torch's profiler
 
@@ -62,12 +60,12 @@ class Restarts(Protocol):
 class Run:
     """The state that the stages of a run share; `seconds` holds the phases of the step in progress.
 
-    Where collecting and learning run concurrently, each has a view of its own (`dataclasses.replace`).
+    Where collecting and learning run concurrently, each has a view of its own (`RunView` in trainer/schedule/concurrent_views.py).
     """
 
     folder: Path
     console: Console
-    logger: RunLogger | None = None
+    logger: RunLogger | None = None  # None: metrics are not logged
     trajectory_folder: Path | None = None
     groups: list[WorkerGroup] = field(default_factory=list)
     pools: dict[str, ResourcePool] = field(default_factory=dict)
@@ -77,10 +75,7 @@ class Run:
     watch: Watch | None = None  # detects processes that hang
     phase_timeout: float | None = None  # the most seconds of a call
     restarts: Restarts | None = None  # restarts engines that die; None: their death ends the run
-    watched: list[WorkerGroup] | None = None  # the groups of a view; None: all
     relays_from: int | None = None  # from so many ranks of a model on, calls go through relays
-    interrupt: Callable[[], None] = lambda: None  # raises if the view's calls are to end
-    other_phases: list[str] = field(default_factory=list)  # the open phases of the concurrent view
     store: CheckpointStore | None = None
     resumed: Checkpoint | None = None  # the checkpoint that the run continues from
     started: float = field(default_factory=time.monotonic)
@@ -133,12 +128,12 @@ class Run:
             RunFailure: names a report of all processes. A dead engine that can be restarted counts only if `refs` are calls of it.
         """
         with self._reporting():
-            return wait(refs, self._watched, self.phase_timeout, self.watch, self._spare)
+            return wait(refs, self.watched, self.phase_timeout, self.watch, self._spare)
 
     def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
         """Tables from generator methods of all ranks, as they arrive; raises as `wait` does."""
         with self._reporting():
-            yield from stream(streams, self._watched, self.phase_timeout, self.watch, self._spare)
+            yield from stream(streams, self.watched, self.phase_timeout, self.watch, self._spare)
 
     def revive(self, failure: WorkerLost) -> None:
         """Continue after an engine was lost while it generated; raises the failure if it cannot be replaced."""
@@ -151,8 +146,16 @@ class Run:
         return self.restarts.engines if self.restarts is not None else None
 
     @property
-    def _watched(self) -> list[WorkerGroup]:
-        return self.groups if self.watched is None else self.watched
+    def watched(self) -> list[WorkerGroup]:
+        """The groups whose processes are watched during a call."""
+        return self.groups
+
+    def interrupt(self) -> None:
+        """Raise if calls are to end, which is checked before each call and before a report."""
+
+    def phase_facts(self) -> dict[str, str]:
+        """The phases of a failure, for its report."""
+        return {"phase": " / ".join(self.phases) or "start"}
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -164,12 +167,9 @@ class Run:
                 raise
             self.interrupt()
             step = "none yet" if self.at_step is None else str(self.at_step)
-            facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
-            if self.other_phases:
-                facts["meanwhile"] = " / ".join(self.other_phases)
             self.mark(f"failure: {type(failure).__name__}")
             try:
-                write_report(self.folder, failure, self.groups, facts)
+                write_report(self.folder, failure, self.groups, {"step": step, **self.phase_facts()})
             except OSError as error:
                 self.say(f"no report of the failure: {error}")
             raise
@@ -221,7 +221,8 @@ class Run:
         if "perf/tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / self.seconds["step"]
         metrics |= {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
-        self.logger.log(step, metrics)
+        if self.logger is not None:
+            self.logger.log(step, metrics)
         if self.timeline is not None:
             self.wait([])
             self.write_timeline(self.timeline.collect)

@@ -21,15 +21,11 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from megarl.cluster import SpanCollector
+from megarl.cluster import SpanCollector, WorkerGroup
 from megarl.util.files import naming
 from megarl.util.spans import Facts, Span, Spans, joined
-
-if TYPE_CHECKING:
-    from megarl.cluster import WorkerGroup
-
 
 LOOP = "loop"  # name of the main thread; others have their own names
 CONTROLLER, REWARDS = "controller", "rewards"

@@ -15,30 +15,28 @@ Guarantees of one_step_off:
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
-from megarl.trainer.roles.restarts import DeferredRestarts
+from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.concurrent_views import Background, make_views
+from megarl.trainer.run.checkpoints import InFolder
+from megarl.trainer.run.run import Run
+from megarl.trainer.schedule.concurrent_views import Background, View, in_background
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes
-
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.checkpoints import InFolder
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.scoring import Rewards
+from megarl.trainer.stages.scoring import Rewards
 
 _TABLE, _SCORES, _STATE = "batch.arrow", "scores.arrow", "state.json"
 
@@ -63,58 +61,54 @@ class Collected:
 
 
 class Collect(Protocol):
-    """`ppo.collect`, or `ppo.answer` with the engines' current weights, with the configuration already bound."""
+    """`ppo.collect`, or `ppo.answer` with the engines' current weights, with configuration and prompts already bound."""
 
     def __call__(
-        self, run: Run, roles: Roles, *, rewards: Rewards, step: int
+        self, run: Run, roles: Roles, rewards: Rewards, step: int
     ) -> tuple[Groups, dict[str, float]]: ...
 
 
-class Batches(Protocol):
+@dataclass
+class Batches(ABC):
     """The source of the loop's batches."""
 
+    config: TrainConfig
+    run: Run
+    roles: Roles
+    rewards: Rewards
+
+    @abstractmethod
     def of(self, step: int) -> Collected:
         """The step's batch.
 
         Raises:
             NotFinite: a number of it is not finite.
         """
-        ...
-
-    def during_learning(self, step: int) -> AbstractContextManager[tuple[Run, Roles]]:
-        """A context manager around the learning part of a step, which gives the view of (run, roles) for it."""
-        ...
-
-    @property
-    def folders(self) -> Mapping[str, InFolder]:
-        """Its parts of a checkpoint that have files, by the name of their folder."""
-        ...
-
-
-@dataclass(frozen=True)
-class Synchronous:
-    """Collects a step's batch when the step begins."""
-
-    run: Run
-    roles: Roles
-    rewards: Rewards
-    collect: Collect
-
-    def of(self, step: int) -> Collected:
-        groups, metrics = self.collect(self.run, self.roles, rewards=self.rewards, step=step)
-        return Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
 
     @contextmanager
-    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> Iterator[View]:
+        """A context manager around the learning part of a step, which gives the view of (run, roles) for it."""
         yield self.run, self.roles
 
     @property
     def folders(self) -> Mapping[str, InFolder]:
+        """Its parts of a checkpoint that have files, by the name of their folder."""
         return {}
 
 
 @dataclass
-class OneStepOff:
+class Synchronous(Batches):
+    """Collects a step's batch when the step begins."""
+
+    collect: Collect
+
+    def of(self, step: int) -> Collected:
+        groups, metrics = self.collect(self.run, self.roles, self.rewards, step)
+        return Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
+
+
+@dataclass
+class OneStepOff(Batches):
     """Collects the next step's batch while the models learn.
 
     Attributes:
@@ -124,10 +118,6 @@ class OneStepOff:
         ahead: the batch that was collected ahead; None: there is none.
     """
 
-    config: TrainConfig
-    run: Run
-    roles: Roles
-    rewards: Rewards
     last_step: int
     collect: Collect
     answer: Collect
@@ -137,7 +127,7 @@ class OneStepOff:
         """As `Batches.of`; its metrics have the number of versions between the weights of its trajectories and the trained ones."""
         found, self.ahead = self.ahead, None
         if found is None:
-            groups, metrics = self.collect(self.run, self.roles, rewards=self.rewards, step=step)
+            groups, metrics = self.collect(self.run, self.roles, self.rewards, step)
             found = Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
         assert found.step == step, f"the batch of step {found.step} in step {step}"
         if found.problem is not None:
@@ -147,7 +137,7 @@ class OneStepOff:
         return replace(found, metrics=found.metrics | staleness)
 
     @contextmanager
-    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> Iterator[View]:
         """Collect batch `step + 1` during the block, with the weights from its beginning.
 
         Raises:
@@ -158,22 +148,12 @@ class OneStepOff:
             return
         with self.roles.memory.phase("sync"):
             synced = sync_weights(self.run, self.roles, version=step)
-        background: Background[Collected] = Background("collect-ahead")
-        assert self.roles.restarts is not None, "a run with engines"
-        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
-        (run, roles), learner = make_views(self.run, self.roles, background, deferred)
-        background.start(partial(self._collect_ahead, run, roles, step + 1, synced))
-        try:
-            try:
-                yield learner
-            except NotFinite:
-                if self.config.trainer.on_nonfinite == "skip":  # the run continues with the next batch
-                    self._take(background, learner[0], run.seconds)
-                raise
-            self._take(background, learner[0], run.seconds)
-        except BaseException:
-            background.end()
-            raise
+        ahead = partial(self._collect_ahead, step + 1, synced)
+        goes_on = self.config.trainer.on_nonfinite == "skip"
+        with in_background(
+            self.run, self.roles, step, "collect-ahead", ahead, self._take, goes_on
+        ) as learner:
+            yield learner
 
     @property
     def folders(self) -> Mapping[str, InFolder]:
@@ -201,7 +181,7 @@ class OneStepOff:
             return
         table, scores = read_arrow(folder / _TABLE), read_arrow(folder / _SCORES)
         if state["problem"] is None:
-            check_sizes(table, folder / _TABLE, self.config)
+            check_sizes(table, folder / _TABLE, self.config.data, self.config.actor_rollout_ref.rollout.n)
         self.ahead = Collected(
             state["step"],
             table,
@@ -211,20 +191,21 @@ class OneStepOff:
             state["problem"],
         )
 
-    def _collect_ahead(self, run: Run, roles: Roles, step: int, synced: dict[str, float]) -> Collected:
+    def _collect_ahead(self, step: int, synced: dict[str, float], view: View) -> Collected:
+        run, roles = view
         with run.timed("ahead", {"for_step": step}):
             try:
-                groups, metrics = self.answer(run, roles, rewards=replace(self.rewards, run=run), step=step)
+                groups, metrics = self.answer(run, roles, replace(self.rewards, run=run), step)
             except NotFinite as found:  # reported by the step that the batch is for
                 return Collected(step, found.batch, [], np.empty(0), {}, str(found))
             return Collected(step, groups.batch(), *groups.prompt_scores(), synced | metrics)
 
-    def _take(self, background: Background[Collected], learner: Run, seconds: dict[str, float]) -> None:
+    def _take(self, background: Background[Collected], collector: Run, learner: Run) -> None:
         """Wait for the batch, and add the seconds of collecting it to those of the step.
 
         `ahead_wait`: seconds that the main thread waited for it; `ahead_overlap`: the other seconds of collecting it.
         """
-        run = self.run
+        run, seconds = self.run, collector.seconds
         with run.timed("ahead_wait"):
             self.ahead = background.result(look=lambda: learner.wait([]))
         run.seconds |= {

@@ -11,22 +11,99 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from megarl.cluster import Cluster, Watch
+from megarl.cluster import Cluster, Watch, WorkerGroup
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.watch import Hang
 from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
+from megarl.trainer.roles.restarts import DeferredRestarts
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
+from megarl.trainer.stages.nonfinite import NotFinite
 
-if TYPE_CHECKING:
-    from megarl.trainer.roles.restarts import DeferredRestarts
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.run import Run
+View = tuple[Run, Roles]
 
 
-View = tuple["Run", "Roles"]
+@dataclass
+class RunView(Run):
+    """The view that one of two concurrent threads has of a run.
+
+    Attributes:
+        own_groups: the groups that this thread calls.
+        check: raises if this thread's calls are to end.
+        other_phases: the open phases of the other thread.
+    """
+
+    own_groups: list[WorkerGroup] = field(default_factory=list)
+    check: Callable[[], None] = lambda: None
+    other_phases: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run, **own: Any) -> RunView:
+        """A view of a run, with which it shares everything but the fields `own`."""
+        return cls(**{member.name: getattr(run, member.name) for member in fields(Run)} | own)
+
+    @property
+    def watched(self) -> list[WorkerGroup]:
+        return self.own_groups
+
+    def interrupt(self) -> None:
+        self.check()
+
+    def phase_facts(self) -> dict[str, str]:
+        others = {"meanwhile": " / ".join(self.other_phases)} if self.other_phases else {}
+        return super().phase_facts() | others
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def in_background(
+    run: Run,
+    roles: Roles,
+    step: int,
+    name: str,
+    task: Callable[[View], T],
+    join: Callable[[Background[T], Run, Run], None],
+    goes_on: bool,
+    busy: Callable[[], Collection[str]] = tuple,
+) -> Iterator[View]:
+    """Collect in a thread during a block that learns in step `step`; gives the view of (run, roles) for the block.
+
+    Engines that are lost during the block are restarted after it, with the next version of the weights.
+
+    Args:
+        name: of the thread.
+        task: collects, with its own view.
+        join: waits at the end for the task; given the views of run that the task and the block have.
+        goes_on: whether the task is waited for where the block raises NotFinite, because the run goes on.
+        busy: marks of processes that should be working although no call waits for them.
+
+    Raises:
+        The exceptions of the task, at the next call that the block waits for.
+    """
+    background: Background[T] = Background(name)
+    assert roles.restarts is not None, "a run with engines"
+    deferred = DeferredRestarts(roles.restarts, background.ask, version=step + 1)
+    collector, learner = make_views(run, roles, background, deferred, busy)
+    background.start(partial(task, collector))
+    try:
+        try:
+            yield learner
+        except NotFinite:
+            if goes_on:
+                join(background, collector[0], learner[0])
+            raise
+        join(background, collector[0], learner[0])
+    except BaseException:
+        background.end()
+        raise
 
 
 def make_views(
@@ -34,15 +111,11 @@ def make_views(
     roles: Roles,
     background: Background[Any],
     deferred: DeferredRestarts,
-    busy: Callable[[], Collection[str]] = tuple,
+    busy: Callable[[], Collection[str]],
 ) -> tuple[View, View]:
     """Two views of (run, roles): of the background thread that collects, and of the main thread that learns.
 
     Each watches the processes of its own groups, ends when the other fails, and times its own phases.
-
-    Args:
-        deferred: restarts engines that are lost during the block.
-        busy: marks of processes that should be working although no call waits for them.
     """
     # The reward model scores what the engines generate, so that it belongs to the collecting view.
     scoring = [roles.reward_model.group] if roles.reward_model is not None else []
@@ -51,21 +124,21 @@ def make_views(
     assert run.watch is not None, "a run with engines"
     idle_timeout, cluster = run.watch.idle_timeout, run.watch.cluster
     phases = [*run.phases]  # shared with the other view, for reports of failures
-    collector = replace(
+    collector = RunView.of(
         run,
-        watched=collecting,
+        own_groups=collecting,
         watch=InterruptedWatch(idle_timeout, cluster, background.obey, busy),
-        interrupt=background.obey,
+        check=background.obey,
         seconds={},
         phases=phases,
         other_phases=run.phases,
         restarts=deferred if run.restarts is not None else None,
     )
-    learner = replace(
+    learner = RunView.of(
         run,
-        watched=learning,
+        own_groups=learning,
         watch=InterruptedWatch(idle_timeout, cluster, background.check),
-        interrupt=background.check,
+        check=background.check,
         other_phases=phases,
     )
     return (
@@ -77,8 +150,6 @@ def make_views(
 def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> Roles:
     return replace(roles, memory=roles.memory.view(run, groups, recover))
 
-
-T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
 # The main thread continues after this time without a task that was told to end; the task may wait for a reward and end later.

@@ -23,7 +23,7 @@ import pyarrow as pa
 from megarl.config import FilterGroupsConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import expand_prompts, replace_column, take
-from megarl.trainer.stages.groups import Groups, metric_values
+from megarl.trainer.stages.groups import Groups, differ, metric_values
 from megarl.trainer.stages.rollouts import greedy_requests
 from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
 
@@ -161,7 +161,7 @@ class InFlight:
             rows = np.flatnonzero(numbers == number)
             group = FinishedGroup(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
             of_live = None if values is None else values[rows[group.scored.live]]
-            teaches = of_live is None or (len(of_live) > 1 and float(np.ptp(of_live)) > 0.0)
+            teaches = of_live is None or differ(of_live)
             (self.ready if teaches else self.dropped).append(group)
             del self.prompts[asked.uid]
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from megarl.config import TrainConfig
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Batches, Collect, OneStepOff, Synchronous
 from megarl.trainer.schedule.in_flight import InFlight
 from megarl.trainer.schedule.streaming import Streamed
-from megarl.trainer.stages.reward_model import RewardModelInputs
-
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.scoring import Rewards
+from megarl.trainer.stages.scoring import Rewards
 
 
 def make_batches(
@@ -27,18 +22,15 @@ def make_batches(
     rewards: Rewards,
     last_step: int,
     prompts: Iterator[pa.Table],
-    reward_inputs: RewardModelInputs | None,
     collect: Collect,
     answer: Collect,
 ) -> Batches:
-    """Arguments as of `OneStepOff`; `collect` and `answer` still lack `prompts` and `reward_inputs`, which are bound here."""
-    inputs = {"prompts": prompts, "reward_inputs": reward_inputs}
-    collectors = partial(collect, **inputs), partial(answer, **inputs)
+    """Arguments as of `OneStepOff` and `Streamed`."""
     mode = config.trainer.mode
     if mode == "sync":
-        return Synchronous(run, roles, rewards, collectors[0])
+        return Synchronous(config, run, roles, rewards, collect)
     if mode == "one_step_off":
-        return OneStepOff(config, run, roles, rewards, last_step, *collectors)
+        return OneStepOff(config, run, roles, rewards, last_step, collect, answer)
     staleness = config.trainer.max_staleness
     assert staleness is not None, "resolved"
     in_flight = InFlight(
@@ -49,4 +41,4 @@ def make_batches(
         last_step,
     )
     overlapped = mode == "fully_async"
-    return Streamed(config, run, roles, rewards, prompts, reward_inputs, in_flight, overlapped)
+    return Streamed(config, run, roles, rewards, prompts, in_flight, overlapped)

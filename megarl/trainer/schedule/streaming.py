@@ -23,29 +23,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from megarl.cluster import WorkerLost
-from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import take
-from megarl.trainer.roles.restarts import DeferredRestarts
+from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.collectors import Collected
-from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, make_views
+from megarl.trainer.run.checkpoints import InFolder
+from megarl.trainer.run.run import Run
+from megarl.trainer.schedule.collectors import Batches, Collected
+from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, in_background
 from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt, load_in_flight, save_in_flight
 from megarl.trainer.stages.nonfinite import NotFinite
-from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
-from megarl.trainer.stages.scoring import refuse_if_all_failed, trained_scores
-
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.checkpoints import InFolder
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.scoring import Rewards
+from megarl.trainer.stages.scoring import training_scores
 
 # The longest time that a call waits for finished trajectories; it returns at once if there are any.
 LAND_SECONDS = 0.2
@@ -55,7 +48,7 @@ _PROBLEM, _ITS_BATCH = "problem.json", "problem.arrow"
 
 
 @dataclass
-class Streamed:
+class Streamed(Batches):
     """Batches of partial rollouts and of fully asynchronous training.
 
     Attributes:
@@ -66,12 +59,7 @@ class Streamed:
         problem: which number of a group was not finite; raised by the next step.
     """
 
-    config: TrainConfig
-    run: Run
-    roles: Roles
-    rewards: Rewards
     prompts: Iterator[pa.Table]
-    reward_inputs: RewardModelInputs | None
     in_flight: InFlight
     overlapped: bool
     drawn: pa.Table | None = None
@@ -114,29 +102,26 @@ class Streamed:
         if not self.overlapped or step >= self.in_flight.last_step:
             yield self.run, self.roles
             return
-        background: Background[None] = Background("collect-meanwhile")
-        assert self.roles.restarts is not None, "a run with engines"
-        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
-        collector, learner = make_views(self.run, self.roles, background, deferred, self._busy)
         told = threading.Event()
         room = partial(self.in_flight.room, step, True)
-        background.start(partial(self._collect, collector, step + 1, room, told.is_set))
-        try:
+
+        def generate(view: View) -> None:
+            self._collect(view, step + 1, room, told.is_set)
+
+        def join(background: Background[None], collector: Run, learner: Run) -> None:
+            with self.run.timed("meanwhile_end"):
+                background.result(look=lambda: learner.wait([]))
+            seconds = collector.seconds.items()
+            self.run.seconds |= {f"meanwhile/{name}": taken for name, taken in seconds}
+
+        goes_on = self.config.trainer.on_nonfinite == "skip"
+        with in_background(
+            self.run, self.roles, step, "collect-meanwhile", generate, join, goes_on, self._busy
+        ) as learner:
             try:
                 yield learner
             finally:
                 told.set()
-            self._join(background, learner[0])
-        except NotFinite:
-            if self.config.trainer.on_nonfinite == "skip":  # the run continues
-                self._join(background, learner[0])
-            else:
-                background.end()
-            raise
-        except BaseException:
-            background.end()
-            raise
-        self.run.seconds |= {f"meanwhile/{name}": seconds for name, seconds in collector[0].seconds.items()}
 
     @property
     def folders(self) -> Mapping[str, InFolder]:
@@ -155,10 +140,6 @@ class Streamed:
         if (folder / _PROBLEM).exists():
             text = json.loads((folder / _PROBLEM).read_text(encoding="utf-8"))
             self.problem = NotFinite(text, read_arrow(folder / _ITS_BATCH))
-
-    def _join(self, background: Background[None], learner: Run) -> None:
-        with self.run.timed("meanwhile_end"):
-            background.result(look=lambda: learner.wait([]))
 
     def _collect(self, view: View, step: int, room: Callable[[], int], is_done: Callable[[], bool]) -> None:
         """Generate and score for a step's batch until `is_done`; `room`: how many more prompts may be sent to engines."""
@@ -195,7 +176,7 @@ class Streamed:
                 table = pa.concat_tables(finished)
                 for uid in table["uid"].to_pylist():
                     self.engine_of.pop(uid, None)
-                self._rewards_of(run).submit(self.in_flight.receive(table))
+                self.rewards.submit(self.in_flight.receive(table))
                 self._launch(run)
         except WorkerLost as failure:
             run.revive(failure)
@@ -223,24 +204,19 @@ class Streamed:
 
     def _score(self, run: Run, roles: Roles, step: int) -> None:
         """Score finished groups, and keep or discard them."""
-        groups = self.in_flight.finished()
+        groups, rewards = self.in_flight.finished(), replace(self.rewards, run=run)
         table = pa.concat_tables([one.table() for one in groups]).combine_chunks()
         try:
-            by_model = model_scores(run, roles.reward_model, table, self.reward_inputs, roles.memory.phase)
+            by_model = rewards.ask_model(roles, table, roles.memory.phase)
         except NotFinite as found:
             self.problem = found
             self.in_flight.give_up(groups)
             return
         with run.timed("reward"):
-            scored = self._rewards_of(run).collect(table, f"step {step}", by_model)
-        if (
-            len(groups) >= self.in_flight.num_prompts
-        ):  # all of fewer groups may fail although the rewards work
-            refuse_if_all_failed(scored)
-        self.in_flight.keep(groups, trained_scores(scored, self.config))
-
-    def _rewards_of(self, run: Run) -> Rewards:
-        return replace(self.rewards, run=run)
+            scored = rewards.collect(table, f"step {step}", by_model)
+        config, few = self.config, len(groups) < self.in_flight.num_prompts
+        trained = training_scores(scored, config.reward_model.overlong_buffer, config.data, may_all_fail=few)
+        self.in_flight.keep(groups, trained)
 
     def _launch(self, run: Run) -> None:
         """Send engines as many requests as they have room for, oldest prompts first; all requests of a prompt go to one engine."""
@@ -263,11 +239,9 @@ class Streamed:
 
     def _missing(self, prompt: InFlightPrompt) -> Iterator[tuple[pa.Table, object]]:
         """Requests of a prompt that no engine has and that are not answered."""
-        rollout, greedy = (
-            self.config.actor_rollout_ref.rollout,
-            self.config.algorithm.adv_estimator == "remax",
-        )
-        samplings = training_sampling(self.config, noise_seed(self.config, prompt.version))
+        rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
+        greedy = self.config.algorithm.adv_estimator == "remax"
+        samplings = training_sampling(rollout, length, noise_seed(rollout, prompt.version))
         for requests, sampling in zip(prompt.requests(rollout.n, greedy), samplings, strict=False):
             uids = requests["uid"].to_pylist()
             rows = [

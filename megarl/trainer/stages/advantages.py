@@ -22,7 +22,7 @@ from megarl.algorithms.kl import (
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
 from megarl.algorithms.ragged import segment_sum
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
-from megarl.config import AlgorithmConfig, TrainConfig
+from megarl.config import ActorConfig, AlgorithmConfig
 from megarl.data.trajectories import append_column, from_ragged, ragged
 
 
@@ -55,9 +55,9 @@ class Controls:
         self.clip_low, self.clip_high = float(state["clip_low"]), float(state["clip_high"])
 
 
-def make_controls(config: TrainConfig, num_steps: int) -> Controls:
-    """The controls at the start of a run of `num_steps` steps (`config` is resolved)."""
-    control, actor = config.algorithm.kl_ctrl, config.actor_rollout_ref.actor
+def make_controls(algorithm: AlgorithmConfig, actor: ActorConfig, num_steps: int) -> Controls:
+    """The controls at the start of a run of `num_steps` steps; both sections are resolved."""
+    control = algorithm.kl_ctrl
     kl = make_kl_controller(
         control.type,
         control.kl_coef,

@@ -72,9 +72,7 @@ class Groups:
         chosen = np.unique(groups)  # in the prompts' order
         if self.options.enable:
             values, live = metric_values(scored, self.options.metric), scored.live
-            differing = np.array(
-                [group for group in chosen if _differ(values[(groups == group) & live])], int
-            )
+            differing = np.array([group for group in chosen if differ(values[(groups == group) & live])], int)
             room = self.num_prompts - self.num_kept
             self.num_dropped += len(chosen) - len(differing)
             self.num_surplus += max(0, len(differing) - room)
@@ -144,5 +142,6 @@ def metric_values(scored: Scored, metric: str) -> np.ndarray:
     return values
 
 
-def _differ(values: np.ndarray) -> bool:
+def differ(values: np.ndarray) -> bool:
+    """Whether a group's values [trajectories] differ, so that advantages that compare them teach something."""
     return len(values) > 1 and float(np.ptp(values)) > 0.0

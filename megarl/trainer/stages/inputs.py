@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.config import TrainConfig, check_models, needs_rules, position_warnings, val_set_sampling
+from megarl.config import (
+    DataConfig,
+    TrainConfig,
+    check_models,
+    needs_rules,
+    position_warnings,
+)
+from megarl.config.schema.commands import TrainerConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -18,7 +25,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.facts import Facts, data_text, model_text
-from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
+from megarl.trainer.stages.prompt_data import held_out_prompts, may_lack, read_prompts, training_prompts
 from megarl.trainer.stages.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.stages.scoring import check_prompts
 from megarl.trainer.stages.validation import ValidationSet
@@ -27,47 +34,42 @@ from megarl.util.plugins import load_plugins
 
 
 @dataclass(frozen=True)
-class TrainInputs:
+class ModelInputs:
+    """The inputs of a run that concern its models. `warnings`: text for the user before the run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig
+    reward_model: RewardModelInputs | None
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrainInputs(ModelInputs):
     """The inputs of `megarl train`.
 
     Attributes:
         ptx: batches of the auxiliary language-model loss; None: there is none.
         num_steps: rollout steps of the run, each of which trains on data.train_batch_size prompts.
         num_filtered: prompts of training and validation that were dropped as too long.
-        warnings: text for the user before the run.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    model: ModelConfig
     loader: BatchLoader
     ptx: BatchLoader | None
     validation: tuple[ValidationSet, ...]
-    reward_model: RewardModelInputs | None
     num_steps: int
     num_filtered: int
-    warnings: tuple[str, ...]
 
-    def facts(self, config: TrainConfig) -> Facts:
+    def facts(self, model_path: str, data: DataConfig) -> Facts:
         """The facts that a run prints at its start."""
-        files, epochs = config.data.train_files, self.num_steps / steps_of_epoch(config, self.loader)
+        epochs = self.num_steps / steps_of_epoch(self.loader, data.train_batch_size)
         found = {
-            "model": model_text(config.actor_rollout_ref.model.path, self.model),
-            "data": f"{data_text(files, self.loader.num_rows, 'prompts')}, {epochs:.3g} epochs",
+            "model": model_text(model_path, self.model),
+            "data": f"{data_text(data.train_files, self.loader.num_rows, 'prompts')}, {epochs:.3g} epochs",
         }
         if self.validation:
             number = sum(held_out.prompts.num_rows for held_out in self.validation)
-            found["validation"] = data_text(config.data.val_files or "data.val_sets", number, "prompts")
+            found["validation"] = data_text(data.val_files or "data.val_sets", number, "prompts")
         return found
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """The inputs of a run that concern its models."""
-
-    tokenizer: PreTrainedTokenizerBase
-    model: ModelConfig
-    reward_model: RewardModelInputs | None
-    warnings: tuple[str, ...]
 
 
 def load_model_inputs(config: TrainConfig) -> ModelInputs:
@@ -106,39 +108,31 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         if needs_rules(config) and not plays:
             check_prompts(scorer, prompts)
 
-    def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
+    def dataset(files: str | tuple[str, ...], max_samples: int) -> PromptDataset:
         read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional, several_turns=plays)
         check(read.table)
         return read
 
     loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
-    held_out = (
-        {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
-    )
-    for name, val_set in (data.val_sets or {}).items():
-        most = data.val_max_samples if val_set.max_samples is None else val_set.max_samples
-        held_out[name] = (dataset(val_set.files, most), val_set_sampling(val_set, val_kwargs))
+    held_out = held_out_prompts(data, data.val_max_samples, val_kwargs, dataset)
     return TrainInputs(
-        tokenizer=tokenizer,
-        model=models.model,
+        **vars(models),
         loader=loader,
         ptx=load_ptx(config, tokenizer),
-        validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
-        reward_model=models.reward_model,
-        num_steps=num_training_steps(config, loader),
-        warnings=models.warnings,
-        num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
+        validation=tuple(ValidationSet(name, read.table, how) for name, read, how in held_out),
+        num_steps=num_training_steps(config.trainer, loader, data.train_batch_size),
+        num_filtered=num_filtered + sum(read.num_filtered for _, read, _ in held_out),
     )
 
 
-def num_training_steps(config: TrainConfig, loader: BatchLoader) -> int:
-    """The rollout steps of a run over the prompts of `loader`."""
-    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch(config, loader)
+def num_training_steps(trainer: TrainerConfig, loader: BatchLoader, batch_size: int) -> int:
+    """The rollout steps of a run over the prompts of `loader`; `batch_size`: prompts of a step."""
+    return trainer.total_training_steps or trainer.total_epochs * steps_of_epoch(loader, batch_size)
 
 
-def steps_of_epoch(config: TrainConfig, loader: BatchLoader) -> int:
-    return max(1, loader.num_rows // config.data.train_batch_size)
+def steps_of_epoch(loader: BatchLoader, batch_size: int) -> int:
+    return max(1, loader.num_rows // batch_size)
 
 
 def check_names(config: TrainConfig) -> None:

@@ -13,20 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from megarl.cluster import WorkerFailed
 from megarl.cluster.report import FOLDER
-from megarl.config import TrainConfig
 from megarl.data.files import write_parquet
 from megarl.data.trajectories import ragged
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
-
-if TYPE_CHECKING:
-    from megarl.trainer.run.run import Run
 
 # Columns in the order in which a step makes them.
 GENERATED = ("rollout_log_probs", "score", "baseline_score", "overlong_penalty")
@@ -98,20 +95,25 @@ def rank_errors_as_not_finite(batch: pa.Table) -> Iterator[None]:
 
 @contextmanager
 def finite_step(
-    run: Run, config: TrainConfig, controls: Controls, step: int, metrics: dict[str, float]
+    run: Run, on_nonfinite: str, controls: Controls, step: int, metrics: dict[str, float], save: bool = True
 ) -> Iterator[None]:
     """Handle a number of a step that is not finite: by `trainer.on_nonfinite` it ends the run, or only the step.
 
     With `skip` the metric training/skipped is 1 for such a step, else 0, and `controls` are restored to their state before it.
 
+    Args:
+        save: whether the trajectories are saved; a replay has read them from a file.
+
     Raises:
         NotFinite: the run is to end; names the number, the file of the trajectories, and the command that replays the step.
     """
-    before, skips = controls.state_dict(), config.trainer.on_nonfinite == "skip"
+    before, skips = controls.state_dict(), on_nonfinite == "skip"
     try:
         yield
     except NotFinite as found:
-        message = f"step {step}: {found}\n{_save_trajectories(run.folder, found.batch, step)}"
+        message = f"step {step}: {found}"
+        if save:
+            message += f"\n{_save_trajectories(run.folder, found.batch, step)}"
         if not skips:
             advice = "trainer.on_nonfinite=skip goes on with the next step"
             raise NotFinite(f"{message}\n{advice}", found.batch) from found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -14,8 +15,10 @@ from megarl.config import (
     EvalConfig,
     EvalDataConfig,
     RMDataConfig,
+    SamplingConfig,
     TrainConfig,
     needs_rules,
+    val_set_sampling,
 )
 from megarl.data.files import resolve_files
 from megarl.data.loader import BatchLoader, Feed, MixtureFeed, TableFeed
@@ -110,6 +113,28 @@ def read_prompts(
     )
 
 
+def held_out_prompts(
+    data: DataConfig | EvalDataConfig,
+    max_samples: int,
+    sampling: SamplingConfig,
+    read: Callable[[Files, int], PromptDataset],
+) -> list[tuple[str, PromptDataset, SamplingConfig]]:
+    """Name, prompts and sampling of data.val_files, whose name is "", and of each of data.val_sets.
+
+    Args:
+        max_samples: of those that name no number of their own; -1: all.
+        sampling: the same.
+        read: reads the first so many prompts of some files.
+    """
+    found = []
+    if data.val_files is not None:
+        found.append(("", read(data.val_files, max_samples), sampling))
+    for name, val_set in (data.val_sets or {}).items():
+        most = max_samples if val_set.max_samples is None else val_set.max_samples
+        found.append((name, read(val_set.files, most), val_set_sampling(val_set, sampling)))
+    return found
+
+
 def training_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -130,27 +155,16 @@ def training_prompts(
         ValueError: names the key, file or row that is wrong.
     """
     batch_size = data.gen_batch_size or data.train_batch_size
+    feed_of = partial(_feed, data, tokenizer, check, may_lack, several_turns)
     if data.mixture is None:
         assert data.train_files is not None, "checked: one of the two"
-        feed, num_filtered = _feed(
-            data,
-            data.train_files,
-            data.train_max_samples,
-            data.seed,
-            "",
-            tokenizer,
-            check,
-            may_lack,
-            several_turns,
-        )
+        feed, num_filtered = feed_of(data.train_files, data.train_max_samples, data.seed)
         return BatchLoader(feed, batch_size), num_filtered
     feeds: dict[str, Feed] = {}
     total_filtered = 0
     for name, part in data.mixture.items():
         seed = zlib.crc32(f"{data.seed}/{name}".encode())  # its order does not depend on the other data sets
-        feeds[name], num_filtered = _feed(
-            data, part.files, -1, seed, f"{name}:", tokenizer, check, may_lack, several_turns
-        )
+        feeds[name], num_filtered = feed_of(part.files, -1, seed, f"{name}:")
         total_filtered += num_filtered
     weights = {name: part.weight for name, part in data.mixture.items()}
     return BatchLoader(MixtureFeed(feeds, weights, batch_size), batch_size), total_filtered
@@ -158,25 +172,24 @@ def training_prompts(
 
 def _feed(
     data: DataConfig,
-    files: Files,
-    max_samples: int,
-    seed: int,
-    uid_prefix: str,
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
     may_lack: Collection[str],
     several_turns: bool,
+    files: Files,
+    max_samples: int,
+    seed: int,
+    uid_prefix: str = "",
 ) -> tuple[Feed, int]:
+    """The rows of some files in their order, and how many were left out as too long."""
     if not data.streaming:
         dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack, several_turns)
         check(dataset.table)
         return TableFeed(dataset.table, make_sampler(data.sampler, data.shuffle), seed), dataset.num_filtered
     limit = None if max_samples == -1 else max_samples
     piece_rows = max(1, data.stream_window_rows // PIECES_A_WINDOW)
-    reader, found = (
-        PromptReader(tokenizer, may_lack=may_lack, **reading(data, several_turns)),
-        resolve_files(files),
-    )
+    reader = PromptReader(tokenizer, may_lack=may_lack, **reading(data, several_turns))
+    found = resolve_files(files)
     for file in found:
         reader.has_columns(file)
     reader.errors.raise_if_any()

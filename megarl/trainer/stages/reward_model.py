@@ -8,29 +8,22 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import HFReader
-from megarl.config import RewardModelConfig, TrainConfig
+from megarl.config import RewardModelConfig
 from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.roles.model_roles import Role
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megarl.trainer.roles.model_roles import Role
-    from megarl.trainer.run.run import Run
-
 
 FILE = "reward_normalization.json"
 
@@ -192,28 +185,8 @@ def _own_tokenizer(
     return own
 
 
-def model_scores(
-    run: Run,
-    role: Role | None,
-    batch: pa.Table,
-    inputs: RewardModelInputs | None,
-    phase: Callable[[str], AbstractContextManager],
-) -> ModelScores | None:
-    """`score_with_model` where there is a reward model, None where there is none.
-
-    Args:
-        phase: `DeviceMemory.phase`, or `held` where the time belongs to no phase of the step.
-    """
-    if role is None:
-        return None
-    assert inputs is not None
-    with phase("score_model"):
-        return score_with_model(run, role, batch, inputs)
-
-
-def score_weights(config: TrainConfig) -> tuple[float, float]:
+def score_weights(reward: RewardModelConfig) -> tuple[float, float]:
     """The weights of the rules' score and of the reward model's."""
-    reward = config.reward_model
     return (reward.rule_weight, reward.weight) if reward.enable else (1.0, 0.0)
 
 

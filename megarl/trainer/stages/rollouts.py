@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from megarl.cluster import WorkerLost
-from megarl.config import SamplingConfig, TrainConfig
+from megarl.cluster import WorkerGroup, WorkerLost
+from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
+from megarl.trainer.run.run import Run
 from megarl.trainer.workers.dispatch import split_requests
-
-if TYPE_CHECKING:
-    from megarl.cluster import WorkerGroup
-    from megarl.trainer.run.run import Run
 
 # Seconds between two tables of an engine, for each engine of the run: the controller needs a millisecond for a table.
 APART = 0.05
@@ -36,7 +32,9 @@ def roll_out(
     Args:
         seed: of the noise.
     """
-    sampling, greedy = training_sampling(config, seed)
+    sampling, greedy = training_sampling(
+        config.actor_rollout_ref.rollout, config.data.max_response_length, seed
+    )
     requests = expand_prompts(prompts, config.actor_rollout_ref.rollout.n)
     answers = generate(run, engines, requests, sampling, finished)
     if config.algorithm.adv_estimator != "remax":
@@ -45,9 +43,15 @@ def roll_out(
     return pa.concat_tables([answers, best]).combine_chunks()
 
 
-def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, SamplingParams]:
-    """The sampling parameters of a step's samples, and of ReMax's greedy answers. `seed`: of the noise."""
-    rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
+def training_sampling(
+    rollout: RolloutConfig, length: int, seed: int
+) -> tuple[SamplingParams, SamplingParams]:
+    """The sampling parameters of a step's samples, and of ReMax's greedy answers.
+
+    Args:
+        length: the most tokens of a response.
+        seed: of the noise.
+    """
     sampling = SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -58,9 +62,9 @@ def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, S
     return sampling, SamplingParams(temperature=0.0, max_new_tokens=length, seed=seed)
 
 
-def noise_seed(config: TrainConfig, version: int) -> int:
+def noise_seed(rollout: RolloutConfig, version: int) -> int:
     """The seed of the noise of a step's rollouts, or of those with a weight version."""
-    return config.actor_rollout_ref.rollout.seed * 1_000_003 + version
+    return rollout.seed * 1_000_003 + version
 
 
 def greedy_requests(prompts: pa.Table) -> pa.Table:
@@ -101,16 +105,12 @@ def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> 
     return take(table, np.array([at[uid] for uid in uids], dtype=np.int64), blocks)
 
 
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+
+
 def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int) -> SamplingParams:
     """The sampling parameters of validation and evaluation."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
+    given = {name: getattr(sampling, name) for name in _SAMPLING}
+    return SamplingParams(**given, max_new_tokens=max_new_tokens, seed=seed)

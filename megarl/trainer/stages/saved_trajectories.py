@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from megarl.config import TrainConfig, trajectories_per_step
+from megarl.config import DataConfig
 from megarl.data.trajectories import (
     MESSAGES,
     TEMPLATE_KWARGS,
@@ -29,26 +29,29 @@ def step_file(folder: str | Path, step: int) -> Path:
     return Path(folder, f"step-{step:06d}.parquet")
 
 
-def read_step(path: str | Path, config: TrainConfig) -> pa.Table:
+def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
     """The trajectories of a step, scored, as they were before log-probs and advantages were computed.
 
+    Args:
+        n: responses to a prompt.
+
     Raises:
-        ValueError: the file is missing, damaged, without scores, or of a step of other sizes than those of `config`.
+        ValueError: the file is missing, damaged, without scores, or of a step of other sizes than those of `data` and `n`.
     """
     table = read_trajectories(path, finite=False)
     if "score" not in table.column_names:
         raise ValueError(f"{path} has no column 'score': these trajectories were not scored")
-    check_sizes(table, path, config)
+    check_sizes(table, path, data, n)
     if SCORED_MASK in table.column_names:
         flags, offsets = ragged(table, SCORED_MASK)
         table = replace_column(table, "response_mask", from_ragged(flags > 0, offsets))
     return table.select([name for name in _COLUMNS if name in table.column_names])
 
 
-def check_sizes(table: pa.Table, path: str | Path, config: TrainConfig) -> None:
-    """ValueError: the trajectories from `path` are not those of a step of `config`: too many, too few, or too long."""
-    data, n = config.data, config.actor_rollout_ref.rollout.n
-    if table.num_rows != trajectories_per_step(config):
+def check_sizes(table: pa.Table, path: str | Path, data: DataConfig, n: int) -> None:
+    """ValueError: the trajectories from `path` are not those of a step with `data` and `n` responses to a prompt: too many,
+    too few, or too long."""
+    if table.num_rows != data.train_batch_size * n:
         raise ValueError(
             f"{path} has {table.num_rows} trajectories; data.train_batch_size x actor_rollout_ref.rollout.n is "
             f"{data.train_batch_size} x {n}"

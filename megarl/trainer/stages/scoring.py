@@ -9,13 +9,15 @@ Guarantees
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
-from megarl.config import OverlongBufferConfig, TrainConfig
+from megarl.config import DataConfig, OverlongBufferConfig
 from megarl.data.trajectories import (
     append_column,
     environment_notes,
@@ -25,16 +27,13 @@ from megarl.data.trajectories import (
     replace_column,
     take,
 )
+from megarl.rewards.processes.scorer import Scorer
 from megarl.rewards.sample import Sample, Score
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
+from megarl.trainer.stages.reward_model import ModelScores, RewardModelInputs, score_with_model
 from megarl.trainer.stages.rollouts import GREEDY
 from megarl.util.files import naming
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megarl.rewards.processes.scorer import Scorer
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.reward_model import ModelScores
 
 ERRORS_FILE = "reward_errors.jsonl"
 NUM_ERRORS_PRINTED = 3  # of a batch: the others are in the file
@@ -97,6 +96,7 @@ class Rewards:
     Attributes:
         rule_weight, model_weight: score = rule_weight * the scorer's + model_weight * the reward model's; with a
             rule_weight of 0 the scorer is not asked.
+        model: facts of the reward model; None: there is none.
     """
 
     run: Run
@@ -104,6 +104,7 @@ class Rewards:
     tokenizer: PreTrainedTokenizerBase
     rule_weight: float = 1.0
     model_weight: float = 0.0
+    model: RewardModelInputs | None = None
 
     def submit(self, table: pa.Table) -> None:
         """Request the scores of finished trajectories; returns at once.
@@ -115,6 +116,20 @@ class Rewards:
             if len(rows):
                 self.scorer.submit(make_samples(take(table, rows), self.tokenizer))
 
+    def ask_model(
+        self, roles: Roles, table: pa.Table, phase: Callable[[str], AbstractContextManager]
+    ) -> ModelScores | None:
+        """The reward model's scores of trajectories, whose `collect` then takes them; None: there is no reward model.
+
+        Args:
+            phase: `DeviceMemory.phase`, or `held` where the time belongs to no phase of the step.
+        """
+        if roles.reward_model is None:
+            return None
+        assert self.model is not None, "read with the run's inputs"
+        with phase("score_model"):
+            return score_with_model(self.run, roles.reward_model, table, self.model)
+
     def collect(self, table: pa.Table, when: str, by_model: ModelScores | None = None) -> Scored:
         """Append `score` to trajectories that were submitted, in any order; waits for those that are open.
 
@@ -122,15 +137,14 @@ class Rewards:
             when: such as "step 3", for reports of failed rewards.
             by_model: the reward model's scores; they and the scorer's are also added to the reward's numbers.
         """
-        scored = join_scores(table, self._collect(table) if self.rule_weight else {})
+        scores = {}
+        if self.rule_weight:  # the death of a process ends the wait
+            scores = self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
+        scored = join_scores(table, scores)
         if by_model is not None:
             scored = mix_scores(scored, by_model, self.rule_weight, self.model_weight)
         self._report(scored, when)
         return scored
-
-    def _collect(self, table: pa.Table) -> dict[str, Score]:
-        """The scorer's scores; the death of a process ends the wait for them."""
-        return self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
 
     def _report(self, scored: Scored, when: str) -> None:
         columns = (scored.table["uid"].to_pylist(), scored.table["data_source"].to_pylist(), scored.errors)
@@ -250,21 +264,21 @@ def group_numbers(table: pa.Table) -> np.ndarray:
     return np.array([numbers.setdefault(uid, len(numbers)) for uid in table["prompt_uid"].to_pylist()])
 
 
-def training_scores(scored: Scored, config: TrainConfig) -> Scored:
+def training_scores(
+    scored: Scored, overlong: OverlongBufferConfig, data: DataConfig, may_all_fail: bool = False
+) -> Scored:
     """Scores for training: penalties for long responses are added, and greedy answers become ReMax's baseline.
+
+    Args:
+        may_all_fail: whether the rows are so few that all of their rewards may fail although rewards work.
 
     Raises:
         RuntimeError: every reward failed.
     """
-    refuse_if_all_failed(scored)
-    return trained_scores(scored, config)
-
-
-def trained_scores(scored: Scored, config: TrainConfig) -> Scored:
-    """`training_scores` of a part of a step, in which all rewards may fail."""
-    overlong = config.reward_model.overlong_buffer
+    if not may_all_fail:
+        refuse_if_all_failed(scored)
     if overlong.enable:
-        scored = punish_overlong(scored, overlong, config.data.max_response_length)
+        scored = punish_overlong(scored, overlong, data.max_response_length)
     greedy = np.array([uid.endswith(GREEDY) for uid in scored.table["uid"].to_pylist()], dtype=np.bool_)
     return with_baselines(scored, greedy) if greedy.any() else scored
 

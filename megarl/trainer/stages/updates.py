@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
 from megarl.config import (
+    ActorConfig,
     TrainConfig,
     full_kl_in_reward,
     is_single_update,
@@ -21,7 +23,9 @@ from megarl.config import (
     needs_ref_log_probs,
 )
 from megarl.data.trajectories import append_column, ragged, sequence_lengths
+from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
 from megarl.trainer.stages.nonfinite import COMPUTED, require_finite
 from megarl.trainer.workers.dispatch import (
@@ -36,11 +40,6 @@ from megarl.trainer.workers.dispatch import (
     update_plan,
 )
 from megarl.trainer.workers.ptx import plan_ptx
-
-if TYPE_CHECKING:
-    import ray
-
-    from megarl.trainer.run.run import Run
 
 
 def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:
@@ -123,67 +122,51 @@ def update(
     Args:
         ptx_batches: batches of data.ptx, one for each mini-batch of the actor; None: there is no auxiliary loss.
     """
-    table, metrics = run.put(learning_columns(batch, config)), {}
-    trains_actor = roles.critic is None or step > config.critic.warmup_steps
-    trained = [
-        name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
-    ]
-    for phase, names in roles.memory.turns(trained):
+    actor = config.actor_rollout_ref.actor
+    table, how, metrics = run.put(learning_columns(batch, actor)), policy_update(actor, controls, seed), {}
+
+    def start(name: str, role: Role) -> tuple[list[ray.ObjectRef], dict[str, float]]:
+        """Call the update of "critic" or "actor"; also returns metrics of its plan."""
+        plan, counts = update_plan(batch, role.layout, role.batching, seed, run.plans)
+        packing = packing_metrics(name, plan, batch, role.layout, role.batching)
+        # Arguments that are not in the object store are pickled for each rank: 0.7 s for a thousand ranks.
+        shared = (table, run.put(plan), run.put(counts))
+        if name == "critic":
+            own = (run.put(how.aggregation), config.critic.cliprange_value, config.critic.vf_coef)
+            return role.group.call("update_values", *shared, *own), packing
+        if ptx_batches is None:
+            return role.group.call("update_policy", *shared, run.put(how)), packing
+        examples = list(itertools.islice(ptx_batches, len(plan)))
+        joined, ptx = plan_ptx(examples, role.layout, role.batching, actor.ptx_coef)
+        own = (run.put(how), run.put(joined), run.put(ptx))
+        return role.group.call("update_policy", *shared, *own), packing
+
+    trained = {"critic": roles.critic} if roles.critic is not None else {}
+    if roles.critic is None or step > config.critic.warmup_steps:
+        trained["actor"] = roles.actor
+    for phase, names in roles.memory.turns([*trained]):
         with roles.memory.held(phase):
-            calls = {
-                name: _start_update(name, run, roles, batch, table, config, controls, seed, ptx_batches)
-                for name in names
-            }
+            calls = {name: start(name, trained[name]) for name in names}
             for name, (refs, packing) in calls.items():
                 metrics |= packing
                 steps = run.wait(refs)[0]
                 metrics |= _update_metrics(name, steps)
                 if name == "actor" and steps and config.algorithm.rollout_correction.bypass_mode:
                     metrics |= first_difference(steps[0])
-    if config.actor_rollout_ref.actor.use_kl_loss:
+    if actor.use_kl_loss:
         metrics["actor/kl_loss_coef"] = controls.kl_loss.coef
         controls.kl_loss.update(metrics.get("actor/kl_loss", 0.0), batch.num_rows)
     return metrics
 
 
-def learning_columns(batch: pa.Table, config: TrainConfig) -> pa.Table:
+def learning_columns(batch: pa.Table, actor: ActorConfig) -> pa.Table:
     """The columns of trajectories that the updates use."""
-    actor, names = config.actor_rollout_ref.actor, LEARNT
+    names = LEARNT
     if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's
         names = (*names, "rollout_log_probs")
     if actor.use_kl_loss and actor.kl_loss_type != FULL_KL:
         names = (*names, "ref_log_probs")
     return columns_of(batch, names)
-
-
-def _start_update(
-    name: str,
-    run: Run,
-    roles: Roles,
-    batch: pa.Table,
-    table: ray.ObjectRef,
-    config: TrainConfig,
-    controls: Controls,
-    seed: int,
-    ptx_batches: Iterator[pa.Table] | None,
-) -> tuple[list[ray.ObjectRef], dict[str, float]]:
-    """Call the update of "critic" or "actor" on `table`, the columns of `batch` in the object store; also returns metrics of its plan."""
-    how = policy_update(config, controls, seed)
-    role = roles.critic if name == "critic" else roles.actor
-    plan, counts = update_plan(batch, role.layout, role.batching, seed, run.plans)
-    packing = packing_metrics(name, plan, batch, role.layout, role.batching)
-    # Arguments that are not in the object store are pickled for each rank: 0.7 s for a thousand ranks.
-    shared = (table, run.put(plan), run.put(counts))
-    if name == "critic":
-        critic = config.critic
-        own = (run.put(how.aggregation), critic.cliprange_value, critic.vf_coef)
-        return role.group.call("update_values", *shared, *own), packing
-    how = run.put(how)
-    if ptx_batches is None:
-        return role.group.call("update_policy", *shared, how), packing
-    examples = list(itertools.islice(ptx_batches, len(plan)))
-    joined, ptx = plan_ptx(examples, role.layout, role.batching, config.actor_rollout_ref.actor.ptx_coef)
-    return role.group.call("update_policy", *shared, how, run.put(joined), run.put(ptx)), packing
 
 
 def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:
@@ -207,9 +190,8 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
     return metrics
 
 
-def policy_update(config: TrainConfig, controls: Controls, seed: int) -> PolicyUpdate:
-    """The options of the actor's updates in a step; `config` is resolved."""
-    actor = config.actor_rollout_ref.actor
+def policy_update(actor: ActorConfig, controls: Controls, seed: int) -> PolicyUpdate:
+    """The options of the actor's updates in a step; `actor` is resolved."""
     loss = actor.policy_loss
     select: ClipCov | KLCov | None = None
     if loss.loss_mode == "clip_cov":

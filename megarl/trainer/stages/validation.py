@@ -7,21 +7,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from megarl.cluster import WorkerGroup
 from megarl.config import SamplingConfig
 from megarl.data.trajectories import expand_prompts
+from megarl.trainer.run.run import Run
+from megarl.trainer.stages.reward_model import ModelScores
 from megarl.trainer.stages.rollouts import generate, sampling_params
 from megarl.trainer.stages.scoring import Rewards, Scored, concat_scored, group_numbers, refuse_if_all_failed
-
-if TYPE_CHECKING:
-    from megarl.cluster import WorkerGroup
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.reward_model import ModelScores
 
 
 def sample_rows(table: pa.Table, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, Any]]:

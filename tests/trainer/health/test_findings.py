@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema.run import FINDINGS
-from megarl.trainer.health.findings import CHECKS, Finding, History, beyond_noise, find
+from megarl.trainer.health.findings import RULES, Finding, History, beyond_noise, find
 from megarl.trainer.run.logger import read_metrics
 from megarl.trainer.stages.advantages import make_controls
 from tests.trainer.healthy import ACTOR, HEALTHY, KL_LOSS, KL_REWARD, configuration, kinds, monitor
@@ -106,14 +106,16 @@ def test_a_step_off_the_difference_is_also_what_was_learnt_meanwhile() -> None:
     for mode in ("sync", "one_step_off"):
         config = configuration(f"trainer.mode={mode}")
         metrics = {"training/rollout_log_prob_diff_mean": 0.11}
-        (found,) = find(config, make_controls(config, 100), metrics, History())
+        (found,) = find(
+            config, make_controls(config.algorithm, config.actor_rollout_ref.actor, 100), metrics, History()
+        )
         advice.append(f"lower {ACTOR}.optim.lr (responses are a step older)" in found.advice)
     assert advice == [False, True]
 
 
 def test_advice_has_keys_and_values() -> None:
     config = configuration(*KL_LOSS, *KL_REWARD)
-    controls = make_controls(config, 100)
+    controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, 100)
     (high,) = find(config, controls, {"actor/ppo_kl": 0.08}, History())
     assert high.message == "actor/ppo_kl is 0.08 nats, over 0.05: the policy moves too far in one step"
     assert high.advice == (
@@ -125,7 +127,12 @@ def test_advice_has_keys_and_values() -> None:
     (high,) = find(config, controls, {"actor/ppo_kl": 0.08}, History())
     assert "kl_loss_coef from 0.04 to 0.08" in high.advice
     plain = configuration()
-    (high,) = find(plain, make_controls(plain, 100), {"actor/ppo_kl": 0.08}, History())
+    (high,) = find(
+        plain,
+        make_controls(plain.algorithm, plain.actor_rollout_ref.actor, 100),
+        {"actor/ppo_kl": 0.08},
+        History(),
+    )
     assert high.advice.startswith(
         "Do: add a KL to the reference policy (actor_rollout_ref.actor.use_kl_loss=true"
     )
@@ -198,7 +205,7 @@ def test_a_collapse_is_found_within_few_steps_and_nothing_before(kind: str) -> N
 
 
 def test_every_kind_has_its_collapse() -> None:
-    assert {*COLLAPSES, "ppo_kl_low", "stagnation"} == set(CHECKS)
+    assert {*COLLAPSES, "ppo_kl_low", "stagnation"} == set(RULES)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -213,7 +220,7 @@ def test_noise_about_a_threshold_is_seldom_a_finding(seed: int) -> None:
 def test_what_counts_say_of_a_share() -> None:
     def findings(number: int, trajectories: int) -> list[Finding]:
         config = configuration(f"data.train_batch_size={trajectories // 4}", f"{ACTOR}.ppo_mini_batch_size=1")
-        controls = make_controls(config, 100)
+        controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, 100)
         return find(config, controls, {"response_length/clip_ratio": 0.55}, History()) * number
 
     # By hand: log(0.55 / 0.5) is 0.0953; its error sqrt(0.45 / 0.55 / trajectories), over the root of the steps.

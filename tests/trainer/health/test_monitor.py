@@ -148,7 +148,7 @@ def test_findings_actions_and_the_end_are_printed_and_written(tmp_path: Path) ->
     (tmp_path / "health.jsonl").write_text("of an earlier run\n")
     options = ("health.auto_action=true", "health.patience=1", "health.early_stop=[ppo_kl_high]")
     config = configuration(*KL_LOSS, *options)
-    watcher = start_monitor(run, config, make_controls(config, 100))
+    watcher = start_monitor(run, config, make_controls(config.algorithm, config.actor_rollout_ref.actor, 100))
     metrics = watch(run, watcher, 7, {"actor/ppo_kl": 0.2}, batch())
     assert metrics["health/findings"] == 1.0 and metrics["health/actions"] == 3.0
     assert metrics["health/duplicate_responses"] == 0.5
@@ -172,6 +172,6 @@ def test_findings_actions_and_the_end_are_printed_and_written(tmp_path: Path) ->
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     run, text = run_in(tmp_path)
     config = configuration("health.enable=false")
-    watcher = start_monitor(run, config, make_controls(config, 100))
+    watcher = start_monitor(run, config, make_controls(config.algorithm, config.actor_rollout_ref.actor, 100))
     assert watch(run, watcher, 1, {"actor/ppo_kl": 9.0}, batch()) == {}
     assert text.getvalue() == "" and list(tmp_path.iterdir()) == []

@@ -16,7 +16,9 @@ from megarl.config import DPOLossConfig, MegatronConfig, OptimConfig
 from megarl.data.preferences import PREFERENCE_CHAT_SCHEMA, ranking_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.loops.dpo import validate, with_reference
-from megarl.trainer.workers.dispatch import ModelSpec, plan_rows
+from megarl.trainer.loops.supervised import Ranks
+from megarl.trainer.roles.model_roles import Role
+from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, plan_rows
 from megarl.trainer.workers.model import RowColumns
 from megarl.trainer.workers.supervised import DPOWorker
 from megarl.weight_sync.layouts import megatron_layout
@@ -122,15 +124,15 @@ def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> Non
     folder, model = saved
     call = lambda name, table, shares: ranks.run(_log_probs, folder, table, shares, world=3)  # noqa: E731
     run = SimpleNamespace(put=lambda table: table, wait=lambda results: results)
-    parts = (SimpleNamespace(max_token_len_per_gpu=50, dpo=HOW), run, SimpleNamespace(call=call))
-    layout = ParallelLayout(world=3)
-    table = with_reference(*parts, layout, make_rankings().drop_columns(["ref_log_probs"]))
+    role = Role(SimpleNamespace(call=call), ParallelLayout(world=3), MicroBatching(1, 50, None))
+    ours = Ranks(None, run, role, 1)
+    table = with_reference(ours, make_rankings().drop_columns(["ref_log_probs"]))
     for row in table.to_pylist():
         for ids, mask, found in zip(row["input_ids"], row["loss_mask"], row["ref_log_probs"], strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
             expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(mask[1:])].sum()
             assert found == pytest.approx(expected.item(), rel=1e-5)
-    metrics = validate(*parts, layout, table)
+    metrics = validate(ours, HOW, table)
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert metrics["val/margin"] == pytest.approx(0.0, abs=1e-5)

@@ -1,10 +1,21 @@
-"""The output of `megarl replay`; real replays are in test_debugging_runs.py."""
+"""The steps and the output of `megarl replay`; real replays are in test_debugging_runs.py."""
 
 import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
+import pytest
 from rich.console import Console
 
+from megarl.trainer.loops import offline
+from megarl.trainer.loops.driver import LearningState, Metrics
 from megarl.trainer.loops.offline import print_comparison
+from megarl.trainer.run.run import Run
+from megarl.trainer.stages.nonfinite import NotFinite
+from tests.trainer.healthy import configuration, monitor
+from tests.trainer.trajectories import scored
 
 
 def printed(logged: dict[str, float] | None, found: dict[str, float]) -> tuple[bool, str]:
@@ -26,3 +37,39 @@ def test_a_step_of_which_nothing_was_logged_differs_in_nothing() -> None:
     assert not equal and "differs" not in text and "numbers are not those" not in text
     assert "step 7: nothing to compare: metrics.jsonl has no line of this step" in text
     assert "0.25" in text and "logged" not in text.splitlines()[0]
+
+
+def replayed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str
+) -> tuple[dict[int, Metrics], LearningState, str]:
+    """The metrics of a replay of steps 2 and 3, of which the loss of step 2 is not finite; its state, and its output."""
+    config, own = configuration(*overrides), monitor(*overrides)
+    state = LearningState(own.controls, own, None, SimpleNamespace(resume=lambda: 1))
+    monkeypatch.setattr(LearningState, "start", lambda *arguments: state)
+    monkeypatch.setattr(offline, "read_step", lambda *arguments: scored({"a": [1.0, 0.0]}).table)
+
+    def learn(config: Any, run: Run, roles: Any, batch: pa.Table, controls: Any, step: int, ptx: Any) -> Any:
+        if step == 2:
+            controls.clip_low = 0.01
+            raise NotFinite("the loss is nan", batch)
+        return batch, {"actor/pg_loss": 0.25, "perf/tokens": 7.0}
+
+    monkeypatch.setattr(offline, "learn", learn)
+    console = Console(file=io.StringIO(), width=200)
+    files = {step: folder / f"{step}.parquet" for step in (2, 3)}
+    found = offline._replay_steps(config, Run(folder, console), SimpleNamespace(), files, 3, None)
+    return found, state, console.file.getvalue()
+
+
+def test_a_replay_skips_steps_as_the_run_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The settings in force stay, nothing is written, and seconds and speeds are not compared."""
+    found, state, text = replayed(monkeypatch, tmp_path, "trainer.on_nonfinite=skip")
+    assert found == {2: {"training/skipped": 1.0}, 3: {"actor/pg_loss": 0.25, "training/skipped": 0.0}}
+    assert state.controls.clip_low == 0.2 and not list(tmp_path.iterdir())
+    assert "left out (trainer.on_nonfinite=skip): step 2: the loss is nan" in text
+
+
+def test_a_replay_stops_as_the_run_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(NotFinite, match="step 2: the loss is nan"):
+        replayed(monkeypatch, tmp_path)
+    assert not list(tmp_path.iterdir())

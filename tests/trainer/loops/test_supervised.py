@@ -14,7 +14,8 @@ from megarl.checkpoints import CheckpointStore, seal_file
 from megarl.config import SFTConfig, TuningTrainerConfig, load_config, resolve, save_config
 from megarl.data.loader import TableLoader
 from megarl.trainer.loops.sft import trained_tokens, with_idle_rows
-from megarl.trainer.loops.supervised import Progress, Stages, run_steps
+from megarl.trainer.loops.supervised import Progress, Ranks, run_steps
+from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.run import Run
 
@@ -51,7 +52,7 @@ class QuietRun(Run):
         yield
 
 
-class Ranks:
+class Group:
     """A group of one rank, whose state is the number of its updates."""
 
     def __init__(self, done: list[Any]) -> None:
@@ -84,14 +85,15 @@ def play(folder: Path, num_steps: int = 7, **keys):
         (target / "model").write_text(str(len(done)))
         return str(target)
 
-    stages = Stages(update, lambda: {"val/loss": LOSSES[len(done) - 1], "val/accuracy": 0.5}, export)
     rows = SimpleNamespace(table=pa.table({"row": [0, 1, 2], "uid": ["a", "b", "c"]}))
     loader = TableLoader(rows, 1, shuffle=False, seed=1)
     with open_store(trainer, folder / "checkpoints", print) as store:
         run = QuietRun(folder, store)
         run.resumed = find_resumed(replace(config, trainer=trainer), store, run.say)
         save_config(replace(config, trainer=trainer), folder / "config.yaml")
-        written = run_steps(trainer, run, loader, num_steps, stages, Ranks(done))
+        ranks = Ranks(SimpleNamespace(trainer=trainer), run, Role(Group(done), None, None), num_steps)
+        validate = lambda: {"val/loss": LOSSES[len(done) - 1], "val/accuracy": 0.5}  # noqa: E731
+        written = run_steps(ranks, loader, update, validate, export)
     assert written == str(folder / "hf")
     models = {
         str(path.relative_to(folder).parent): path.read_text()

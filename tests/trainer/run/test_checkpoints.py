@@ -22,7 +22,6 @@ from megarl.trainer.run.checkpoints import (
     Best,
     Checkpoints,
     find_resumed,
-    make_checkpoints,
     open_store,
 )
 from megarl.trainer.run.preemption import noting_signals
@@ -112,7 +111,7 @@ def start(folder: Path, resumed: bool = False, begun: float | None = None, **key
         target.mkdir()
         (target / "model").write_text("exported")
 
-    return make_checkpoints(
+    return Checkpoints(
         run, trainer, {"actor": Ranks()}, {"counter": Counter()}, lambda phase: nullcontext(), export
     )
 

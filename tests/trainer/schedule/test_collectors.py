@@ -89,7 +89,7 @@ class Play:
         run.groups = ["actor", "engines"]
         self.monkeypatch.setattr(Run, "wait", lambda run, refs: run.interrupt())
         self.batches = make_batches(
-            self.config, run, FakeRoles(), FakeRewards(run), 4, iter(()), None, self.collect, self.answer
+            self.config, run, FakeRoles(), FakeRewards(run), 4, iter(()), self.collect, self.answer
         )
         self.run = run
 
@@ -99,16 +99,12 @@ class Play:
         self.synced = version
         return {"sync/bytes_total": float(version)}
 
-    def collect(
-        self, run: Run, roles: Any, *, rewards: Any, step: int, **asked: Any
-    ) -> tuple[Groups, dict[str, float]]:
+    def collect(self, run: Run, roles: Any, rewards: Any, step: int) -> tuple[Groups, dict[str, float]]:
         synced = self.sync(run, roles, step)
-        groups, metrics = self.answer(run, roles, rewards=rewards, step=step)
+        groups, metrics = self.answer(run, roles, rewards, step)
         return groups, synced | metrics
 
-    def answer(
-        self, run: Run, roles: Any, *, rewards: Any, step: int, **asked: Any
-    ) -> tuple[Groups, dict[str, float]]:
+    def answer(self, run: Run, roles: Any, rewards: Any, step: int) -> tuple[Groups, dict[str, float]]:
         assert rewards.run is run
         self.answered.append((step, self.synced))
         while not self.release.wait(0.01):

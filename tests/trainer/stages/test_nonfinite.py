@@ -86,7 +86,7 @@ def test_a_kl_that_overflows_is_found_in_the_rewards() -> None:
     config = settings("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=mse",
                       "algorithm.kl_ctrl={type: adaptive, target_kl: 0.1, horizon: 100}")  # fmt: skip
     table = with_tokens(with_tokens(batch(), "old_log_probs", 3, -1e30), "ref_log_probs")
-    controls = make_controls(config, num_steps=3)
+    controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=3)
     before = controls.state_dict()
     table, _ = compute_batch_advantages(table, config.algorithm, controls.kl)
     assert isinstance(controls.kl, AdaptiveKLController) and controls.state_dict() == before
@@ -95,14 +95,14 @@ def test_a_kl_that_overflows_is_found_in_the_rewards() -> None:
 
 
 def controls_of(config: TrainConfig) -> Controls:
-    return make_controls(config, num_steps=4)
+    return make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=4)
 
 
 def test_stop_ends_the_run_and_says_how_to_go_through_it_again(tmp_path: Path) -> None:
     config, table = settings(), with_tokens(batch(), "values", 2)
     with (
         pytest.raises(NotFinite) as found,
-        finite_step(FakeRun(tmp_path), config, controls_of(config), 7, {}),
+        finite_step(FakeRun(tmp_path), config.trainer.on_nonfinite, controls_of(config), 7, {}),
     ):
         require_finite(table, COMPUTED)
     path = tmp_path / "failures" / "step-000007.parquet"
@@ -113,19 +113,21 @@ def test_stop_ends_the_run_and_says_how_to_go_through_it_again(tmp_path: Path) -
         "trainer.on_nonfinite=skip goes on with the next step",
     ]
     assert np.isnan(ragged(read_trajectories(path), "values")[0]).sum() == 1
-    assert "values" not in read_step(path, config).column_names  # it is computed anew
+    assert (
+        "values" not in read_step(path, config.data, config.actor_rollout_ref.rollout.n).column_names
+    )  # it is computed anew
 
 
 def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
     config = settings("algorithm.kl_ctrl={type: linear, kl_coef: 0.1, end_kl_coef: 0.3}",
                       "trainer.on_nonfinite=skip")  # fmt: skip
     run, controls, metrics = FakeRun(tmp_path), controls_of(config), {}
-    with finite_step(run, config, controls, 1, metrics):
+    with finite_step(run, "skip", controls, 1, metrics):
         controls.kl.update(0.0, 4)
         controls.clip_low = 0.1
     assert metrics == {"training/skipped": 0.0} and not list(tmp_path.iterdir())
     moved = controls.state_dict()
-    with finite_step(run, config, controls, 2, metrics):
+    with finite_step(run, "skip", controls, 2, metrics):
         controls.kl.update(0.0, 4)
         require_finite(with_tokens(batch(), "rollout_log_probs", 0), GENERATED)
     assert metrics == {"training/skipped": 1.0} and controls.state_dict() == moved
@@ -134,12 +136,20 @@ def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
         "the rest of the step is left out (trainer.on_nonfinite=skip): step 2: rollout_log_probs of" in said
     )
     path = tmp_path / "failures" / "step-000002.parquet"
-    assert np.isnan(ragged(read_step(path, config), "rollout_log_probs")[0]).sum() == 1
+    assert (
+        np.isnan(
+            ragged(read_step(path, config.data, config.actor_rollout_ref.rollout.n), "rollout_log_probs")[0]
+        ).sum()
+        == 1
+    )
 
 
 def test_other_errors_are_none_of_it(tmp_path: Path) -> None:
     config = settings("trainer.on_nonfinite=skip")
-    with pytest.raises(KeyError), finite_step(FakeRun(tmp_path), config, controls_of(config), 1, {}):
+    with (
+        pytest.raises(KeyError),
+        finite_step(FakeRun(tmp_path), config.trainer.on_nonfinite, controls_of(config), 1, {}),
+    ):
         raise KeyError("x")
     process = RankProcess(None, "actor", 1, "host", "node", "log")
     with pytest.raises(WorkerFailed), rank_errors_as_not_finite(batch()):
@@ -157,5 +167,5 @@ def test_a_disk_that_is_full_hides_nothing(tmp_path: Path) -> None:
     config = settings()
     (tmp_path / "failures").write_text("a file where the folder should be")
     with pytest.raises(NotFinite, match=r"values of trajectory a/0 is nan[^$]*could not be written"):
-        with finite_step(FakeRun(tmp_path), config, controls_of(config), 1, {}):
+        with finite_step(FakeRun(tmp_path), config.trainer.on_nonfinite, controls_of(config), 1, {}):
             require_finite(with_tokens(batch(), "values", 0), COMPUTED)

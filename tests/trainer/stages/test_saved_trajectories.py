@@ -32,10 +32,12 @@ def test_tokens_that_were_rejected_are_there_again(config: TrainConfig, tmp_path
     policy = np.array(sampled)
     policy[[2, 5]] += 3.0  # a ratio of 20
     batch = append_column(generated, "old_log_probs", (policy, offsets))
-    batch, _ = compute_batch_advantages(batch, config.algorithm, make_controls(config, 1).kl)
+    batch, _ = compute_batch_advantages(
+        batch, config.algorithm, make_controls(config.algorithm, config.actor_rollout_ref.actor, 1).kl
+    )
     assert ragged(batch, "response_mask")[0].sum() == len(policy) - 2
     write_trajectories(batch, step_file(tmp_path, 1))
-    found = read_step(step_file(tmp_path, 1), config)
+    found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)
     assert {SCORED_MASK, "old_log_probs", "advantages"}.isdisjoint(found.column_names)
     for name in found.column_names:
         if name != "environment_score":  # NaN
@@ -47,13 +49,17 @@ def test_what_cannot_be_a_step(config: TrainConfig, tmp_path: Path) -> None:
     path = write_trajectories(table, tmp_path / "a.parquet")
     three = replace(config, data=replace(config.data, train_batch_size=3))
     with pytest.raises(ValueError, match=r"a.parquet has 4 trajectories; .* is 3 x 2"):
-        read_step(path, three)
+        read_step(path, three.data, three.actor_rollout_ref.rollout.n)
     short = replace(config, data=replace(config.data, max_prompt_length=1, max_response_length=3))
     with pytest.raises(ValueError, match=r"has a trajectory of \d tokens; .* is 1 \+ 3"):
-        read_step(path, short)
+        read_step(path, short.data, short.actor_rollout_ref.rollout.n)
     requests = table.select([name for name in table.column_names if name != "score"])
     with pytest.raises(ValueError, match="has no column 'score'"):
-        read_step(write_trajectories(requests, tmp_path / "b.parquet"), config)
+        read_step(
+            write_trajectories(requests, tmp_path / "b.parquet"),
+            config.data,
+            config.actor_rollout_ref.rollout.n,
+        )
 
 
 def test_steps_are_counted_without_a_gap(tmp_path: Path) -> None:

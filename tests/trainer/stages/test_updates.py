@@ -96,7 +96,11 @@ def config(*overrides: str) -> TrainConfig:
 
 
 def update_of(settings: TrainConfig):
-    return policy_update(settings, make_controls(settings, num_steps=5), seed=11)
+    return policy_update(
+        settings.actor_rollout_ref.actor,
+        make_controls(settings.algorithm, settings.actor_rollout_ref.actor, num_steps=5),
+        seed=11,
+    )
 
 
 def test_settings_reach_the_ranks() -> None:
@@ -129,7 +133,7 @@ def test_only_columns_that_are_learnt_from_are_sent() -> None:
     always = {"uid", "prompt_ids", "response_ids", "response_mask", "advantages", "values", "returns"}
 
     def learnt(batch: pa.Table, *overrides: str) -> set[str]:
-        return set(learning_columns(batch, config(*overrides)).column_names)
+        return set(learning_columns(batch, config(*overrides).actor_rollout_ref.actor).column_names)
 
     assert learnt(batch) == always | {"old_log_probs"}
     assert learnt(batch.drop_columns("old_log_probs")) == always | {"rollout_log_probs"}
@@ -156,17 +160,19 @@ def test_controls_follow_their_schedules_and_survive_a_resume() -> None:
         f"{ACTOR}.kl_loss_end_coef=0.4",
         f"{ACTOR}.kl_loss_schedule_steps=3",
     )
-    controls = make_controls(settings, num_steps=10)  # the run's length, where the schedule names none
+    controls = make_controls(
+        settings.algorithm, settings.actor_rollout_ref.actor, num_steps=10
+    )  # the run's length, where the schedule names none
     for _ in range(9):
         controls.kl.update(0.0, 8)
         controls.kl_loss.update(0.0, 8)
     assert controls.kl.coef == pytest.approx(0.1)
-    assert policy_update(settings, controls, 0).options.kl_coef == pytest.approx(0.4)
+    assert policy_update(settings.actor_rollout_ref.actor, controls, 0).options.kl_coef == pytest.approx(0.4)
     controls.clip_low = controls.clip_high = 0.1
-    resumed = make_controls(settings, num_steps=10)
+    resumed = make_controls(settings.algorithm, settings.actor_rollout_ref.actor, num_steps=10)
     resumed.load_state_dict(controls.state_dict())
     assert resumed == controls
-    assert policy_update(settings, resumed, 0).options.clip_high == 0.1
+    assert policy_update(settings.actor_rollout_ref.actor, resumed, 0).options.clip_high == 0.1
 
 
 def test_the_metrics_of_updates() -> None:
@@ -221,7 +227,7 @@ def test_the_actor_waits_out_the_critics_warm_up() -> None:
         "critic.warmup_steps=2", "algorithm.use_kl_in_reward=false", f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.kl_loss_end_coef=0.003",
     )  # fmt: skip
-    controls = make_controls(settings, num_steps=3)
+    controls = make_controls(settings.algorithm, settings.actor_rollout_ref.actor, num_steps=3)
     cut = MicroBatching(mini_batch_size=2, max_tokens=64, micro_batch_size=None)
     groups = {name: UpdateGroup() for name in ("actor", "critic")}
     roles = SimpleNamespace(

@@ -19,7 +19,7 @@ from megarl.data.loader import TableLoader
 from megarl.data.sft import SFT_SCHEMA
 from megarl.data.trajectories import append_column
 from megarl.layout.grid import ParallelLayout
-from megarl.trainer.loops.ppo import epochs
+from megarl.trainer.loops.driver import epochs
 from megarl.trainer.stages.updates import _update_metrics
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, PolicyUpdate, update_plan

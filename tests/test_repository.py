@@ -333,43 +333,6 @@ ROTARY = {
     "turns_halves",
     "test_interleaved_pairs_are_put_in_halves_and_scaled",
 }
-# Names that are still to be replaced; none may be added.
-TO_REPLACE = {
-    "Asked",
-    "Line",
-    "Look",
-    "Pair",
-    "Parcel",
-    "Premises",
-    "Seen",
-    "Sending",
-    "UnderWay",
-    "Whole",
-    "_Cut",
-    "_Held",
-    "_beside",
-    "_dumped",
-    "_kinds",
-    "_make_premises",
-    "beside",
-    "blame",
-    "kinds",
-    "load_under_way",
-    "nurseries",
-    "nursery",
-    "open_premises",
-    "premises_of",
-    "save_under_way",
-    "start_nursery",
-    "test_a_run_has_nurseries_for_what_it_starts",
-    "test_both_halves_work_at_once_and_the_wait_is_told",
-    "test_halves_that_work_at_the_same_time",
-    "test_premises_end_with_a_controller_that_is_killed",
-    "test_premises_have_a_nursery_for_each_kind_and_end_whole",
-    "test_without_a_nursery_ranks_make_their_imports_themselves",
-    "two_halves",
-    "under_way",
-}
 
 
 def snake_case(name: str) -> str:
@@ -400,7 +363,7 @@ def test_names_are_the_words_of_the_glossary() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in (*modules(), *sorted((ROOT / "tests").rglob("*.py")))
         for kind, name in names_of(path)
-        if is_banned(kind, name) and name not in ROTARY | TO_REPLACE
+        if is_banned(kind, name) and name not in ROTARY
     }
     assert found == set()
 

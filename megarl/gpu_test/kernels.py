@@ -25,7 +25,7 @@ from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
 
 
-class Pair(NamedTuple):
+class Compared(NamedTuple):
     """One output, or gradient, of both."""
 
     name: str
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     expected: torch.Tensor
 
 
-def compared(name: str, case: Callable[[], Iterable[Pair]], tolerance: float) -> Check:
+def compared(name: str, case: Callable[[], Iterable[Compared]], tolerance: float) -> Check:
     """Whether all pairs of a case are as close as `tolerance`, relative to the largest expected number.
 
     A case that raises is a check that is wrong: the others are looked at nonetheless.
@@ -50,7 +50,7 @@ def compared(name: str, case: Callable[[], Iterable[Pair]], tolerance: float) ->
     return Check(name, bool(errors) and not wrong, f"{text} (at most {tolerance:g})", dict(errors))
 
 
-def difference(pair: Pair) -> float:
+def difference(pair: Compared) -> float:
     """The largest difference, relative to the largest expected number; infinite for other shapes and non-finite numbers."""
     found, expected = pair.found.detach().double().cpu(), pair.expected.detach().double().cpu()
     if found.shape != expected.shape or not bool(found.isfinite().all()):
@@ -61,7 +61,7 @@ def difference(pair: Pair) -> float:
 
 BF16 = 2e-2  # of the largest number: bfloat16 has 8 bits, sums are of some hundred products
 LENGTHS = (70, 1, 129, 56)
-Case = Callable[[str], Iterator[Pair]]
+Case = Callable[[str], Iterator[Compared]]
 
 
 def run(folder: Path) -> Iterator[Check]:
@@ -98,14 +98,14 @@ def ends_of(lengths: Sequence[int], device: str) -> torch.Tensor:
 
 def with_gradients(
     found: torch.Tensor, expected: torch.Tensor, leaves: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
-) -> Iterator[Pair]:
+) -> Iterator[Compared]:
     """An output and, after a backward pass, the gradients of its leaves, each with its reference."""
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(99)).to(expected.device)
     found.backward(weight.to(found.dtype))
     expected.backward(weight)
-    yield Pair("output", found, expected)
+    yield Compared("output", found, expected)
     for name, leaf, other in leaves:
-        yield Pair(f"gradient of {name}", leaf.grad, other.grad)
+        yield Compared(f"gradient of {name}", leaf.grad, other.grad)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     return torch.cat(outputs)
 
 
-def _te_attention(device: str, heads: int, groups: int, width: int, value_width: int) -> Iterator[Pair]:
+def _te_attention(device: str, heads: int, groups: int, width: int, value_width: int) -> Iterator[Compared]:
     import transformer_engine.pytorch as te
 
     tokens = sum(LENGTHS)
@@ -142,7 +142,7 @@ def _te_attention(device: str, heads: int, groups: int, width: int, value_width:
     yield from with_gradients(found.view(expected.shape), expected, leaves)
 
 
-def _te_norm_linear(device: str) -> Iterator[Pair]:
+def _te_norm_linear(device: str) -> Iterator[Compared]:
     """RMSNorm and the product behind it, in one module."""
     import transformer_engine.pytorch as te
 
@@ -161,7 +161,7 @@ def _te_norm_linear(device: str) -> Iterator[Pair]:
     yield from with_gradients(found, expected, leaves)
 
 
-def _te_norm(device: str) -> Iterator[Pair]:
+def _te_norm(device: str) -> Iterator[Compared]:
     import transformer_engine.pytorch as te
 
     x, x_too = made(device, 300, 128, seed=5)
@@ -171,7 +171,7 @@ def _te_norm(device: str) -> Iterator[Pair]:
     yield from with_gradients(found, expected, [("the input", x, x_too)])
 
 
-def _te_experts(device: str) -> Iterator[Pair]:
+def _te_experts(device: str) -> Iterator[Compared]:
     """Products of several experts at once; one of them has no token."""
     import transformer_engine.pytorch as te
 
@@ -186,7 +186,7 @@ def _te_experts(device: str) -> Iterator[Pair]:
     yield from with_gradients(found, expected, [("the input", x, x_too), *experts])
 
 
-def _te_rotary(device: str) -> Iterator[Pair]:
+def _te_rotary(device: str) -> Iterator[Compared]:
     """Megatron-core's rotary embedding of packed sequences; its other one is in torch."""
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb_thd
 
@@ -203,7 +203,7 @@ def _te_rotary(device: str) -> Iterator[Pair]:
     yield from with_gradients(found, expected, [("the input", x, x_too)])
 
 
-def _te_adam(device: str) -> Iterator[Pair]:
+def _te_adam(device: str) -> Iterator[Compared]:
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     found, expected = (torch.nn.Parameter(made(device, 1000, seed=8)[1].detach().clone()) for _ in range(2))
@@ -214,10 +214,10 @@ def _te_adam(device: str) -> Iterator[Pair]:
             parameter.grad = made(device, 1000, seed=20 + step)[1].detach()
         ours.step()
         torchs.step()
-    yield Pair("weights", found, expected)
+    yield Compared("weights", found, expected)
 
 
-def _flash(device: str) -> Iterator[Pair]:
+def _flash(device: str) -> Iterator[Compared]:
     """torch's own attention, which models without Transformer Engine have."""
     leaves = queries_keys_values(device, *[(1, 8, 200, 64)] * 3)
     _, inputs, (query, key, value) = zip(*leaves, strict=True)
@@ -228,7 +228,7 @@ def _flash(device: str) -> Iterator[Pair]:
     yield from with_gradients(found, expected, leaves)
 
 
-def _checksum(device: str) -> Iterator[Pair]:
+def _checksum(device: str) -> Iterator[Compared]:
     """Bit for bit: both ends of a sync compare them."""
     from megarl.weight_sync.packets import checksum
 
@@ -238,7 +238,7 @@ def _checksum(device: str) -> Iterator[Pair]:
             # 64 bits, as two halves that float64 has exactly.
             found, expected = (int(checksum(one)) for one in (part.to(device), part))
             halves = ([number >> 32, number & 0xFFFFFFFF] for number in (found, expected))
-            yield Pair(f"{name} {dtype}", *(torch.tensor(pair, dtype=torch.float64) for pair in halves))
+            yield Compared(f"{name} {dtype}", *(torch.tensor(pair, dtype=torch.float64) for pair in halves))
 
 
 TORCH: dict[str, tuple[Case, float]] = {
@@ -298,7 +298,7 @@ def _angles(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return both.cos(), both.sin()
 
 
-def _rotary(device: str, rank: int, size: int) -> Iterator[Pair]:
+def _rotary(device: str, rank: int, size: int) -> Iterator[Compared]:
     """Queries, keys and values of packed sequences."""
     from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
@@ -328,18 +328,18 @@ def _rotary(device: str, rank: int, size: int) -> Iterator[Pair]:
     expected = torch.cat([query_too[..., :NOPE], turned], -1)
     key_turned = rotated(shared_too, cos[places], sin[places]).expand(-1, HEADS, -1)
     key_too, value_too = torch.cat([pairs_too[..., :NOPE], key_turned], -1), pairs_too[..., NOPE:]
-    yield Pair("queries", found, expected)
-    yield Pair("keys", key, key_too)
-    yield Pair("values", value, value_too)
+    yield Compared("queries", found, expected)
+    yield Compared("keys", key, key_too)
+    yield Compared("values", value, value_too)
     weights = [torch.randn(part.shape, generator=generator).to(device) for part in (found, key, value)]
     for parts in ((found, key, value), (expected, key_too, value_too)):
         torch.autograd.backward(parts, [weight.clone() for weight in weights])
-    yield Pair("gradient of queries", query.grad, query_too.grad)
-    yield Pair("gradient of keys and values", pairs.grad, pairs_too.grad)
-    yield Pair("gradient of the rotary key", shared.grad, shared_too.grad)
+    yield Compared("gradient of queries", query.grad, query_too.grad)
+    yield Compared("gradient of keys and values", pairs.grad, pairs_too.grad)
+    yield Compared("gradient of the rotary key", shared.grad, shared_too.grad)
 
 
-TRITON: dict[str, Callable[[str], Iterator[Pair]]] = {
+TRITON: dict[str, Callable[[str], Iterator[Compared]]] = {
     "rotary embedding of latent attention": lambda device: _rotary(device, 0, 1),
     "the same, the second of two context parallel ranks": lambda device: _rotary(device, 1, 2),
 }

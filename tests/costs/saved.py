@@ -19,7 +19,7 @@ class Kept:
     at_peak: list[tuple] = field(default_factory=list)
 
 
-class _Held:
+class _SavedTensor:
     """What a graph holds instead of a tensor, as long as it needs it."""
 
     def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
@@ -44,13 +44,13 @@ def kept_tensors(but: Iterable[torch.Tensor]) -> Iterator[Kept]:
     """Counts while it is active; storages of `but` (parameters) and of integers (token ids) are left out."""
     kept, others = Kept(), {tensor.untyped_storage()._cdata for tensor in but}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Held:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedTensor:
         if tensor.untyped_storage()._cdata in others or not tensor.is_floating_point():
             return tensor
-        return _Held(tensor, kept)
+        return _SavedTensor(tensor, kept)
 
-    def unpack(held: torch.Tensor | _Held) -> torch.Tensor:
-        return held.tensor if isinstance(held, _Held) else held
+    def unpack(held: torch.Tensor | _SavedTensor) -> torch.Tensor:
+        return held.tensor if isinstance(held, _SavedTensor) else held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield kept

@@ -222,7 +222,7 @@ def test_what_is_wrong_is_named(arguments, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_halves_that_work_at_the_same_time(capsys) -> None:
+def test_collecting_and_learning_at_the_same_time(capsys) -> None:
     """Engines in a pool of their own: with one_step_off a step is the sync and the longer half."""
     pools = [
         "trainer.nnodes=2",

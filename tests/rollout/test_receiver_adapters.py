@@ -25,7 +25,7 @@ SLICES = [
 PADDING = {"1.o.lora_A": 8, "1.o.lora_B": 8}
 
 
-class Pair:
+class Ends:
     """A trainer rank and a receiver in an engine with a slot for adapters."""
 
     def __init__(self, folder: Path, transport: str = SHARED, scaling: float | None = 1.5) -> None:
@@ -55,11 +55,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
-    made: list[Pair] = []
+def pair(tmp_path: Path) -> Iterator[Callable[..., Ends]]:
+    made: list[Ends] = []
 
-    def make(*args: object, **kwargs: object) -> Pair:
-        made.append(Pair(tmp_path / str(len(made)), *args, **kwargs))
+    def make(*args: object, **kwargs: object) -> Ends:
+        made.append(Ends(tmp_path / str(len(made)), *args, **kwargs))
         return made[-1]
 
     yield make
@@ -68,7 +68,7 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Pair], transport: str) -> None:
+def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Ends], transport: str) -> None:
     one = pair(transport)
     assert one.run(1, complete=True).bytes_written == ADAPTER_BYTES + 4 * 24 + 2 * 4
     assert torch.equal(one.slot[0], A) and torch.equal(one.slot[1], B) and torch.equal(one.model.bias, BIAS)
@@ -85,7 +85,7 @@ def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Pair], tr
 @pytest.mark.parametrize("transport", [SHARED, P2P])
 @pytest.mark.parametrize("position", [0, 41])
 def test_after_a_flipped_bit_adapters_alone_are_refused(
-    pair: Callable[..., Pair], transport: str, position: int
+    pair: Callable[..., Ends], transport: str, position: int
 ) -> None:
     one = pair(transport)
     one.run(1, complete=True)
@@ -107,7 +107,7 @@ def test_after_a_flipped_bit_adapters_alone_are_refused(
     assert torch.equal(one.slot[1], B + 1)
 
 
-def test_a_lost_bucket_is_noticed(pair: Callable[..., Pair]) -> None:
+def test_a_lost_bucket_is_noticed(pair: Callable[..., Ends]) -> None:
     one = pair()
     one.run(1, complete=True)
     one.sender.outbox.tamper = lambda token, packet: token != (2, 2)
@@ -117,7 +117,7 @@ def test_a_lost_bucket_is_noticed(pair: Callable[..., Pair]) -> None:
         one.run(3, complete=True)
 
 
-def test_another_connection_begins_with_the_weights(pair: Callable[..., Pair], tmp_path: Path) -> None:
+def test_another_connection_begins_with_the_weights(pair: Callable[..., Ends], tmp_path: Path) -> None:
     one = pair()
     one.run(1, complete=True)
     sender = Sender(tmp_path / "again", [Slices(SLICES, PADDING)], 4, SHARED, 5.0, 2, 1.5)
@@ -128,7 +128,7 @@ def test_another_connection_begins_with_the_weights(pair: Callable[..., Pair], t
     sender.close()
 
 
-def test_weights_that_moved_have_to_come_again(pair: Callable[..., Pair]) -> None:
+def test_weights_that_moved_have_to_come_again(pair: Callable[..., Ends]) -> None:
     one = pair()
     one.run(1, complete=True)
     one.model.weight.data = torch.zeros(4, 6)
@@ -138,7 +138,7 @@ def test_weights_that_moved_have_to_come_again(pair: Callable[..., Pair]) -> Non
     assert torch.equal(one.model.weight, WEIGHT)
 
 
-def test_adapters_that_left_their_slot_or_have_another_scaling_are_refused(pair: Callable[..., Pair]) -> None:
+def test_adapters_that_left_their_slot_or_have_another_scaling_are_refused(pair: Callable[..., Ends]) -> None:
     one = pair()
     one.run(1, complete=True)
     one.manager.fetch_new_loras({None})
@@ -150,7 +150,7 @@ def test_adapters_that_left_their_slot_or_have_another_scaling_are_refused(pair:
         pair(scaling=2.0).run(1, complete=True)
 
 
-def test_an_engine_with_a_slot_takes_no_weights_without_adapters(pair: Callable[..., Pair]) -> None:
+def test_an_engine_with_a_slot_takes_no_weights_without_adapters(pair: Callable[..., Ends]) -> None:
     with pytest.raises(RefusedError, match="started with adapters, weights come without them"):
         pair(scaling=None).run(1, complete=True)
 

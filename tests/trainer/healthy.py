@@ -33,7 +33,9 @@ def monitor(*overrides: str) -> HealthMonitor:
     )
 
 
-def kinds(overrides: tuple[str, ...], metrics: dict[str, float], history: History | None = None) -> list[str]:
+def finding_kinds(
+    overrides: tuple[str, ...], metrics: dict[str, float], history: History | None = None
+) -> list[str]:
     config = configuration(*overrides)
     return [
         finding.kind

@@ -21,7 +21,7 @@ def lines(timeout: float = PATIENCE) -> tuple[ControlChannel, ControlChannel]:
     return ControlChannel(here, "engine rank 3", timeout), ControlChannel(there, "trainer rank 5", timeout)
 
 
-def beside(work: Callable[[], Any]) -> Callable[[], Any]:
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     """Run it in a thread; what is returned waits for it, and returns or raises as it did."""
     found: dict[str, Any] = {}
 
@@ -85,7 +85,7 @@ def on_gpus(monkeypatch) -> Callable[..., Communicators]:
 
 def test_ends_with_other_settings_refuse_each_other_by_name():
     here, there = lines()
-    other = beside(
+    other = in_thread(
         lambda: agree(ChannelStore(there), 1, there.peer, {"NCCL_CUMEM_ENABLE": "1", "NCCL_X": "2"})
     )
     with pytest.raises(LinkError, match=r"engine rank 3 .* NCCL_CUMEM_ENABLE is 1 there and 0 here;"):
@@ -100,7 +100,7 @@ def test_a_pair_on_gpus_compares_settings_and_has_its_communicator(on_gpus, monk
     here, there = lines()
     asked = []
     monkeypatch.setattr(links, "agree", lambda store, end, peer, settings: asked.append((end, peer)))
-    other = beside(lambda: PacketChannel(there, 1, "cuda"))
+    other = in_thread(lambda: PacketChannel(there, 1, "cuda"))
     pair = PacketChannel(here, 0, "cuda")
     other()
     assert sorted(asked) == [(0, "engine rank 3"), (1, "trainer rank 5")]
@@ -123,7 +123,7 @@ def test_a_peer_that_dies_while_the_communicator_is_made_is_an_error_at_once(on_
     on_gpus(connect)
     monkeypatch.setattr(links, "agree", lambda *args: None)
     there.send(b"said before")  # an unread word is no sign of life
-    made = beside(lambda: PacketChannel(here, 0, "cuda"))
+    made = in_thread(lambda: PacketChannel(here, 0, "cuda"))
     assert begun.wait(PATIENCE)
     there.close()
     with pytest.raises(LinkError, match="engine rank 3 closed its connection: it has died or given up"):
@@ -159,9 +159,9 @@ def test_what_the_communicator_raises_names_the_peer(on_gpus, monkeypatch):
 
 def test_closing_a_pair_ends_what_waits_in_it_here_and_there():
     here, there = lines()
-    other = beside(lambda: PacketChannel(there, 1, "cpu"))
+    other = in_thread(lambda: PacketChannel(there, 1, "cpu"))
     pair, peer = PacketChannel(here, 0, "cpu"), other()
-    waiting = beside(lambda: peer.receive(torch.zeros(4, dtype=torch.uint8)))
+    waiting = in_thread(lambda: peer.receive(torch.zeros(4, dtype=torch.uint8)))
     pair.close()
     with pytest.raises(LinkError, match="trainer rank 5"):
         waiting()

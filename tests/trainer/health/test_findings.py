@@ -15,7 +15,7 @@ from megarl.config.schema.run import FINDINGS
 from megarl.trainer.health.findings import RULES, Finding, History, beyond_noise, find
 from megarl.trainer.run.logger import read_metrics
 from megarl.trainer.stages.advantages import make_controls
-from tests.trainer.healthy import ACTOR, HEALTHY, KL_LOSS, KL_REWARD, configuration, kinds, monitor
+from tests.trainer.healthy import ACTOR, HEALTHY, KL_LOSS, KL_REWARD, configuration, finding_kinds, monitor
 
 
 def flat(**other: Any) -> History:
@@ -25,9 +25,9 @@ def flat(**other: Any) -> History:
 
 
 def test_a_healthy_step_has_no_findings() -> None:
-    assert kinds(KL_LOSS, HEALTHY, flat(best_score=0.4, best_step=3)) == []
-    assert kinds(KL_LOSS, {}) == []
-    assert kinds(KL_LOSS, dict.fromkeys(HEALTHY, math.nan)) == []
+    assert finding_kinds(KL_LOSS, HEALTHY, flat(best_score=0.4, best_step=3)) == []
+    assert finding_kinds(KL_LOSS, {}) == []
+    assert finding_kinds(KL_LOSS, dict.fromkeys(HEALTHY, math.nan)) == []
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_a_healthy_step_has_no_findings() -> None:
 )
 def test_each_threshold(kind: str, changed: dict[str, float]) -> None:
     history = flat()
-    assert kinds(KL_LOSS, {**HEALTHY, **changed}, history) == [kind]
+    assert finding_kinds(KL_LOSS, {**HEALTHY, **changed}, history) == [kind]
     off = f"health.{kind}=null"
     switches = {
         "entropy": ("health.entropy_min=null", "health.entropy_ratio=null"),
         "equal_rewards": ("health.equal_rewards=false",),
     }
-    assert kinds((*KL_LOSS, *switches.get(kind, (off,))), {**HEALTHY, **changed}, history) == []
+    assert finding_kinds((*KL_LOSS, *switches.get(kind, (off,))), {**HEALTHY, **changed}, history) == []
 
 
 def test_every_kind_can_be_found() -> None:
@@ -70,35 +70,35 @@ def test_every_kind_can_be_found() -> None:
         "response_length/clip_ratio": 1.0,
         "training/rollout_log_prob_diff_mean": 1.0,
     }
-    found = kinds(KL_LOSS, metrics, flat(best_score=0.4, best_step=1, since_best=[0.4] * 5))
+    found = finding_kinds(KL_LOSS, metrics, flat(best_score=0.4, best_step=1, since_best=[0.4] * 5))
     assert found == [kind for kind in FINDINGS if kind != "ppo_kl_low"]
 
 
 def test_a_low_ppo_kl_means_nothing_without_a_kl_or_with_one_update() -> None:
     low = {"actor/ppo_kl": 0.0, "actor/ratio_mean": 1.0, "actor/lr": 1e-6}
     one_update = f"{ACTOR}.ppo_mini_batch_size=16"
-    assert kinds((), low, flat()) == []
-    assert kinds((*KL_LOSS, one_update), low, flat()) == []
-    assert kinds((*KL_LOSS, one_update, f"{ACTOR}.ppo_epochs=2"), low, flat()) == ["ppo_kl_low"]
+    assert finding_kinds((), low, flat()) == []
+    assert finding_kinds((*KL_LOSS, one_update), low, flat()) == []
+    assert finding_kinds((*KL_LOSS, one_update, f"{ACTOR}.ppo_epochs=2"), low, flat()) == ["ppo_kl_low"]
 
 
 def test_a_low_ppo_kl_means_nothing_while_scores_rise_or_the_learning_rate_is_low() -> None:
     low = {"actor/ppo_kl": 0.0, "actor/ratio_mean": 1.0, "actor/lr": 1e-6}
-    assert kinds(KL_LOSS, low, flat()) == ["ppo_kl_low"]
-    assert kinds(KL_LOSS, {**low, "actor/lr": 4e-7}, flat()) == []
+    assert finding_kinds(KL_LOSS, low, flat()) == ["ppo_kl_low"]
+    assert finding_kinds(KL_LOSS, {**low, "actor/lr": 4e-7}, flat()) == []
     rising = History(first_scores=[0.3, 0.5] * 5, last_scores=[0.5, 0.7] * 5, num_scores=20)
-    assert kinds(KL_LOSS, low, rising) == []
+    assert finding_kinds(KL_LOSS, low, rising) == []
     young = History(first_scores=[0.3, 0.5] * 5, last_scores=[0.3, 0.5] * 5, num_scores=19)
-    assert kinds(KL_LOSS, low, young) == []
+    assert finding_kinds(KL_LOSS, low, young) == []
     # k1 alone is noise: here the probabilities change by some 6%, up and down.
-    assert kinds(KL_LOSS, {**low, "actor/ratio_mean": 1.002}, flat()) == []
+    assert finding_kinds(KL_LOSS, {**low, "actor/ratio_mean": 1.002}, flat()) == []
 
 
 def test_equal_rewards_of_a_few_trajectories_are_chance() -> None:
     few = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")  # 8 trajectories a step
     equal = {"critic/score/mean": 0.0, "critic/score/min": 0.0, "critic/score/max": 0.0}
-    assert kinds(few, equal, History(equal=3)) == []
-    assert kinds(few, equal, History(equal=4)) == ["equal_rewards"]
+    assert finding_kinds(few, equal, History(equal=3)) == []
+    assert finding_kinds(few, equal, History(equal=4)) == ["equal_rewards"]
 
 
 def test_a_step_off_the_difference_is_also_what_was_learnt_meanwhile() -> None:
@@ -140,8 +140,8 @@ def test_advice_has_keys_and_values() -> None:
 
 def test_validations_that_rise_do_not_stagnate() -> None:
     after_a_lucky_one = [0.50, 0.53, 0.55, 0.58, 0.60]
-    assert kinds((), HEALTHY, History(0.6, 0.62, 2, after_a_lucky_one)) == []
-    assert kinds((), HEALTHY, History(0.6, 0.62, 2, [0.60, 0.53, 0.55, 0.58, 0.50])) == ["stagnation"]
+    assert finding_kinds((), HEALTHY, History(0.6, 0.62, 2, after_a_lucky_one)) == []
+    assert finding_kinds((), HEALTHY, History(0.6, 0.62, 2, [0.60, 0.53, 0.55, 0.58, 0.50])) == ["stagnation"]
 
 
 def test_the_demo_has_no_findings() -> None:

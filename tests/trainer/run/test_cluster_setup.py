@@ -76,7 +76,7 @@ EVAL = resolve(load_config(EvalConfig, RECIPES / "quickstart_eval.yaml", []))
 LIST = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
-def test_a_run_has_nurseries_for_what_it_starts():
+def test_a_run_has_fork_servers_for_the_processes_that_it_starts():
     for config, kinds in (
         (TRAIN, {MODEL_PROCESSES, ENGINE_PROCESSES}),
         (SFT, {MODEL_PROCESSES}),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megarl.gpu_test.kernels import TRITON, Pair, compared, positions
+from megarl.gpu_test.kernels import TRITON, Compared, compared, positions
 from megarl.shadow import device
 
 PARTS = {
@@ -40,14 +40,14 @@ def test_a_rank_has_a_chunk_from_each_end_of_every_sequence() -> None:
 
 def test_what_differs_or_raises_is_no_success() -> None:
     one = torch.tensor([1.0, 2.0])
-    assert compared("same", lambda: [Pair("a", one, one)], 1e-6).ok
-    assert not compared("other", lambda: [Pair("a", one, one), Pair("b", one + 0.1, one)], 1e-2).ok
-    assert not compared("nan", lambda: [Pair("a", one * torch.nan, one)], 1e-2).ok
-    assert not compared("shape", lambda: [Pair("a", one[:1], one)], 1e-2).ok
+    assert compared("same", lambda: [Compared("a", one, one)], 1e-6).ok
+    assert not compared("other", lambda: [Compared("a", one, one), Compared("b", one + 0.1, one)], 1e-2).ok
+    assert not compared("nan", lambda: [Compared("a", one * torch.nan, one)], 1e-2).ok
+    assert not compared("shape", lambda: [Compared("a", one[:1], one)], 1e-2).ok
     assert not compared("nothing", lambda: [], 1e-2).ok
 
     def broken():
-        yield Pair("a", one, one)
+        yield Compared("a", one, one)
         raise RuntimeError("an illegal memory access")
 
     check = compared("raises", broken, 1e-2)

@@ -81,7 +81,7 @@ def _row(action: argparse.Action) -> str:
     if action.required and action.option_strings:
         default = "required"
     else:
-        default = "" if action.default in (None, False, []) else f"`{action.default}`"
+        default = "" if action.default in (None, False, [], argparse.SUPPRESS) else f"`{action.default}`"
     text = (action.help or "").replace("%%", "%")
     return f"| `{name}` | {values} | {default} | {_cell(text)} |"
 

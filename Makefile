@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each is complete on a fresh machine with Python >= 3.11, gcc and
+# `make demo`, `make test` and `make test-all`. Each is complete on a fresh machine with Python >= 3.11, gcc and
 # a package index: it makes .venv, installs what is pinned, and runs.
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test docs gpu-test lint format install clean
+.PHONY: demo test test-all docs gpu-test lint format install clean
 
 install: $(STAMP)
 
@@ -37,7 +37,12 @@ $(STAMP): requirements/runtime.txt requirements/cpu.txt requirements/dev.txt req
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
+# All unit tests, and of the other tiers (tests/tiers.py) those that show that the product works.
 test: lint
+	$(BIN)/python -m tests.run_all -m "unit or smoke"
+
+# All tests but those marked slow or gpu.
+test-all: lint
 	$(BIN)/python -m tests.run_all
 
 # The site of docs/ (mkdocs.yml) into outputs/site; a broken link, or a page that is missing in the navigation, is an error.

@@ -11,7 +11,7 @@ from xdist.scheduler import LoadFileScheduling
 from tests.ranks import RankPool
 
 # Fixtures of models and runs that several rooms' tests share.
-pytest_plugins = ["tests.fixtures.runs", "tests.fixtures.tiny_models"]
+pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent
 # Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share an engine or a cluster.
 ONE_PROCESS = ("rollout", "cluster")

@@ -1,32 +1,100 @@
 """Tiers of tests: the processes that a test starts. Each test has one tier, as a marker: `pytest -m unit`, `pytest -m "ranks or engine"`.
 
-    unit        none; a unit test that starts one fails
+    unit        none: a unit test that starts one fails
     processes   others than those below: scripts, reward processes, Ray's servers and actors, shadow ranks
     ranks       gloo ranks, the fixture `ranks`
     engine      SGLang engines
     e2e         whole runs and commands
     chaos       processes that are killed, stopped or lost
 
-Further markers: `smoke`, tests of the other tiers that `make test` runs with all unit tests, because they show that the product
-works; `slow` and `gpu`, see pyproject.toml.
+`smoke` marks tests of the other tiers that `make test` runs with all unit tests, because they show that the product works.
 """
 
-from collections.abc import Mapping
-from pathlib import PurePath
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-UNIT, PROCESSES, RANKS, ENGINE, E2E, CHAOS = "unit", "processes", "ranks", "engine", "e2e", "chaos"
-TIERS = (UNIT, PROCESSES, RANKS, ENGINE, E2E, CHAOS)
-"""By the beginning of a path in tests/: the tier of its tests. The longest entry counts; where there is none, `ranks` for tests with that fixture, else `unit`."""
-BY_PATH: Mapping[str, str] = {
-    "faults": CHAOS,
+import pytest
+
+TIERS = UNIT, PROCESSES, RANKS, ENGINE, E2E, CHAOS = ("unit", "processes", "ranks", "engine", "e2e", "chaos")
+TESTS = Path(__file__).parent
+# The tier of the tests of a folder, a file or a function, by the beginning of its name; the longest beginning counts. Other tests are
+# `ranks` where they have that fixture, else `unit`.
+BY_NAME: Mapping[str, str] = {
+    "api/test_trainer.py": E2E,
+    "api/test_page.py": E2E,
+    "cluster/": PROCESSES,
+    "faults/": CHAOS,
+    "gpu_test/": PROCESSES,
+    "launch/": PROCESSES,
+    "rewards/processes/": PROCESSES,
+    "rewards/sandbox/": PROCESSES,
+    "rollout/sglang/": ENGINE,
+    "rollout/test_streams.py": ENGINE,
+    "shadow/": PROCESSES,
+    "test_benchmarks.py": PROCESSES,
     "test_chaos.py": CHAOS,
+    "test_wheel.py": PROCESSES,
+    "trainer/test_": E2E,
 }
-_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+SMOKE = (
+    "checkpoints/hf/test_round_trips.py",
+    "cluster/test_ranks.py",
+    "faults/test_engine_dies.py",
+    "launch/test_kuberay.py",
+    "megatron/lora/test_lora.py",
+    "megatron/test_parity.py",
+    "rewards/processes/",
+    "rewards/sandbox/",
+    "rollout/sglang/test_engine.py",
+    "rollout/test_streams.py",
+    "shadow/",
+    "trainer/test_runs.py",
+    "trainer/test_tuning_runs.py",
+    "weight_sync/",
+)
+STARTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"})
+_running: list[
+    str
+] = []  # the unit test that this process runs: an audit hook gets no arguments of ours, and cannot be removed
 
 
-def tier_of(path: PurePath, fixtures: list[str]) -> str:
-    """Args: path: of the test's file, relative to tests/; fixtures: the names of those that the test uses."""
-    found = max((entry for entry in BY_PATH if path.as_posix().startswith(entry)), key=len, default=None)
+def tier_of(name: str, fixtures: Iterable[str]) -> str:
+    """Args: name: of a test, such as "layout/test_plan.py::test_deterministic"; fixtures: the names of those that it uses."""
+    found = max((beginning for beginning in BY_NAME if name.startswith(beginning)), key=len, default=None)
     if found is not None:
-        return BY_PATH[found]
+        return BY_NAME[found]
     return RANKS if "ranks" in fixtures else UNIT
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(TESTS):  # not of a file that a test has written
+            name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
+            tier = tier_of(name, getattr(item, "fixturenames", ()))
+            item.add_marker(tier)
+            if tier != UNIT and name.startswith(SMOKE):
+                item.add_marker("smoke")
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_refuse)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker(UNIT):
+        _running.append(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _running.clear()
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS and _running:
+        raise RuntimeError(
+            f"{_running[0]} starts a process ({event} {arguments[:2]}): enter its tier in tests/tiers.py"
+        )

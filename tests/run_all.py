@@ -1,4 +1,4 @@
-"""All tests, as `make test` runs them: `pytest -n 2`, then the files with failed tests once more, if they are `FEW` at most.
+"""Tests as `make test` and `make test-all` run them: `pytest -n 2`, then the files with failed tests once more, if they are `FEW` at most.
 
 Most tests start real processes, kill some and wait for others within limits of time, on machines that do other work, too. So failures that
 are in few files get a second try, with nothing beside them; files are counted, since one failed start fails all tests that share it. The

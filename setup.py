@@ -72,6 +72,8 @@ CORE = [
     "sentencepiece",
 ]
 ROLLOUT = ["sglang==0.5.21"]
+# Shadow runs have no extra: their packages (requirements/shadow.txt) would change what megatron-core imports on a CPU, so they are
+# installed into a folder of their own (megarl/shadow/device.py).
 DEV = ["ruff==0.17.5", "mypy==2.4.1", "pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15"]
 
 setup(

@@ -22,10 +22,12 @@ def test_its_ranks_take_what_was_planned(machine, recipe: str, monkeypatch: pyte
     plan = plan_memory(config, inputs, 80 * GIB, 0)
     for report in run_ranks(path, [], ranks):
         rows = list(compare(plan, report))
-        assert {row.phase for row in rows} >= {"always", "evaluate", "update", "release"}
+        trains = report["role"] in ("actor", "critic")  # a reference and a reward model do not
+        phases = {"always", "evaluate", "release", *(["update"] if trains else [])}
+        assert {row.phase for row in rows} >= phases
         for row in rows:
             if row.phase == "always":
                 assert row.planned == pytest.approx(row.found, rel=1e-3), row
             else:
                 assert row.difference > -TOLERANCE, row
-        assert report["phases"]["update"]["left"] == 0
+        assert not trains or report["phases"]["update"]["left"] == 0

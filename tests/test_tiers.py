@@ -1,5 +1,6 @@
 """Which tests belong to which tier."""
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ def test_a_unit_test_starts_no_process() -> None:
         subprocess.run(["true"], check=True)
     with pytest.raises(RuntimeError, match="enter its tier"):
         os.fork()
+    with pytest.raises(RuntimeError, match="enter its tier"):
+        multiprocessing.get_context("spawn").Process(target=print).start()
 
 
 def test_the_longest_beginning_counts() -> None:

@@ -106,9 +106,8 @@ SMOKE = (
     "weight_sync/",
 )
 STARTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"})
-_running: list[
-    str
-] = []  # the unit test that this process runs: an audit hook gets no arguments of ours, and cannot be removed
+# The unit test that this process runs, if it is one. An audit hook gets no arguments of ours and cannot be removed, so it reads this.
+_running: list[str] = []
 
 
 def tier_of(name: str, fixtures: Iterable[str]) -> str:
@@ -134,9 +133,8 @@ def pytest_configure() -> None:
     sys.addaudithook(_refuse)
     start = BaseProcess.start
 
-    def start_if_allowed(
-        process: BaseProcess,
-    ) -> None:  # one that is spawned raises no audit event (Python 3.11)
+    # A process that multiprocessing spawns raises no audit event (Python 3.11).
+    def start_if_allowed(process: BaseProcess) -> None:
         _refuse("os.fork", (process,))
         start(process)
 

@@ -9,12 +9,13 @@ Must not know: torch, model families, transports.
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.layouts import Layout, RankPlace, Shard
 from megarl.layout.placement import place_engines
-from megarl.layout.plan import Account, Copy, Plan, make_plan
+from megarl.layout.plan import Account, Copy, Delivery, Plan, make_plan
 
 __all__ = [
     "Account",
     "Box",
     "Copy",
+    "Delivery",
     "Layout",
     "Piece",
     "Plan",

@@ -2,12 +2,14 @@
 
 A `Flow` is worked out once, however many ranks hold the target shard. Its transfers are shared out among equally
 near holders so that, over the targets that they serve, no holder sends more than an equal share and the largest
-transfer (`share_out`).
+transfer for each of the targets that are left over when all holders have been given equally many (`share_out`).
+
+All target ranks of a `Route` get the same transfers from the same senders: a sender reads a transfer once for all of them.
 """
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,11 +49,12 @@ class Share(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a flow reaches one target rank: over LINKS[link], from `senders` by `share`; sender 0 comes first."""
+    """How a flow reaches target ranks over LINKS[link]: each of `targets` gets all of it, from `senders` by `share`."""
 
     link: int
     senders: tuple[int, ...]
     share: Share
+    targets: tuple[int, ...]
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Flow:
     shard: int
     sources: tuple[int, ...]
     transfers: list[Transfer] = field(default_factory=list)
-    routes: dict[int, Route] = field(default_factory=dict)
+    routes: list[Route] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -93,48 +96,50 @@ class Candidates:
         return 2, None
 
 
-def make_routes(flow: Flow, candidates: Candidates, target: Layout) -> dict[int, Route]:
-    """How the flow reaches each rank of its target shard."""
+def make_routes(
+    flow: Flow, candidates: Candidates, target: Layout, passed_on: Collection[int], most_senders: int | None
+) -> list[Route]:
+    """How the flow reaches the ranks of its target shard.
+
+    Args:
+        passed_on: target ranks that get the flow from another target rank; no route leads to them.
+        most_senders: senders of one flow to one target, at most (None: any number).
+    """
     groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
     for rank in target.shards[flow.shard].ranks:
-        groups[candidates.nearest(target.places[rank] if target.places else None)].append(rank)
-    routes = {}
+        if rank not in passed_on:
+            groups[candidates.nearest(target.places[rank] if target.places else None)].append(rank)
+    routes = []
     sizes = [transfer.nbytes for transfer in flow.transfers]
     for (link, where), ranks in groups.items():
         senders = candidates.near[where]
-        for index, (rank, share) in enumerate(
-            zip(ranks, share_out(sizes, len(senders), len(ranks)), strict=True)
-        ):
-            # Each target begins with another sender, each shard too, or the first would get all that is left over.
-            turn = (flow.shard + index) % len(senders)
-            routes[rank] = Route(link, senders[turn:] + senders[:turn], share)
+        # Each shard, and each stage that sends to it, begins with another sender, or the first would get all that is left over.
+        turn = (flow.shard + flow.sources[0]) % len(senders)
+        senders = senders[turn:] + senders[:turn]
+        dealt = len(ranks) - len(ranks) % len(senders)
+        if dealt:
+            everything = share_out(sizes, 1)
+            for index, sender in enumerate(senders):
+                routes.append(Route(link, (sender,), everything, tuple(ranks[index : dealt : len(senders)])))
+        if rest := tuple(ranks[dealt:]):
+            number = len(senders) if most_senders is None else min(most_senders, len(senders))
+            routes.append(Route(link, senders[:number], share_out(sizes, number), rest))
     return routes
 
 
-def share_out(sizes: Sequence[int], num_senders: int, num_targets: int) -> list[Share]:
-    """For each target the transfers of each of `num_senders` senders; target t's sender s is number (s + t) modulo all.
+def share_out(sizes: Sequence[int], num_senders: int) -> Share:
+    """Transfers shared out among senders: the largest goes first, to the sender with the least load.
 
-    The same for each full round of `num_senders` targets, which by their turns come out exactly equal. In the last
-    round that is not full the largest transfer goes first, to the sender with the least load: by Graham's bound none
-    sends more than an equal share and the largest transfer (R. L. Graham, 1969, "Bounds on multiprocessing
-    timing anomalies").
+    By Graham's bound no sender has more than an equal share and the largest transfer (R. L. Graham, 1969, "Bounds on
+    multiprocessing timing anomalies").
     """
-    last = num_targets % num_senders
-    shares = [_largest_first(sizes, num_senders, 1)[0]] * (num_targets - last) if num_targets > last else []
-    return shares + (_largest_first(sizes, num_senders, last) if last else [])
-
-
-def _largest_first(sizes: Sequence[int], num_senders: int, num_targets: int) -> list[Share]:
-    """See `share_out`: targets 0 to `num_targets` - 1, with as many senders or more."""
     if num_senders == 1:
-        return [Share([0] * len(sizes), [sum(sizes)])]
+        return Share([0] * len(sizes), [sum(sizes)])
     loads = [(0, sender) for sender in range(num_senders)]
-    shares = [Share([0] * len(sizes), [0] * num_senders) for _ in range(num_targets)]
+    share = Share([0] * len(sizes), [0] * num_senders)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        for target, share in enumerate(shares):
-            load, sender = loads[0]
-            heapq.heapreplace(loads, (load + sizes[at], sender))
-            own = (sender - target) % num_senders  # as this target counts them
-            share.sender_of[at] = own
-            share.loads[own] += sizes[at]
-    return shares
+        load, sender = loads[0]
+        heapq.heapreplace(loads, (load + sizes[at], sender))
+        share.sender_of[at] = sender
+        share.loads[sender] += sizes[at]
+    return share

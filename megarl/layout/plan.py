@@ -1,10 +1,15 @@
 """Plans: the copies that fill one layout from another, their cost in bytes by rank and link, and their buckets.
 
+A `Copy` fills a slice of one target rank. A `Delivery` is what a source rank reads once: the copies of one slice from that rank into all
+target ranks that hold the slice in the same place. Target ranks may also pass on to one another: where `Plan.previous` names
+another target rank for a rank, it gets all that it needs from that one, and only the first rank of such a chain is sent to.
+
 Guarantees, each asserted by a test of the same name:
 - every target element is written exactly once, or the plan is refused (`exactly_once`);
 - every copy's source holds the slice that the copy names (`right_source`);
 - among replicas the nearest serve: same device, same node, other node; equally near ones share the sends evenly
-  (`nearest_then_evenly`);
+  (`nearest_then_evenly`), but with `most_senders` a target rank exchanges data with few of them (`few_senders`);
+- a source rank sends a slice once to a chain of target ranks, however long it is (`sent_once_to_a_chain`);
 - the same layouts give the same plan everywhere, and a rank's part computed alone equals its part of the
   full plan (`deterministic`).
 
@@ -14,8 +19,8 @@ are written out for the requested ranks only.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -29,13 +34,14 @@ LINKS = ("local", "intra_node", "inter_node")
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes over each of LINKS: received, by target rank; sent, by source rank.
+    """Bytes over each of LINKS: received, by target rank; sent, by source rank; passed on to other target ranks, by target rank.
 
     Bytes that stay on a device (local) count on both sides.
     """
 
     received: tuple[dict[str, int], ...]
     sent_by_link: tuple[dict[str, int], ...]
+    passed_on: tuple[dict[str, int], ...]
 
     @property
     def by_link(self) -> dict[str, int]:
@@ -71,16 +77,16 @@ def most_in_flight(buckets: Iterable[Iterable[tuple[int, int]]]) -> int:
 
 
 def fill_buckets(
-    sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], limit: int
+    sources: Sequence[int], targets: Sequence[Sequence[int]], sizes: Sequence[int], limit: int
 ) -> list[int]:
-    """For each copy the number of its bucket: the first in which both its source and its target have room.
+    """For each delivery the number of its bucket: the first in which its source and all of its targets have room.
 
-    In no bucket has a source or a target copies of more than `limit` bytes in all; one that is larger by itself is
-    alone at both its ends. How few buckets there are depends on the order of the copies: neighbours should be of
+    In no bucket has a source or a target deliveries of more than `limit` bytes in all; one that is larger by itself is
+    alone at all its ends. How few buckets there are depends on the order of the deliveries: neighbours should be of
     different sources and targets.
 
     Args:
-        sources, targets, sizes: of each copy its ranks and its bytes (at least 1).
+        sources, targets, sizes: of each delivery its ranks and its bytes (at least 1).
     """
     sizes = [min(size, limit) for size in sizes]
     classes = sorted(set(sizes))
@@ -88,13 +94,15 @@ def fill_buckets(
     source_ends: dict[int, _Endpoint] = defaultdict(lambda: _Endpoint(classes, limit))
     target_ends: dict[int, _Endpoint] = defaultdict(lambda: _Endpoint(classes, limit))
     buckets = []
-    for source, target, size in zip(sources, targets, sizes, strict=True):
-        first, second, index = source_ends[source], target_ends[target], class_of[size]
-        free = ~(first.full[index] | second.full[index])
-        bit = free & -free  # the lowest that is set
+    for source, ranks, size in zip(sources, targets, sizes, strict=True):
+        ends, index = [source_ends[source], *(target_ends[rank] for rank in ranks)], class_of[size]
+        full = 0
+        for end in ends:
+            full |= end.full[index]
+        bit = ~full & (full + 1)  # the lowest bucket that no end has full
         bucket = bit.bit_length() - 1
-        first.take(bucket, bit, size)
-        second.take(bucket, bit, size)
+        for end in ends:
+            end.take(bucket, bit, size)
         buckets.append(bucket)
     return buckets
 
@@ -145,6 +153,19 @@ class Copy(NamedTuple):
     target_box: Box
 
 
+class Delivery(NamedTuple):
+    """`box` of logical `tensor`: from a slice of a source rank's tensor to the same slice of each target rank's."""
+
+    tensor: str
+    box: Box
+    source_rank: int
+    source_local: str
+    source_box: Box
+    target_ranks: tuple[int, ...]
+    target_local: str
+    target_box: Box
+
+
 @dataclass(frozen=True)
 class Plan:
     """The transition from `source` to `target`; see `make_plan`."""
@@ -153,8 +174,11 @@ class Plan:
     target: Layout
     itemsize: Callable[[str], int]
     max_copy_bytes: int | None
+    most_senders: int | None = None
+    previous: Mapping[int, int] = field(default_factory=dict)
 
-    def bytes_of(self, copy: Copy) -> int:
+    def bytes_of(self, copy: Copy | Delivery) -> int:
+        """Bytes of the slice."""
         return copy.box.numel * self._itemsize(copy.tensor)
 
     @cached_property
@@ -173,24 +197,25 @@ class Plan:
             copies += [copy for _, copy in ordered]
         return copies
 
+    @cached_property
     @collection_paused()
-    def copies_from(self, rank: int) -> list[Copy]:
-        """The copies out of a source rank, in target rank order; within a target rank in the order of its pieces."""
+    def deliveries(self) -> list[Delivery]:
+        """All deliveries, in the order of the target's shards; within a shard in the order of its pieces."""
+        return [found for shard in range(len(self.target.shards)) for found in self._deliver(self.flows(shard))]
+
+    @collection_paused()
+    def deliveries_from(self, rank: int) -> list[Delivery]:
+        """The deliveries of a source rank, in the same order."""
         held = {
             piece.tensor
             for shard in self.source.shards_of[rank]
             for piece in self.source.shards[shard].pieces
         }
-        found: list[tuple[tuple[int, int, int], Copy]] = []
-        for index, shard in enumerate(self.target.shards):
-            flows = [flow for flow in self._make_flows(index, held) if rank in self.candidates(flow).holder]
-            for target in shard.ranks if flows else ():
-                position = self.target.shards_of[target].index(index)
-                for flow in flows:
-                    for order, copy in self._expand(flow, target, only=rank):
-                        found.append(((target, position, order), copy))
-        found.sort(key=_first)
-        return [copy for _, copy in found]
+        found = []
+        for shard in range(len(self.target.shards)):
+            flows = [flow for flow in self._make_flows(shard, held) if rank in self.candidates(flow).holder]
+            found += self._deliver(flows, only=rank)
+        return found
 
     def flows(self, shard: int) -> list[Flow]:
         """The input of a target shard, by the source shards that hold it."""
@@ -211,44 +236,58 @@ class Plan:
     @cached_property
     @collection_paused()
     def _account(self) -> Account:
-        received = [[0] * len(LINKS) for _ in range(self.target.num_ranks)]
+        received, passed_on = ([[0] * len(LINKS) for _ in range(self.target.num_ranks)] for _ in range(2))
         sent = [[0] * len(LINKS) for _ in range(self.source.num_ranks)]
-        for index in range(len(self.target.shards)):
+        for index, shard in enumerate(self.target.shards):
+            nbytes = 0
             for flow in self.flows(index):
-                nbytes = flow.nbytes
-                for rank, route in self._routes(flow).items():
-                    received[rank][route.link] += nbytes
+                nbytes += flow.nbytes
+                for route in self._routes(flow):
+                    for rank in route.targets:
+                        received[rank][route.link] += flow.nbytes
                     for sender, load in zip(route.senders, route.share.loads, strict=True):
-                        sent[sender][route.link] += load
-        by_link = [tuple(dict(zip(LINKS, rank, strict=True)) for rank in side) for side in (received, sent)]
-        return Account(*by_link)
+                        sent[sender][route.link] += load * len(route.targets)
+            for rank in shard.ranks:
+                if (before := self.previous.get(rank)) is not None:
+                    link = link_between(self.target, before, rank)
+                    received[rank][link] += nbytes
+                    passed_on[before][link] += nbytes
+        sides = [
+            tuple(dict(zip(LINKS, rank, strict=True)) for rank in side)
+            for side in (received, sent, passed_on)
+        ]
+        return Account(*sides)
 
     def bytes_received(self) -> list[int]:
         """Bytes that each target rank receives, local copies included."""
         return [sum(received.values()) for received in self.account().received]
 
     @collection_paused()
-    def buckets(self, bucket_bytes: int) -> list[tuple[Copy, ...]]:
-        """All copies, cut so that in one bucket no rank receives, and none sends, more than `bucket_bytes`.
+    def buckets(self, bucket_bytes: int) -> list[tuple[Delivery, ...]]:
+        """All deliveries, cut so that in one bucket no rank receives, and none sends, more than `bucket_bytes`.
 
-        All senders send at an even pace, so that every bucket keeps as many of them busy as
-        can be. A single copy above the limit is alone in its bucket at both its ends.
+        A source rank's bytes count once, however many target ranks it sends them to: it has them in its memory once. All
+        senders send at an even pace, so that every bucket keeps as many of them busy as can be. A single delivery above
+        the limit is alone in its bucket at all its ends.
         """
         names = dict.fromkeys(piece.tensor for shard in self.target.shards for piece in shard.pieces)
         number = {name: index for index, name in enumerate(names)}
         # Target by target the senders' lists would be done one after the other: tensor by tensor they are not.
-        copies = sorted(self.copies, key=lambda copy: number[copy.tensor])
-        sources, sizes = [copy.source_rank for copy in copies], [self.bytes_of(copy) for copy in copies]
+        deliveries = sorted(self.deliveries, key=lambda delivery: number[delivery.tensor])
+        sources = [delivery.source_rank for delivery in deliveries]
+        sizes = [self.bytes_of(delivery) for delivery in deliveries]
         order = even_pace(sources, sizes)
+        # The ranks of a chain receive the same: the room of its first one is that of all.
+        first = cache(lambda ranks: tuple(rank for rank in ranks if rank not in self.previous))
         numbers = fill_buckets(
             [sources[at] for at in order],
-            [copies[at].target_rank for at in order],
+            [first(deliveries[at].target_ranks) for at in order],
             [sizes[at] for at in order],
             bucket_bytes,
         )
-        buckets: list[list[Copy]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+        buckets: list[list[Delivery]] = [[] for _ in range(max(numbers, default=-1) + 1)]
         for at, bucket in zip(order, numbers, strict=True):
-            buckets[bucket].append(copies[at])
+            buckets[bucket].append(deliveries[at])
         return [tuple(bucket) for bucket in buckets]
 
     @cached_property
@@ -291,26 +330,74 @@ class Plan:
     def _split(self, box: Box, itemsize: int) -> Iterable[Box]:
         return (box,) if self.max_copy_bytes is None else box.split(max(1, self.max_copy_bytes // itemsize))
 
-    def _routes(self, flow: Flow) -> dict[int, Route]:
+    def _routes(self, flow: Flow) -> list[Route]:
         if not flow.routes:
-            flow.routes.update(make_routes(flow, self.candidates(flow), self.target))
+            flow.routes += make_routes(
+                flow, self.candidates(flow), self.target, self.previous, self.most_senders
+            )
         return flow.routes
 
-    def _expand(self, flow: Flow, rank: int, only: int | None = None) -> Iterator[tuple[int, Copy]]:
-        """A flow's copies into target rank `rank` (from source rank `only`), each after its place in the order."""
-        route, holder = self._routes(flow)[rank], self.candidates(flow).holder
-        if only is not None and only not in route.senders:
-            return
+    @cached_property
+    def _next(self) -> dict[int, int]:
+        """By target rank the one that it passes on to."""
+        return {before: rank for rank, before in self.previous.items()}
+
+    def _chain(self, rank: int) -> Iterator[int]:
+        """A target rank that source ranks send to, and all that get the same through it, in that order."""
+        yield rank
+        while rank in self._next:
+            rank = self._next[rank]
+            yield rank
+
+    def _expand(self, flow: Flow, rank: int) -> Iterator[tuple[int, Copy]]:
+        """A flow's copies into target rank `rank`, each after its place in the order."""
+        first = rank
+        while first in self.previous:
+            first = self.previous[first]
+        (route,) = [route for route in self._routes(flow) if first in route.targets]
+        holder = self.candidates(flow).holder
         senders = [(sender, holder[sender]) for sender in route.senders]
         for transfer, at in zip(flow.transfers, route.share.sender_of, strict=True):
             source, which = senders[at]
-            if only is None or source == only:
-                order, tensor, box, _, sources, target_local, target_box = transfer
-                source_local, source_box = sources[which]
-                yield (
-                    order,
-                    Copy(tensor, box, source, source_local, source_box, rank, target_local, target_box),
-                )
+            order, tensor, box, _, sources, target_local, target_box = transfer
+            source_local, source_box = sources[which]
+            yield (
+                order,
+                Copy(tensor, box, source, source_local, source_box, rank, target_local, target_box),
+            )
+
+    def _deliver(self, flows: Sequence[Flow], only: int | None = None) -> Iterator[Delivery]:
+        """The deliveries of a target shard's flows (from source rank `only`), in the order of its pieces."""
+        found: list[tuple[int, Delivery]] = []
+        for flow in flows:
+            holder = self.candidates(flow).holder
+            for route in self._routes(flow):
+                if only is not None and only not in route.senders:
+                    continue
+                senders = [(sender, holder[sender]) for sender in route.senders]
+                targets = tuple([rank for first in route.targets for rank in self._chain(first)])
+                for transfer, at in zip(flow.transfers, route.share.sender_of, strict=True):
+                    source, which = senders[at]
+                    if only is None or source == only:
+                        order, tensor, box, _, sources, target_local, target_box = transfer
+                        local, held_at = sources[which]
+                        found.append(
+                            (
+                                order,
+                                Delivery(tensor, box, source, local, held_at, targets, target_local, target_box),
+                            )
+                        )
+        found.sort(key=_first)
+        for _, delivery in found:
+            yield delivery
+
+
+def link_between(layout: Layout, rank: int, other: int) -> int:
+    """The link of two ranks of a layout, as an index in LINKS."""
+    if layout.places is None:
+        return LINKS.index("inter_node")
+    here, there = layout.places[rank], layout.places[other]
+    return LINKS.index("local" if here == there else "intra_node" if here.node == there.node else "inter_node")
 
 
 def _first(pair: tuple[Any, ...]) -> Any:
@@ -322,15 +409,21 @@ def make_plan(
     target: Layout,
     itemsize: Callable[[str], int] = lambda tensor: 1,
     max_copy_bytes: int | None = None,
+    most_senders: int | None = None,
+    previous: Mapping[int, int] | None = None,
 ) -> Plan:
     """The copies that fill `target` from `source`; worked out as far as it is asked for.
 
     Args:
         itemsize: bytes of an element of a logical tensor as it travels.
         max_copy_bytes: larger copies are split (None: none is).
+        most_senders: ranks that share out the sends of one source shard to one target rank, at most (None: any number).
+        previous: target rank -> the target rank with the same pieces that passes them on to it (None: all are sent to).
 
     The distinct boxes of a tensor in the source must not overlap (shards with identical replicas, as in
     Megatron's layouts and files). Where they do, or the source does not hold a piece of the target, the
     plan's methods raise ValueError.
     """
-    return Plan(source, target, itemsize, max_copy_bytes)
+    before = dict(previous or {})
+    assert all(target.shards_of[rank] == target.shards_of[other] for rank, other in before.items())
+    return Plan(source, target, itemsize, max_copy_bytes, most_senders, before)

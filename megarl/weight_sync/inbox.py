@@ -1,23 +1,22 @@
-"""An engine rank's side of the transport: it finds the packets of a weight sync, bucket by bucket, over either transport.
+"""An engine rank's side of the transport: it finds the packets of a weight sync, bucket by bucket.
 
-Packets of a trainer rank on the same machine are read where they were packed: in memory that both processes map (CPU) or
-on the device that both use (CUDA IPC). Packets of other trainer ranks are received into two slots of the engine rank's own, one bucket
-ahead of the bucket that is being written.
+Packets in memory that this process shares with trainer ranks are read where they lie: in memory that both processes map (CPU) or
+on the device that both use (CUDA IPC). Where engines have devices of their own, packets are received into two slots of the engine
+rank's own, one bucket ahead of the bucket that is being written; while it is written it is passed on to the next engine.
 """
 
 import mmap
 import pickle
-import queue
 import socket
 import struct
-import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
-from megarl.weight_sync.links import ControlChannel, LinkError, PacketChannel, Token
-from megarl.weight_sync.packets import P2P, Address, PacketSpec, SyncShare
+from megarl.weight_sync.exchange import Exchange, GroupTransport
+from megarl.weight_sync.hub import Member
+from megarl.weight_sync.links import ControlChannel, LinkError, Token
+from megarl.weight_sync.packets import Address, SyncShare
 
 RANK = struct.Struct("<q")
 OFFER = struct.Struct("<qqq")  # of slots: their number, bytes of each, whether they last beyond a version
@@ -29,31 +28,35 @@ def slots_closed_token(version: int, share: SyncShare) -> Token:
 
 
 class Inbox:
-    """The channels of one engine rank to all trainer ranks that send to it.
+    """The connections of one engine rank to all ranks from which it takes packets.
 
     Raises:
-        LinkError: a trainer rank could not be reached, here or in any method.
+        LinkError: a rank could not be reached, here or in any method.
     """
 
     def __init__(
-        self, share: SyncShare, addresses: Mapping[int, Address], device: str, timeout: float
+        self,
+        share: SyncShare,
+        addresses: Mapping[int, Address],
+        hub: tuple[str, int] | None,
+        device: str,
+        timeout: float,
     ) -> None:
-        self._share, self._closed = share, False
-        by_way = sorted(share.transports.items(), key=lambda item: (item[1] == P2P, item[0]))
-        self._mapped: dict[int, MappedSource] = {}
-        packet_channels = {}
-        for source, transport in by_way:
-            channel = call(addresses[source], share.rank, transport, timeout)
-            if transport == P2P:
-                packet_channels[source] = PacketChannel(channel, 1, device)
-            else:
-                self._mapped[source] = MappedSource(channel)
-        self._remote = RemoteSources(share, packet_channels, device) if packet_channels else None
+        """`hub`: where the members of the exchange meet, of which this rank is one if its share says so."""
+        self._share, self._device, self._closed = share, device, False
+        self._slots: list[torch.Tensor] = []
+        self._sources = {rank: MappedSource(call(addresses[rank], share.rank, timeout)) for rank in share.near}
+        self._exchange: Exchange | None = None
+        if share.exchange is not None:
+            assert hub is not None, "a member of the exchange is told where the others are"
+            member = Member(hub, share.exchange.member, share.exchange.name, timeout)
+            transport = GroupTransport(member, share.exchange.size, device)
+            self._exchange = Exchange(share.exchange, transport, share.skip_unchanged)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of this rank's own memory for packets; mapped slots belong to the trainer."""
-        return self._remote.buffer_bytes if self._remote is not None else 0
+        return sum(slot.nbytes for slot in self._slots)
 
     def begin(self, first: int = 0) -> None:
         """Begin a version at bucket `first`. The caller then takes and releases all buckets, and calls `end`."""
@@ -61,63 +64,64 @@ class Inbox:
             raise LinkError(
                 "the connection was given up after an error: trainer and engine have to be connected anew"
             )
-        for source in self._mapped.values():
+        for source in self._sources.values():
             source.begin()
-        if self._remote is not None:
-            self._remote.begin(first)
+        if self._exchange is not None:
+            share = self._share
+            if not self._slots:
+                self._slots = [
+                    torch.empty(share.slot_bytes, dtype=torch.uint8, device=self._device)
+                    for _ in range(share.num_slots)
+                ]
+            self._first = first
+            self._exchange.start(first, self._slots, first)
 
     def end(self, version: int) -> None:
         """End a version: all buckets were taken, and no view of their packets is left."""
-        for source in self._mapped.values():
+        for source in self._sources.values():
             source.end(slots_closed_token(version, self._share))
-        if self._remote is not None:
-            self._remote.end()
+        if self._exchange is not None:
+            self._exchange.finish()
+            if self._device != "cpu":
+                self._slots = []
+                torch.cuda.empty_cache()
 
     def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The packets of a bucket as they arrive: (index within the bucket, bytes as uint8). Valid until `release`."""
-        token, waiting = (version, bucket), {}
+        """The packets of a bucket as they are complete: (index within the bucket, bytes as uint8). Valid until `release`."""
+        if self._exchange is not None:
+            # The next bucket arrives, and this one is passed on, while this one is written.
+            self._exchange.finish()
+            self._exchange.start(bucket + 1, self._slots, self._first)
+        slots: dict[int | None, torch.Tensor] = {}  # by holder
+        if self._slots:
+            slots[None] = self._slots[bucket % len(self._slots)]
         for index, spec in enumerate(self._share.buckets[bucket]):
-            if spec.peer in self._mapped:
-                yield index, self._mapped[spec.peer].take(token, spec)
-            else:
-                waiting[spec.peer] = index
-        if waiting:
-            assert self._remote is not None
-            packets = self._remote.take(bucket)
-            for peer, index in waiting.items():
-                yield index, packets[peer]
+            if spec.holder is not None and spec.holder not in slots:
+                slots[spec.holder] = self._sources[spec.holder].slot((version, bucket))
+            yield index, slots[spec.holder][spec.start : spec.start + spec.nbytes]
 
     def release(self, version: int, bucket: int) -> None:
         """The packets of a bucket are no longer needed."""
-        for spec in self._share.buckets[bucket]:
-            if spec.peer in self._mapped:
-                self._mapped[spec.peer].channel.send_token((version, bucket))
-        if self._remote is not None and any(
-            spec.peer not in self._mapped for spec in self._share.buckets[bucket]
-        ):
-            self._remote.release()
+        for rank in self._share.mapped[bucket]:
+            self._sources[rank].channel.send_token((version, bucket))
 
     def close(self) -> None:
         self._closed = True
-        for source in self._mapped.values():
+        for source in self._sources.values():
             source.channel.close()
-        if self._remote is not None:
-            self._remote.close()
-        self._mapped, self._remote = {}, None
+        if self._exchange is not None:
+            self._exchange.close()
+        self._sources, self._exchange = {}, None
 
 
-def call(address: Address, target: int, transport: str, timeout: float) -> ControlChannel:
+def call(address: Address, target: int, timeout: float) -> ControlChannel:
     """Connect to a trainer rank, and introduce this engine rank by its number."""
     peer = f"trainer rank {address.rank}"
-    place: Any = (address.host, address.port) if transport == P2P else address.socket
     try:
-        if transport == P2P:
-            connection = socket.create_connection(place, timeout)
-        else:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(place)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address.socket)
     except OSError as error:
-        raise LinkError(f"{peer} could not be reached at {place}: {error}") from None
+        raise LinkError(f"{peer} could not be reached at {address.socket}: {error}") from None
     channel = ControlChannel(connection, peer, timeout)
     channel.send(RANK.pack(target))
     return channel
@@ -149,10 +153,10 @@ class MappedSource:
             self._slots = []
             self.channel.send_token(token)
 
-    def take(self, token: Token, spec: PacketSpec) -> torch.Tensor:
+    def slot(self, token: Token) -> torch.Tensor:
+        """The slot of a bucket, when it is complete."""
         self.channel.expect_token(token)
-        slot = self._slots[token[1] % len(self._slots)]
-        return slot[spec.start : spec.start + spec.nbytes]
+        return self._slots[token[1] % len(self._slots)]
 
 
 def _map(file: int, size: int) -> torch.Tensor:
@@ -173,80 +177,3 @@ def open_device_buffer(handle: tuple) -> torch.Tensor:
     if not found:
         raise LinkError(f"the trainer's GPU {uuid} is not visible to the engine's process")
     return rebuild(*arguments[:place], found[0], *arguments[place + 1 :])
-
-
-class RemoteSources:
-    """Trainer ranks of other machines: a thread receives one bucket while another is written.
-
-    Its slots exist while a version arrives; on a CPU they last.
-    """
-
-    def __init__(self, share: SyncShare, packet_channels: dict[int, PacketChannel], device: str) -> None:
-        self._packet_channels, self._device = packet_channels, device
-        remote = (
-            (bucket, [spec for spec in specs if spec.peer in packet_channels])
-            for bucket, specs in enumerate(share.buckets)
-        )
-        self._buckets = [(bucket, specs) for bucket, specs in remote if specs]
-        self._size = max(sum(spec.nbytes for spec in specs) for _, specs in self._buckets)
-        self._slots: list[torch.Tensor] = []
-        self._arrived: queue.Queue = queue.Queue()
-        self._free = threading.Semaphore(0)
-        self._closed = False
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
-
-    def begin(self, first: int) -> None:
-        if not self._slots:
-            number = min(2, len(self._buckets))
-            self._slots = [
-                torch.empty(self._size, dtype=torch.uint8, device=self._device) for _ in range(number)
-            ]
-        self._arrived, self._free = queue.Queue(), threading.Semaphore(len(self._slots))
-        threading.Thread(target=self._receive, args=(first,), name="weights", daemon=True).start()
-
-    def end(self) -> None:
-        if self._device != "cpu":
-            self._slots = []
-            torch.cuda.empty_cache()
-
-    def take(self, bucket: int) -> dict[int, torch.Tensor]:
-        """The bytes of each trainer rank's packet, by trainer rank."""
-        found, packets = self._arrived.get()
-        if isinstance(packets, Exception):
-            raise packets
-        assert found == bucket, (found, bucket)
-        return packets
-
-    def release(self) -> None:
-        self._free.release()
-
-    def close(self) -> None:
-        self._closed = True
-        self._free.release()
-        for packet_channel in self._packet_channels.values():
-            packet_channel.close()
-
-    def _receive(self, first: int) -> None:
-        arrived, free = self._arrived, self._free
-        bucket = -1
-        try:
-            if self._device != "cpu":
-                torch.cuda.set_device(self._slots[0].device)  # a thread begins with the first GPU
-            due = [(bucket, specs) for bucket, specs in self._buckets if bucket >= first]
-            for index, (bucket, specs) in enumerate(due):
-                free.acquire()
-                if self._closed:
-                    return
-                slot, at, packets = self._slots[index % len(self._slots)], 0, {}
-                for spec in specs:
-                    room = slot[at : at + spec.nbytes]
-                    packets[spec.peer] = self._packet_channels[spec.peer].receive(room)
-                    at += spec.nbytes
-                if self._device != "cpu":
-                    torch.cuda.current_stream().synchronize()
-                arrived.put((bucket, packets))
-        except Exception as error:  # raised where it is waited for
-            arrived.put((bucket, error))

@@ -1,13 +1,13 @@
 """The unit of a weight sync: slices, packed end to end into packets, each with a checksum.
 
-A packet is the message of one trainer rank to one engine rank in one bucket. Both ends know its slices from their shares of the
-plan, so its bytes are numbers only:
+A packet holds the slices that one trainer rank reads in one bucket for the same engine ranks. All that have to do with it know its
+slices from their shares of the plan, so its bytes are numbers only:
 
     int64 version | int64 bucket | int64 checksum of each slice | uint8 each: 1 if the slice follows, 0 if it has not
-    changed | the slices that follow, each from a multiple of 16 bytes, row-major
+    changed | the slices, each from a multiple of 16 bytes, row-major
 
-A slice that has not changed since the version that the engine holds does not follow. Its checksum does, and the engine verifies
-the elements that it holds.
+A slice has the same place in its packet whether it follows or not. One that has not changed since the version that the engines hold does
+not travel: its checksum does, and the engines verify the elements that they hold.
 
 Checksums are computed where weights are packed, and again from where they arrived. On a CPU it is CRC32 (by ISA-L, several times as
 fast as zlib). On a GPU, where that would mean a copy to the host, it is the multilinear hash sum(word[i] * key[i]) mod 2**64 over
@@ -18,7 +18,7 @@ have the same checksum.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,8 +27,7 @@ from isal import isal_zlib
 from megarl.layout.boxes import Box
 
 ALIGNMENT = 16
-SHARED, IPC, P2P = "shared_memory", "cuda_ipc", "p2p"
-TRANSPORTS = (SHARED, IPC, P2P)
+HEADER = 16  # bytes of version and bucket
 # How a source reads a slice: converted to another type; quantised to float8; or the scales of the quantised blocks, for which
 # `box` counts blocks of `local`.
 READINGS = CONVERT, QUANTISE, SCALE = "convert", "quantise", "scale"
@@ -61,98 +60,158 @@ class Slice(NamedTuple):
 
 
 class PacketSpec(NamedTuple):
-    """The contents of a packet, as one of its ends sees them: its slices.
+    """A packet of one bucket, as a rank that packs or takes it sees it.
 
-    peer: the rank at the other end. start: offset of the packet in the source's slot [bytes].
+    source: the trainer rank that packs it. targets: the engine ranks that take it.
+    holder: the trainer rank in whose slot an engine rank reads it; None: it is in a slot of this rank.
+    start: its offset in that slot [bytes].
+    copies: how often its source gives it away; target ranks pass it on among themselves where that is less than their number.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    holder: int | None
+    start: int
+    slices: tuple[Slice, ...]
+    copies: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return packet_bytes([item.nbytes for item in self.slices])
+
+
+class Message(NamedTuple):
+    """A packet between two members of the exchange.
+
+    peer: the member at the other end. start, peer_start: the packet's offset in the slot here, and in the slot there [bytes].
+    sizes: of its slices [bytes].
     """
 
     peer: int
     start: int
-    slices: tuple[Slice, ...]
+    peer_start: int
+    sizes: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size of the packet if all of its slices follow."""
-        return packet_bytes([item.nbytes for item in self.slices])
+        return packet_bytes(self.sizes)
+
+
+@dataclass(frozen=True)
+class ExchangeShare:
+    """One rank's part in the exchange of packets over the network, in which all trainer ranks are members.
+
+    Where engines have devices of their own their ranks are members after these; else each trainer rank receives for the engine
+    rank on its device.
+
+    Attributes:
+        member: this rank's number. size: the number of members.
+        sends, receives: messages by bucket.
+        behind: buckets between the one that it receives and the one that it sends at the same time: 0 for a trainer rank; 1 for
+            an engine rank, which passes on what it has received.
+    """
+
+    member: int
+    size: int
+    num_trainers: int
+    sends: tuple[tuple[Message, ...], ...]
+    receives: tuple[tuple[Message, ...], ...]
+    behind: int = 0
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The members with which this one exchanges messages."""
+        return frozenset(item.peer for side in (self.sends, self.receives) for of in side for item in of)
+
+    def name(self, member: int) -> str:
+        if member < self.num_trainers:
+            return f"trainer rank {member}"
+        return f"engine rank {member - self.num_trainers}"
 
 
 @dataclass(frozen=True)
 class SyncShare:
-    """One rank's share of a sync: the packets that a trainer rank sends in a version, or that an engine rank takes.
+    """One rank's share of a sync: the packets that a trainer rank packs in a version, or that an engine rank takes.
 
     Attributes:
-        transports: the rank at the other end -> one of TRANSPORTS, for each rank with which it exchanges packets.
-        buckets: the packets of each bucket, by peer.
+        buckets: the packets of each bucket.
+        mapped: by bucket, the ranks at the other end of memory that is shared in it: engine ranks that read this trainer rank's
+            slot, or trainer ranks whose slots this engine rank reads.
+        slot_bytes: of each of this rank's own slots.
         padding: for an engine rank: parameter -> number of its elements that no slice fills.
+        exchange: None: nothing that concerns this rank crosses the network.
         fp8_block: for a source: rows and columns of the blocks that it quantises (None: it quantises nothing).
         frozen: number of first buckets whose weights training does not change; an incomplete version begins after them.
         scaling: for an engine rank: scaling of the adapters in the remaining buckets (None: these hold weights).
+        skip_unchanged: whether slices that have not changed are left out.
     """
 
     rank: int
-    transports: dict[int, str]
     buckets: tuple[tuple[PacketSpec, ...], ...]
+    mapped: tuple[tuple[int, ...], ...]
+    slot_bytes: int
     padding: dict[str, int]
+    exchange: ExchangeShare | None = None
     fp8_block: tuple[int, int] | None = None
     frozen: int = 0
     scaling: float | None = None
-
-    @cached_property
-    def slot_bytes(self) -> int:
-        """For a source: bytes of the packets of its fullest bucket, laid end to end."""
-        return max((spec.start + spec.nbytes for specs in self.buckets for spec in specs), default=0)
+    skip_unchanged: bool = False
 
     @property
     def num_slots(self) -> int:
         """Buckets that are in flight at a time: one is packed or travels while the one before is written."""
         return min(2, len(self.buckets))
 
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The ranks at the other end of memory that is shared in any bucket."""
+        return tuple(sorted({rank for ranks in self.mapped for rank in ranks}))
+
 
 @dataclass(frozen=True)
 class Address:
-    """The addresses at which engine ranks reach a trainer rank.
+    """The addresses at which a trainer rank is reached.
 
-    socket: path of a Unix socket, for engine ranks on its machine; host, port: for engine ranks on other machines (None: there are
-    none).
+    socket: path of a Unix socket, for engine ranks that map its slots. hub: host and port of the exchange's hub, which the first
+    trainer rank has (None: this rank has none).
     """
 
     rank: int
     socket: str
-    host: str
-    port: int | None
+    hub: tuple[str, int] | None = None
 
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def packet_bytes(slices: Sequence[int]) -> int:
+def packet_bytes(sizes: Sequence[int]) -> int:
     """Bytes of a packet whose slices have the given sizes [bytes]."""
-    return aligned(16 + 9 * len(slices)) + sum(map(aligned, slices))
+    return header_bytes(len(sizes)) + sum(map(aligned, sizes))
+
+
+def header_bytes(num_slices: int) -> int:
+    """Bytes of a packet before its first slice."""
+    return aligned(HEADER + 9 * num_slices)
 
 
 class Packet:
-    """The parts of a packet as views of its bytes (uint8, at least `spec.nbytes` of them)."""
+    """The parts of a packet as views of its bytes (uint8)."""
 
-    def __init__(self, data: torch.Tensor, spec: PacketSpec) -> None:
-        count = len(spec.slices)
-        self.data, self.spec = data, spec
-        self.identity = data[:16].view(torch.int64)
-        self.checksums = data[16 : 16 + 8 * count].view(torch.int64)
-        self.sent = data[16 + 8 * count : 16 + 9 * count]
-        self.body = aligned(16 + 9 * count)
+    def __init__(self, data: torch.Tensor, slices: Sequence[Slice]) -> None:
+        count = len(slices)
+        self.data, self.slices = data, slices
+        self.identity = data[:HEADER].view(torch.int64)
+        self.checksums = data[HEADER : HEADER + 8 * count].view(torch.int64)
+        self.sent = data[HEADER + 8 * count : HEADER + 9 * count]
 
-    def place(self, item: Slice, at: int) -> torch.Tensor:
-        """The slice whose bytes begin at offset `at`, in its own type and shape."""
-        part = self.data[at : at + item.nbytes]
-        return part.view(getattr(torch, item.dtype)).view(item.box.size)
-
-    def slices(self) -> Iterator[tuple[Slice, torch.Tensor | None]]:
-        """Each slice and its elements (None: it did not follow)."""
-        at = self.body
-        for item, sent in zip(self.spec.slices, self.sent.tolist(), strict=True):
-            yield item, self.place(item, at) if sent else None
-            at += aligned(item.nbytes) if sent else 0
+    def places(self) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """Each slice and the part of the packet that is for it, in the slice's type and shape."""
+        at = header_bytes(len(self.slices))
+        for item in self.slices:
+            part = self.data[at : at + item.nbytes]
+            yield item, part.view(getattr(torch, item.dtype)).view(item.box.size)
+            at += aligned(item.nbytes)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,11 +59,14 @@ class InboxFile:
     """A rank's instructions for one connection of trainer and engine; written to the path that the request names.
 
     Attributes:
-        timeout: seconds that the rank waits for a trainer rank.
+        addresses: of the trainer ranks whose memory it maps.
+        hub: where the members of the exchange meet (None: there is no exchange).
+        timeout: seconds that the rank waits for another one.
     """
 
     share: SyncShare
     addresses: dict[int, Address]
+    hub: tuple[str, int] | None
     timeout: float
 
     def write(self, path: Path) -> None:
@@ -164,7 +167,9 @@ class Receiver:
         self._checksums: dict[tuple[int, int], torch.Tensor] = {}
         self._read_again = False
         device = next(model.parameters()).device.type
-        self._inbox = Inbox(instructions.share, instructions.addresses, device, instructions.timeout)
+        self._inbox = Inbox(
+            instructions.share, instructions.addresses, instructions.hub, device, instructions.timeout
+        )
 
     @property
     def buffer_bytes(self) -> int:
@@ -230,17 +235,29 @@ class Receiver:
     ) -> RefusedError | None:
         """Take all packets of a version from bucket `first` on; after a refusal they are taken, but not written."""
         self._inbox.begin(first)
-        for bucket, specs in list(enumerate(self._share.buckets))[first:]:
-            begun = time.perf_counter()
-            for index, data in self._inbox.take(version, bucket):
-                received.seconds["wait"] += time.perf_counter() - begun
-                if refusal is None:
-                    packet, views = Packet(data, specs[index]), self._views[bucket][index]
-                    refusal = self._write(packet, views, (version, bucket), received)
-                    self._checksums[bucket, index] = packet.checksums.clone()
-                begun = time.perf_counter()
+        for bucket in range(first, len(self._share.buckets)):
+            refusal = self._take_bucket((version, bucket), received, refusal)
             self._inbox.release(version, bucket)
         return refusal
+
+    def _take_bucket(
+        self, token: Token, received: ReceiveReport, refusal: RefusedError | None
+    ) -> RefusedError | None:
+        taken: list[tuple[int, torch.Tensor]] = []
+        differences: list[torch.Tensor] = []
+        begun = time.perf_counter()
+        for index, data in self._inbox.take(*token):
+            received.seconds["wait"] += time.perf_counter() - begun
+            if refusal is None:
+                differences += self._write(index, data, token, received)
+                taken.append((index, data))
+            begun = time.perf_counter()
+        received.seconds["wait"] += time.perf_counter() - begun
+        # On a GPU the host waits here, once a bucket, for all of the above: so packets may be released after it.
+        begun = time.perf_counter()
+        wrong = bool(torch.cat(differences).any()) if differences else False
+        received.seconds["verify"] += time.perf_counter() - begun
+        return self._difference(taken, token) if wrong else refusal
 
     def _bind(self, complete: bool) -> RefusedError | None:
         """Find the place of every slice in the model, unless the places are known and the model's tensors have not moved."""
@@ -299,37 +316,47 @@ class Receiver:
         return RefusedError(problem) if problem is not None else None
 
     def _write(
-        self, packet: Packet, views: list[torch.Tensor], token: Token, received: ReceiveReport
-    ) -> RefusedError | None:
-        """Write a packet's slices and compare the parameters' checksums with the packet's; returns the first difference."""
-        source, found = packet.spec.peer, tuple(packet.identity.tolist())
-        if found != token:
-            return RefusedError(
-                f"trainer rank {source} sent {describe_token(found)} where {describe_token(token)} was due"
-            )
-        arrived = []
-        for (item, elements), target in zip(packet.slices(), views, strict=True):
+        self, index: int, data: torch.Tensor, token: Token, received: ReceiveReport
+    ) -> list[torch.Tensor]:
+        """Write a packet's slices and compare the parameters' checksums with the packet's; returns where they differ (bool)."""
+        bucket = token[1]
+        spec, views = self._share.buckets[bucket][index], self._views[bucket][index]
+        packet, sums = Packet(data, spec.slices), []
+        follows = packet.sent.tolist() if self._share.skip_unchanged else [True] * len(views)
+        for (item, elements), target, came in zip(packet.places(), views, follows, strict=True):
             begun = time.perf_counter()
-            if elements is None:
-                received.bytes_kept += item.nbytes
-            else:
+            if came:
                 target.copy_(elements)
                 received.bytes_written += item.nbytes
+            else:
+                received.bytes_kept += item.nbytes
             written = time.perf_counter()
-            arrived.append(checksum(target))
+            sums.append(checksum(target))
             received.seconds["write"] += written - begun
             received.seconds["verify"] += time.perf_counter() - written
-        # On a GPU this waits for all of the above, so the packet may be released.
-        wrong = (torch.stack(arrived) != packet.checksums).nonzero()
-        if len(wrong) == 0:
-            return None
-        index = int(wrong[0])
-        item, sent = packet.spec.slices[index], int(packet.checksums[index])
-        what = "sent it" if packet.sent[index] else "did not send it, as unchanged"
-        return RefusedError(
-            f"{item.tensor}: checksum {int(arrived[index]):#x} in {item.local}, {sent:#x} on trainer rank {source}, "
-            f"which {what}"
-        )
+        found = self._checksums[bucket, index] = torch.stack(sums)
+        return [packet.identity != torch.tensor(token, device=data.device), found != packet.checksums]
+
+    def _difference(
+        self, packets: Sequence[tuple[int, torch.Tensor]], token: Token
+    ) -> RefusedError | None:
+        """The first difference between a bucket's packets and the parameters into which they were written, as an error."""
+        for index, data in packets:
+            spec = self._share.buckets[token[1]][index]
+            packet, arrived = Packet(data, spec.slices), self._checksums[token[1], index]
+            found = tuple(packet.identity.tolist())
+            if found != token:
+                return RefusedError(
+                    f"trainer rank {spec.source} sent {describe_token(found)} where {describe_token(token)} was due"
+                )
+            for number in (arrived != packet.checksums).nonzero()[:1].flatten().tolist():
+                item, sent = spec.slices[number], int(packet.checksums[number])
+                what = "sent it" if packet.sent[number] else "did not send it, as unchanged"
+                return RefusedError(
+                    f"{item.tensor}: checksum {int(arrived[number]):#x} in {item.local}, {sent:#x} on trainer rank {spec.source}, "
+                    f"which {what}"
+                )
+        return None
 
 
 def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:

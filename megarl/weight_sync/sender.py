@@ -1,7 +1,8 @@
 """A trainer rank's side of a weight sync: it packs its share bucket by bucket into two slots and hands them over as packets.
 
-The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks on the same machine read them in
-place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken its packets. On a GPU slots exist
+The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks that map them read packets in
+place; to others packets are sent from them. Where a trainer rank receives for the engine rank on its device, what it receives lies in
+the same slots, after what it has packed. A slot is packed anew when its packets were sent and taken. On a GPU slots exist
 only during a sync, so that the next phase has the memory: they are taken for a version and offered to the engines, which say
 when they have closed them. On a CPU they last.
 
@@ -19,26 +20,17 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from megarl.weight_sync.exchange import Exchange, GroupTransport
+from megarl.weight_sync.hub import Hub, Member
 from megarl.weight_sync.inbox import OFFER, RANK, slots_closed_token
-from megarl.weight_sync.links import ControlChannel, LinkError, PacketChannel, Token, Transfer, naming_peer
-from megarl.weight_sync.packets import (
-    CONVERT,
-    P2P,
-    QUANTISE,
-    SCALE,
-    Address,
-    Packet,
-    PacketSpec,
-    SyncShare,
-    aligned,
-    checksum,
-)
+from megarl.weight_sync.links import ControlChannel, LinkError, Token, naming_peer
+from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, Address, Packet, PacketSpec, SyncShare, checksum
 from megarl.weight_sync.quantize import read_scales, read_values
 
 READ = {QUANTISE: read_values, SCALE: read_scales}
@@ -49,13 +41,15 @@ class SendReport:
     """A trainer rank's figures for one sent version.
 
     Attributes:
-        bytes_sent: bytes of slices, including slices to engine ranks on the same device.
-        bytes_unchanged: bytes of slices that were not sent again.
+        bytes_packed: bytes of slices, each counted once.
+        bytes_sent: the same, counted as often as a slice is given away, including slices to engine ranks on the same device.
+        bytes_unchanged: bytes of slices that were not given away again.
         buffer_bytes: bytes of both slots.
-        seconds: by phase: pack (with checksums), wait (for engine ranks to take packets).
+        seconds: by phase: pack (with checksums), wait (for packets to arrive and to be taken).
     """
 
     version: int
+    bytes_packed: int = 0
     bytes_sent: int = 0
     bytes_unchanged: int = 0
     buffer_bytes: int = 0
@@ -104,7 +98,7 @@ class Slots:
 
 
 class Outbox:
-    """The channels of one trainer rank to all engine ranks that it sends to; they are made with the first version."""
+    """The connections of one trainer rank to engine ranks, and to other trainer ranks; they are made with the first version."""
 
     def __init__(
         self,
@@ -119,7 +113,7 @@ class Outbox:
         Args:
             folder: private to this process, with a short path; its socket is made there.
             host: address of this machine for other ones.
-            timeout: seconds to wait for an engine rank.
+            timeout: seconds to wait for another rank.
             slots: the slots of this process; None: the outbox makes its own, and frees them when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
@@ -127,25 +121,25 @@ class Outbox:
         self._own_slots = self._memory if slots is None else None
         self._closed = False
         self._channels: dict[int, ControlChannel] = {}
-        self._packet_channels: dict[int, PacketChannel] = {}
-        self._transfers: dict[int, list[Transfer]] = {}
-        self._known: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        self._exchange: Exchange | None = None
+        # By bucket and packet, the version whose checksums are known and these.
+        self._known: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._slots: list[torch.Tensor] = []
         self._offered = False  # to the engine ranks that map them
         if self._memory.lasting:
             self._take_slots()
-        self._mapping = [peer for peer, transport in share.transports.items() if transport != P2P]
-        self._remote = sorted(peer for peer, transport in share.transports.items() if transport == P2P)
         self._path = Path(folder, f"weights-{secrets.token_hex(4)}.socket")
-        self._near = socket.socket(socket.AF_UNIX)
-        self._near.bind(str(self._path))
-        self._near.listen(max(1, len(self._mapping)))
-        self._far, port = None, None
-        if self._remote:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._far = socket.create_server((host, 0), family=family, backlog=len(self._remote))
-            port = self._far.getsockname()[1]
-        self.address = Address(share.rank, str(self._path), host, port)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._path))
+        self._listener.listen(max(1, len(share.near)))
+        exchange = share.exchange
+        self._hub = Hub(host) if exchange is not None and exchange.member == 0 else None
+        self._hub_address = self._hub.address if self._hub is not None else None
+        self.address = Address(share.rank, str(self._path), self._hub_address)
+
+    def join(self, hub: tuple[str, int]) -> None:
+        """Set where the members of the exchange meet: the address of the first trainer rank's hub."""
+        self._hub_address = hub
 
     def _take_slots(self) -> None:
         share = self._share
@@ -163,18 +157,20 @@ class Outbox:
         held: Mapping[int, int | None] | None = None,
         complete: bool = True,
     ) -> SendReport:
-        """Send this rank's share of a version; returns when all of it has arrived.
+        """Send this rank's share of a version; returns when all of it has left and was taken.
 
         Args:
             parameters: this rank's local tensors by name; asked for one at a time.
-            held: the verified version that each engine rank holds (None: none). Slices that have not changed since
-                that version are not sent again.
+            held: the verified version that each engine rank holds (None: none), where the share leaves out unchanged slices: those
+                that have not changed since that version are not sent again.
             complete: false: without the buckets whose weights training does not change (`SyncShare.frozen`).
 
         Raises:
-            LinkError: names the engine rank that is gone or silent; all links are given up.
+            LinkError: names the rank that is gone or silent; all connections are given up.
         """
+        share = self._share
         assert complete or held is None, "checksums are remembered for complete versions only"
+        assert held is None or share.skip_unchanged
         if self._closed:
             raise LinkError(
                 "this trainer rank gave up its links: trainer and engines have to be connected anew"
@@ -183,64 +179,68 @@ class Outbox:
             if not self._slots:
                 self._take_slots()
             sent = SendReport(version, buffer_bytes=self.buffer_bytes)
-            if len(self._channels) + len(self._packet_channels) < len(self._share.transports):
-                self._connect()
+            self._connect()
             if not self._offered:
                 for channel in self._channels.values():
                     self._offer_slots(channel)
                 self._offered = True
-            checksums: dict[int, list[torch.Tensor]] = {peer: [] for peer in self._share.transports}
-            num_buckets, first = len(self._share.buckets), 0 if complete else self._share.frozen
+            num_buckets, first = len(share.buckets), 0 if complete else share.frozen
+            travelling: int | None = None  # the bucket whose packets are on their way between members
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
                 if bucket - len(self._slots) >= first:
-                    self._wait_taken(version, bucket - len(self._slots), sent)
-                for spec in self._share.buckets[bucket] if bucket < num_buckets else ():
-                    known = self._known_checksums(spec.peer, held, len(checksums[spec.peer]))
-                    packet, used = self._pack((version, bucket), spec, parameters, known, sent)
-                    checksums[spec.peer].append(packet.checksums.clone())
-                    self._hand_over((version, bucket), packet, used)
+                    self._wait_taken((version, bucket - len(self._slots)), sent)
+                if bucket < num_buckets:
+                    self._pack((version, bucket), parameters, held, sent)
+                if travelling is not None:  # it travelled while this bucket was packed
+                    self._complete((version, travelling), sent)
+                    travelling = None
+                if bucket < num_buckets:
+                    if self._exchange is not None and self._exchange.start(bucket, self._slots, first):
+                        travelling = bucket
+                    else:
+                        self._complete((version, bucket), sent)
             if not self._memory.lasting:
                 for channel in self._channels.values():
-                    channel.expect_token(slots_closed_token(version, self._share))
+                    channel.expect_token(slots_closed_token(version, share))
                 self._slots, self._offered = [], False
                 self._memory.close()
         except BaseException:
-            self.close()  # so that the engine ranks do not wait for packets that will not come
+            self.close()  # so that no other rank waits for packets that will not come
             raise
-        if held is not None:
-            self._known = {peer: (version, of_peer) for peer, of_peer in checksums.items()}
         return sent
 
     def close(self) -> None:
-        """Close all channels, which engine ranks that wait notice."""
+        """Close all connections, which ranks that wait notice."""
         self._closed = True
-        channels: list[ControlChannel | PacketChannel] = [*self._channels.values()]
-        for channel in [*channels, *self._packet_channels.values()]:
+        for channel in self._channels.values():
             channel.close()
-        self._near.close()
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._hub is not None:
+            self._hub.close()
+        self._listener.close()
         self._path.unlink(missing_ok=True)
-        if self._far is not None:
-            self._far.close()
         if self._own_slots is not None:
             self._own_slots.close()
-        self._channels, self._packet_channels, self._transfers, self._slots = {}, {}, {}, []
+        self._channels, self._slots, self._exchange = {}, [], None
 
     def _connect(self) -> None:
-        # Engine ranks that map memory come first, at both ends: in any other order ranks could wait for each other in a circle.
-        while missing := [peer for peer in self._mapping if peer not in self._channels]:
-            rank, channel = self._accept(self._near, missing)
+        share = self._share
+        while missing := [rank for rank in share.near if rank not in self._channels]:
+            rank, channel = self._accept(missing)
             self._channels[rank] = channel
-        while missing := [peer for peer in self._remote if peer not in self._packet_channels]:
-            assert self._far is not None
-            rank, channel = self._accept(self._far, missing)
-            self._packet_channels[rank] = PacketChannel(channel, 0, self._device)
+        if share.exchange is not None and self._exchange is None:
+            assert self._hub_address is not None, "nobody said where the members of the exchange meet"
+            member = Member(self._hub_address, share.exchange.member, share.exchange.name, self._timeout)
+            transport = GroupTransport(member, share.exchange.size, self._device)
+            self._exchange = Exchange(share.exchange, transport, share.skip_unchanged)
 
-    def _accept(self, listener: socket.socket, missing: list[int]) -> tuple[int, ControlChannel]:
+    def _accept(self, missing: list[int]) -> tuple[int, ControlChannel]:
         """Accept the next engine rank that connects, which must be one of `missing`."""
         with naming_peer(f"engine rank {missing[0]}", self._timeout):
-            listener.settimeout(self._timeout)
-            connection, _ = listener.accept()
+            self._listener.settimeout(self._timeout)
+            connection, _ = self._listener.accept()
         channel = ControlChannel(connection, "an engine rank", self._timeout)
         (rank,) = RANK.unpack(channel.receive(RANK.size))
         if rank not in missing:
@@ -258,73 +258,68 @@ class Outbox:
             handles = pickle.dumps([share_device_buffer(slot) for slot in self._slots])
             channel.send(OFFER.pack(len(self._slots), -len(handles), lasting) + handles)
 
-    def _known_checksums(
-        self, peer: int, held: Mapping[int, int | None] | None, index: int
-    ) -> torch.Tensor | None:
-        """Checksums of the packet's slices in the version that the engine rank holds, if they are known."""
-        if held is None or peer not in self._known:
-            return None
-        version, checksums = self._known[peer]
-        return checksums[index] if held[peer] == version else None
-
     def _pack(
         self,
         token: Token,
-        spec: PacketSpec,
         parameters: Mapping[str, torch.Tensor],
-        known: torch.Tensor | None,
+        held: Mapping[int, int | None] | None,
         sent: SendReport,
-    ) -> tuple[Packet, int]:
-        """Pack a packet into its slot; returns it and the number of its bytes that are used."""
+    ) -> None:
+        """Pack the packets of a bucket into its slot."""
         begun = time.perf_counter()
-        slot = self._slots[token[1] % len(self._slots)]
-        packet = Packet(slot[spec.start : spec.start + spec.nbytes], spec)
-        packet.identity.copy_(torch.tensor(token))
-        used, followed = fill(packet, parameters, known, self._share.fp8_block)
-        for item, follows in zip(spec.slices, followed, strict=True):
-            sent.bytes_sent += item.nbytes if follows else 0
-            sent.bytes_unchanged += 0 if follows else item.nbytes
-        if self._device != "cpu":
-            torch.cuda.current_stream().synchronize()
+        version, bucket = token
+        for index, spec in enumerate(self._share.buckets[bucket]):
+            slot = self._slots[bucket % len(self._slots)]
+            packet = Packet(slot[spec.start : spec.start + spec.nbytes], spec.slices)
+            packet.identity.copy_(torch.tensor(token))
+            fill(packet, parameters, self._share.fp8_block)
+            known = self._known_checksums(bucket, index, spec, held)
+            follows = None if known is None else packet.checksums != known
+            packet.sent.copy_(follows) if follows is not None else packet.sent.fill_(1)
+            if held is not None:
+                self._known[bucket, index] = version, packet.checksums.clone()
+            flags = [True] * len(spec.slices) if follows is None else follows.tolist()
+            for item, given in zip(spec.slices, flags, strict=True):
+                sent.bytes_packed += item.nbytes
+                sent.bytes_sent += item.nbytes * spec.copies if given else 0
+                sent.bytes_unchanged += 0 if given else item.nbytes * spec.copies
         sent.seconds["pack"] += time.perf_counter() - begun
-        return packet, used
 
-    def _hand_over(self, token: Token, packet: Packet, used: int) -> None:
-        peer = packet.spec.peer
-        if peer in self._packet_channels:
-            transfer = self._packet_channels[peer].send(packet.data[:used])
-            self._transfers.setdefault(token[1], []).append(transfer)
-        else:
-            self._channels[peer].send_token(token)
+    def _known_checksums(
+        self, bucket: int, index: int, spec: PacketSpec, held: Mapping[int, int | None] | None
+    ) -> torch.Tensor | None:
+        """Checksums of the packet's slices in the version that its engine ranks hold, if they are known."""
+        if held is None or (bucket, index) not in self._known:
+            return None
+        version, checksums = self._known[bucket, index]
+        return checksums if all(held[target] == version for target in spec.targets) else None
 
-    def _wait_taken(self, version: int, bucket: int, sent: SendReport) -> None:
-        """Wait until the engine ranks have taken all packets of a bucket."""
+    def _complete(self, token: Token, sent: SendReport) -> None:
+        """Wait until a bucket's slot has all that belongs to it, and tell the engine ranks that map it."""
         begun = time.perf_counter()
-        for spec in self._share.buckets[bucket]:
-            if spec.peer in self._channels:
-                self._channels[spec.peer].expect_token((version, bucket))
-        for transfer in self._transfers.pop(bucket, ()):
-            transfer.wait()
+        if self._exchange is not None and self._exchange.moving:
+            self._exchange.finish()  # which waits for the packing, too
+        elif self._device != "cpu":
+            torch.cuda.current_stream().synchronize()
+        for rank in self._share.mapped[token[1]]:
+            self._channels[rank].send_token(token)
+        sent.seconds["wait"] += time.perf_counter() - begun
+
+    def _wait_taken(self, token: Token, sent: SendReport) -> None:
+        """Wait until the engine ranks that map a bucket's slot have taken its packets."""
+        begun = time.perf_counter()
+        for rank in self._share.mapped[token[1]]:
+            self._channels[rank].expect_token(token)
         sent.seconds["wait"] += time.perf_counter() - begun
 
 
 @torch.no_grad()
 def fill(
-    packet: Packet,
-    parameters: Mapping[str, torch.Tensor],
-    known: torch.Tensor | None = None,
-    fp8_block: tuple[int, int] | None = None,
-) -> tuple[int, Sequence[bool]]:
-    """Read a packet's slices from `parameters`, converted to the types that travel.
-
-    Args:
-        known: checksums of the slices in the engine's version [slices]; slices with an equal checksum do not follow.
-
-    Returns: the number of bytes of the packet that are used, and for each slice whether it follows.
-    """
-    at, found, followed = packet.body, [], []
-    for index, item in enumerate(packet.spec.slices):
-        part = packet.place(item, at)
+    packet: Packet, parameters: Mapping[str, torch.Tensor], fp8_block: tuple[int, int] | None = None
+) -> None:
+    """Read a packet's slices from `parameters`, converted to the types that travel, and their checksums."""
+    found = []
+    for item, part in packet.places():
         source = parameters[item.local]
         if item.reading == CONVERT:
             part.copy_(source[item.box.slices])
@@ -333,11 +328,7 @@ def fill(
             READ[item.reading](source, item.box, fp8_block, part)
         del source  # it may have been made for this slice: freed before the next one is made
         found.append(checksum(part))
-        followed.append(known is None or bool(found[-1] != known[index]))
-        at += aligned(item.nbytes) if followed[-1] else 0
     packet.checksums.copy_(torch.stack(found))
-    packet.sent.copy_(torch.tensor(followed, dtype=torch.uint8))
-    return at, followed
 
 
 def share_device_buffer(buffer: torch.Tensor) -> tuple:

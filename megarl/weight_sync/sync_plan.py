@@ -1,9 +1,19 @@
-"""The plan of a weight sync, from Megatron shards to SGLang shards: which slices each rank sends to which rank, in which bucket, by
-which transport.
+"""The plan of a weight sync, from Megatron shards to SGLang shards: which slices each rank reads, in which bucket, for which engine
+ranks, and the way on which they reach these.
 
 The controller works the plan out once (`SyncPlan.shares`) and gives each rank its own share. Each trainer rank then
-packs and sends the slices of its share (sender.py). The receiver inside each SGLang rank (receiver.py) copies
+packs the slices of its share (sender.py). The receiver inside each SGLang rank (receiver.py) copies
 the slices into SGLang's own parameters, reads them back, and compares every checksum.
+
+A sync has one of three ways (`SyncPlan.way`):
+
+- `MAPPED`: every engine rank maps the memory of all trainer ranks: a CPU machine, or a single GPU. Nothing crosses a network.
+- `COLOCATED`: there is a trainer rank on the device of every engine rank. Trainer ranks exchange packets among themselves; an
+  engine rank reads all that it needs from memory of trainer ranks that it maps.
+- `APART`: engines have devices of their own. A trainer rank sends a packet to one engine alone, which passes it on to the next one, and so on
+  (`chain`): the seconds of a sync do not grow with the number of engines, but for a bucket each.
+
+In the last two all members of the exchange share one communicator.
 
 Adapters that are served separately from the weights are a plan of their own, whose buckets come after those of the weights: a
 version after the first begins with them.
@@ -12,12 +22,13 @@ version after the first begins with them.
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from megarl.config.schema.models import LoraConfig
-from megarl.layout import Copy, Layout, Plan, RankPlace, make_plan
+from megarl.layout import Delivery, Layout, Plan, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
 from megarl.models.lora import logical_adapters, scaling
@@ -31,18 +42,22 @@ from megarl.weight_sync.layouts import (
 )
 from megarl.weight_sync.packets import (
     CONVERT,
-    IPC,
-    P2P,
     QUANTISE,
     SCALE,
-    SHARED,
+    ExchangeShare,
+    Message,
     PacketSpec,
     Slice,
     SyncShare,
+    packet_bytes,
 )
 from megarl.weight_sync.quantize import SCALES, Block, dtype_in_fp8, is_quantised, with_scales
 
-AUTO = "auto"
+AUTO, SHARED_MEMORY, P2P = "auto", "shared_memory", "p2p"  # rollout.sync_transport
+WAYS = MAPPED, COLOCATED, APART = "mapped", "colocated", "apart"
+# Trainer ranks from which an engine rank takes slices of one kind (those that the same trainer ranks hold), where the trainer has so
+# few shards that all of its kinds together have this many senders. NCCL keeps buffers for every peer.
+FEW_PEERS = 8
 # A small model's buckets are smaller than they may be, so that there are enough of them for packing, travelling and
 # writing to overlap, but not so small that the fixed cost of a bucket would matter.
 OVERLAPPING_BUCKETS = 8
@@ -58,7 +73,9 @@ class SyncPlan:
         bucket_bytes: the most that one rank sends or receives at a time.
         source_places, target_places: where trainer and engine ranks run (None: each on a machine of its own).
         device: "cpu" or "cuda": where both ends have their tensors.
-        transport: AUTO, or the one that all ranks shall use.
+        transport: AUTO: memory is shared wherever it can be. SHARED_MEMORY: there is nothing else. P2P: memory is shared on a device
+            alone.
+        skip_unchanged: whether slices that have not changed are left out.
         fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
         adapters: the adapters that the engines serve separately, on top of unmerged weights; None: none.
     """
@@ -74,6 +91,7 @@ class SyncPlan:
     transport: str = AUTO
     fp8_block: Block | None = None
     adapters: LoraConfig | None = None
+    skip_unchanged: bool = False
 
     @cached_property
     def plan(self) -> Plan:
@@ -102,7 +120,10 @@ class SyncPlan:
 
     def _make_plan(self, source: Layout, target: Layout) -> Plan:
         largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
-        return make_plan(source, target, lambda tensor: self.dtype_of(tensor).itemsize, largest)
+        few = max(1, FEW_PEERS // len(source.shards))
+        return make_plan(
+            source, target, lambda tensor: self.dtype_of(tensor).itemsize, largest, few, self._previous
+        )
 
     def dtype_of(self, tensor: str) -> torch.dtype:
         """The type of a logical tensor in the engine."""
@@ -124,7 +145,7 @@ class SyncPlan:
         return frozenset(logical_adapters(self.config, self.adapters) if self.adapters is not None else ())
 
     @cached_property
-    def buckets(self) -> list[tuple[Copy, ...]]:
+    def buckets(self) -> list[tuple[Delivery, ...]]:
         return self._weight_buckets + self._adapter_buckets
 
     @property
@@ -133,55 +154,162 @@ class SyncPlan:
         return len(self._weight_buckets) if self.adapters is not None else 0
 
     @cached_property
-    def _weight_buckets(self) -> list[tuple[Copy, ...]]:
+    def _weight_buckets(self) -> list[tuple[Delivery, ...]]:
         return self.plan.buckets(self.bucket_limit)
 
     @cached_property
-    def _adapter_buckets(self) -> list[tuple[Copy, ...]]:
+    def _adapter_buckets(self) -> list[tuple[Delivery, ...]]:
         return self.adapter_plan.buckets(self.bucket_limit) if self.adapters is not None else []
+
+    @cached_property
+    def way(self) -> str:
+        """One of WAYS.
+
+        Raises:
+            ValueError: `transport` is SHARED_MEMORY, and a trainer rank and an engine rank have none in common.
+        """
+        ranks = [
+            (source, target)
+            for source in range(self.parallel.world)
+            for target in range(self.engines.num_ranks)
+        ]
+        if self.transport == SHARED_MEMORY:
+            self._require_shared_memory(ranks)
+            return MAPPED
+        if all(self._near(source, target) for source, target in ranks):
+            return MAPPED
+        return APART if None in self._hosts else COLOCATED
+
+    def _require_shared_memory(self, ranks: list[tuple[int, int]]) -> None:
+        here, there = self.source_places, self.target_places
+        if here is None or there is None:
+            return
+        for source, target in ranks:
+            if not self._near(source, target):
+                raise ValueError(
+                    f"rollout.sync_transport={self.transport}: trainer rank {source} may send to engine rank {target}, which "
+                    f"runs on {there[target]}, not on {here[source]}; {AUTO} reaches it"
+                )
+
+    def _near(self, source: int, target: int) -> bool:
+        """Whether an engine rank can map the memory of a trainer rank."""
+        if self.source_places is None or self.target_places is None:
+            return self.transport == SHARED_MEMORY
+        here, there = self.source_places[source], self.target_places[target]
+        # On GPUs a process maps memory of its own device alone: it may not see the others.
+        by_device = self.device == "cuda" or self.transport == P2P
+        return here == there if by_device else here.node == there.node
+
+    @cached_property
+    def _hosts(self) -> tuple[int | None, ...]:
+        """By engine rank the trainer rank on its device (None: there is none)."""
+        if self.source_places is None or self.target_places is None:
+            return (None,) * self.engines.num_ranks
+        by_place = {place: rank for rank, place in reversed(list(enumerate(self.source_places)))}
+        return tuple(by_place.get(place) for place in self.target_places)
+
+    @cached_property
+    def chain(self) -> tuple[int, ...]:
+        """The order in which engines pass packets on: engines on nodes of the trainer first, neighbours after each other."""
+        nodes = {place.node for place in self.source_places or ()}
+
+        def far(engine: int) -> bool:
+            first = engine * self.engines.tp
+            return self.target_places is None or self.target_places[first].node not in nodes
+
+        return tuple(sorted(range(self.engines.num_engines), key=lambda engine: (far(engine), engine)))
+
+    @cached_property
+    def _previous(self) -> dict[int, int]:
+        """By engine rank the one that passes on to it; empty where trainer ranks send to all of them."""
+        if self.way != APART:
+            return {}
+        tp = self.engines.tp
+        return {
+            engine * tp + rank: before * tp + rank
+            for before, engine in pairwise(self.chain)
+            for rank in range(tp)
+        }
 
     def shares(self) -> tuple[list[SyncShare], list[SyncShare]]:
         """The shares of all trainer ranks, and of all engine ranks.
 
         Raises:
-            ValueError: `transport` cannot connect a trainer rank with an engine rank that it sends to.
+            ValueError: as `way`.
         """
         num_sources, num_targets = self.parallel.world, self.engines.num_ranks
-        # By rank and bucket, the packets that leave it or reach it; by rank, the transports to its own peers only.
-        Packets = list[list[list[PacketSpec]]]
-        sent: Packets = [[[] for _ in self.buckets] for _ in range(num_sources)]
-        taken: Packets = [[[] for _ in self.buckets] for _ in range(num_targets)]
-        ways_out: dict[int, dict[int, str]] = defaultdict(dict)
-        ways_in: dict[int, dict[int, str]] = defaultdict(dict)
-        for bucket, copies in enumerate(self.buckets):
-            routes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-            for copy in copies:
-                routes[copy.source_rank, copy.target_rank].append(copy)
-            filled = [0] * num_sources  # bytes of each source's slot that this bucket's packets take so far
-            for source, target in sorted(routes):
-                if target not in ways_out[source]:
-                    ways_out[source][target] = ways_in[target][source] = self._transport(source, target)
-                read, written = self._slices(routes[source, target])
-                spec = PacketSpec(target, filled[source], read)
-                sent[source][bucket].append(spec)
-                taken[target][bucket].append(PacketSpec(source, filled[source], written))
-                filled[source] += spec.nbytes
+        trainers = [_Side(len(self.buckets)) for _ in range(num_sources)]
+        engines = [_Side(len(self.buckets)) for _ in range(num_targets)]
+        members = trainers + engines if self.way == APART else trainers
+        for bucket, deliveries in enumerate(self.buckets):
+            packets: dict[tuple[int, tuple[int, ...]], list[Delivery]] = defaultdict(list)
+            for delivery in deliveries:
+                packets[delivery.source_rank, delivery.target_ranks].append(delivery)
+            packed = []
+            for (source, targets), contents in sorted(packets.items()):
+                read, written = self._slices(contents)
+                start = trainers[source].place(bucket, read)
+                direct = sum(target not in self._previous for target in targets)
+                trainers[source].packets[bucket].append(
+                    PacketSpec(source, targets, None, start, read, direct)
+                )
+                packed.append((source, targets, start, written))
+            # Packets that trainer ranks receive for engine ranks lie after all those that they pack.
+            for source, targets, start, written in packed:
+                sizes = tuple([item.nbytes for item in written])
+                received: dict[int, int] = {}  # by member that receives the packet, its offset there
+                for target in targets:
+                    host = self._hosts[target]
+                    if self.way == MAPPED or self._near(source, target) and self.way == COLOCATED:
+                        holder, offset = source, start
+                    else:
+                        member = num_sources + target if self.way == APART else host
+                        assert member is not None
+                        holder = host if self.way == COLOCATED else None
+                        if member not in received:
+                            before = self._previous.get(target)
+                            sender = source if before is None else num_sources + before
+                            left = start if before is None else received[sender]
+                            offset = received[member] = members[member].place(bucket, written)
+                            members[sender].sends[bucket].append(Message(member, left, offset, sizes))
+                            members[member].receives[bucket].append(Message(sender, offset, left, sizes))
+                        offset = received[member]
+                    if holder is not None:
+                        trainers[holder].mapped[bucket].add(target)
+                        engines[target].mapped[bucket].add(holder)
+                    spec = PacketSpec(source, targets, holder, offset, written)
+                    engines[target].packets[bucket].append(spec)
+        crosses = any(messages for member in members for messages in member.sends)
         factor = scaling(self.adapters) if self.adapters is not None else None
-
-        def share(rank: int, ways: dict, packets: Packets, padding: dict[str, int], **more: Any) -> SyncShare:
-            buckets = tuple(map(tuple, packets[rank]))
-            return SyncShare(rank, ways[rank], buckets, padding, frozen=self.frozen, **more)
-
-        leaving = [share(rank, ways_out, sent, {}, fp8_block=self.fp8_block) for rank in range(num_sources)]
+        common: dict[str, Any] = {"frozen": self.frozen, "skip_unchanged": self.skip_unchanged}
+        leaving = [
+            side.share(
+                rank,
+                {},
+                side.exchange(rank, len(members), num_sources) if crosses else None,
+                fp8_block=self.fp8_block,
+                **common,
+            )
+            for rank, side in enumerate(trainers)
+        ]
         arriving = [
-            share(rank, ways_in, taken, self._padding(rank), scaling=factor) for rank in range(num_targets)
+            side.share(
+                rank,
+                self._padding(rank),
+                side.exchange(num_sources + rank, len(members), num_sources, behind=1)
+                if crosses and self.way == APART
+                else None,
+                scaling=factor,
+                **common,
+            )
+            for rank, side in enumerate(engines)
         ]
         return leaving, arriving
 
     def leaving(self, rank: int) -> list[Slice]:
         """All slices that one trainer rank sends in a complete version, without their buckets and without planning other ranks."""
         plans = self._plans(complete=True)
-        return [item for plan in plans for item in self._slices(plan.copies_from(rank))[0]]
+        return [item for plan in plans for item in self._slices(plan.deliveries_from(rank))[0]]
 
     def _padding(self, rank: int) -> dict[str, int]:
         padding = sglang_padding(self.config, self.engines.place(rank))
@@ -224,14 +352,14 @@ class SyncPlan:
             return [self.plan]
         return [self.plan, self.adapter_plan] if complete else [self.adapter_plan]
 
-    def _slices(self, copies: list[Copy]) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
+    def _slices(self, deliveries: list[Delivery]) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
         """The slices of a packet, as its source and as its target see them."""
         leaving, arriving = [], []
-        for copy in copies:
-            dtype, reading = self._travels(copy.tensor)
-            local = copy.source_local.removesuffix(SCALES) if reading == SCALE else copy.source_local
-            leaving.append(Slice(copy.tensor, local, copy.source_box, dtype, reading))
-            arriving.append(Slice(copy.tensor, copy.target_local, copy.target_box, dtype))
+        for item in deliveries:
+            dtype, reading = self._travels(item.tensor)
+            local = item.source_local.removesuffix(SCALES) if reading == SCALE else item.source_local
+            leaving.append(Slice(item.tensor, local, item.source_box, dtype, reading))
+            arriving.append(Slice(item.tensor, item.target_local, item.target_box, dtype))
         return tuple(leaving), tuple(arriving)
 
     def _travels(self, tensor: str) -> tuple[str, str]:
@@ -247,21 +375,30 @@ class SyncPlan:
     def _known_travels(self) -> dict[str, tuple[str, str]]:
         return {}
 
-    def _transport(self, source: int, target: int) -> str:
-        here = self.source_places[source] if self.source_places is not None else None
-        there = self.target_places[target] if self.target_places is not None else None
-        known, cuda = here is not None and there is not None, self.device == "cuda"
-        same_node = here is not None and there is not None and here.node == there.node
-        # A process maps memory of the GPUs that it sees, and an engine's process may not see the trainer's others.
-        near = here == there if cuda and known else same_node
-        mapped = IPC if cuda else SHARED
-        if self.transport == AUTO:
-            return mapped if near else P2P
-        ends = f"rollout.sync_transport={self.transport}: trainer rank {source} sends to engine rank {target}"
-        if self.transport == SHARED and known and not near:
-            raise ValueError(f"{ends}, which runs on {there}, not on {here}; {AUTO} reaches it")
-        if self.transport == P2P and cuda and known and near:
-            raise ValueError(
-                f"{ends} on the same GPU, where NCCL connects no two processes; {AUTO} reaches it"
-            )
-        return mapped if self.transport == SHARED else P2P
+
+class _Side:
+    """One rank's share while it is being made: by bucket its packets, ranks that share memory, messages, and the bytes of its slot."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self.packets: list[list[PacketSpec]] = [[] for _ in range(num_buckets)]
+        self.mapped: list[set[int]] = [set() for _ in range(num_buckets)]
+        self.sends: list[list[Message]] = [[] for _ in range(num_buckets)]
+        self.receives: list[list[Message]] = [[] for _ in range(num_buckets)]
+        self._filled = [0] * num_buckets
+
+    def place(self, bucket: int, slices: tuple[Slice, ...]) -> int:
+        """The offset of one more packet in this rank's slot."""
+        start = self._filled[bucket]
+        self._filled[bucket] += packet_bytes([item.nbytes for item in slices])
+        return start
+
+    def exchange(self, member: int, size: int, num_trainers: int, behind: int = 0) -> ExchangeShare:
+        sends, receives = (tuple(map(tuple, side)) for side in (self.sends, self.receives))
+        return ExchangeShare(member, size, num_trainers, sends, receives, behind)
+
+    def share(
+        self, rank: int, padding: dict[str, int], exchange: ExchangeShare | None, **more: Any
+    ) -> SyncShare:
+        mapped = tuple(tuple(sorted(ranks)) for ranks in self.mapped)
+        size = max(self._filled, default=0)
+        return SyncShare(rank, tuple(map(tuple, self.packets)), mapped, size, padding, exchange, **more)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.layout import Box, Layout, Piece, RankPlace, make_plan
+from megarl.layout import Box, Layout, Piece, RankPlace, Shard, make_plan
 from megarl.layout.plan import even_pace, fill_buckets, most_in_flight
 
 
@@ -94,10 +94,52 @@ def test_one_ranks_part_is_that_of_the_whole():
     source = row_layout("source", [3, 5], 8, replicas=3)
     plan = make_plan(source, row_layout("target", [2, 6, 7], 8), max_copy_bytes=4)
     for rank in range(source.num_ranks):
-        alone = make_plan(plan.source, plan.target, max_copy_bytes=4).copies_from(rank)
-        assert alone == [copy for copy in plan.copies if copy.source_rank == rank]
-    sent = [sum(copy.box.numel for copy in plan.copies_from(rank)) for rank in range(source.num_ranks)]
-    assert tuple(sent) == plan.account().sent
+        alone = make_plan(plan.source, plan.target, max_copy_bytes=4).deliveries_from(rank)
+        assert alone == [found for found in plan.deliveries if found.source_rank == rank]
+    sent = [sum(found.box.numel for found in plan.deliveries_from(rank)) for rank in range(source.num_ranks)]
+    assert tuple(sent) == plan.account().sent  # each to one target
+
+
+def replicas(count: int, names: list[str], places: list[RankPlace] | None = None) -> Layout:
+    """`count` ranks that hold the same tensors of 6 elements."""
+    pieces = [Piece(name, Box((0,), (6,)), name, Box((0,), (6,))) for name in names]
+    shard = Shard(range(count), lambda: pieces)
+    return Layout("replicas", count, (shard,), tuple(places) if places is not None else None)
+
+
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 9), st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_few_senders(num_sources, num_targets, num_tensors, most):
+    """Deliveries are the copies, each slice once for all targets of a sender, which are `most` for each target."""
+    names = [f"w{index}" for index in range(num_tensors)]
+    plan = make_plan(replicas(num_sources, names), replicas(num_targets, names), most_senders=most)
+    pairs = [
+        (found.tensor, found.source_rank, rank) for found in plan.deliveries for rank in found.target_ranks
+    ]
+    assert sorted(pairs) == sorted((copy.tensor, copy.source_rank, copy.target_rank) for copy in plan.copies)
+    for target in range(num_targets):
+        assert len({source for _, source, rank in pairs if rank == target}) <= min(most, num_sources)
+    # Each sender reads a slice once for all the targets to which it deals it.
+    if num_targets % num_sources == 0:
+        assert len(plan.deliveries) == num_sources * num_tensors
+
+
+@pytest.mark.parametrize("length", [1, 4, 16])
+def test_sent_once_to_a_chain(length):
+    names = ["a", "b", "c"]
+    places = [RankPlace(f"node{rank // 2}", str(rank)) for rank in range(length)]
+    previous = {rank: rank - 1 for rank in range(1, length)}
+    plan = make_plan(replicas(2, names), replicas(length, names, places), previous=previous)
+    account = plan.account()
+    assert sum(account.sent) == 18  # however long the chain is
+    assert plan.bytes_received() == [18] * length
+    assert [sum(by_link.values()) for by_link in account.passed_on] == [18] * (length - 1) + [0]
+    assert account.by_link["intra_node"] == 18 * (length // 2)  # of each two neighbours of a node
+    assert [found.target_ranks for found in plan.deliveries] == [tuple(range(length))] * 3
+    copies = [(copy.tensor, copy.source_rank, copy.target_rank) for copy in plan.copies]
+    expected = [(found.tensor, found.source_rank) for found in plan.deliveries]
+    assert sorted(copies) == sorted((*pair, rank) for pair in expected for rank in range(length))
+    assert len(plan.buckets(6)) == 3  # as for a single engine
 
 
 def test_bytes_are_counted_by_link():
@@ -138,13 +180,13 @@ def test_buckets_hold_all_and_are_bounded(case, limit):
         row_layout("target", [c for c in target_cuts if c < length], length),
     )
     buckets = plan.buckets(limit)
-    assert sorted(c for bucket in buckets for c in bucket) == sorted(plan.copies)
+    assert sorted(found for bucket in buckets for found in bucket) == sorted(plan.deliveries)
     for bucket in buckets:
-        for end in ("source_rank", "target_rank"):
-            by_rank: dict[int, list[int]] = {}
-            for copy in bucket:
-                by_rank.setdefault(getattr(copy, end), []).append(copy.box.numel)
-            assert all(len(sizes) == 1 or sum(sizes) <= limit for sizes in by_rank.values())
+        by_end: dict[tuple[str, int], list[int]] = {}
+        for found in bucket:
+            for end in (("source", found.source_rank), *(("target", rank) for rank in found.target_ranks)):
+                by_end.setdefault(end, []).append(found.box.numel)
+        assert all(len(sizes) == 1 or sum(sizes) <= limit for sizes in by_end.values())
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 70))
@@ -157,24 +199,28 @@ def test_a_split_box_is_whole(shape, max_numel):
     assert (written == 1).all()
 
 
-copies = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 30)), max_size=60)
+some_targets = st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True)
+copies = st.lists(st.tuples(st.integers(0, 4), some_targets, st.integers(1, 30)), max_size=60)
 
 
 @given(copies, st.integers(1, 40))
 @settings(max_examples=300, deadline=None)
-def test_each_copy_is_in_the_first_bucket_with_room_at_both_ends(cases, limit):
+def test_each_delivery_is_in_the_first_bucket_with_room_at_all_ends(cases, limit):
     sources, targets, sizes = ([case[part] for case in cases] for part in range(3))
     rooms = [Counter(), Counter()]  # the obvious way, by trying one bucket after the other
-    for source, target, size, bucket in zip(
+    for source, ranks, size, bucket in zip(
         sources, targets, sizes, fill_buckets(sources, targets, sizes, limit), strict=True
     ):
         size = min(size, limit)
         first = 0
-        while rooms[0][source, first] + size > limit or rooms[1][target, first] + size > limit:
+        while rooms[0][source, first] + size > limit or any(
+            rooms[1][target, first] + size > limit for target in ranks
+        ):
             first += 1
         assert bucket == first
         rooms[0][source, first] += size
-        rooms[1][target, first] += size
+        for target in ranks:
+            rooms[1][target, first] += size
 
 
 @given(copies)
@@ -198,7 +244,8 @@ def test_a_full_exchange_needs_as_many_buckets_as_bytes_ask_for():
     ends = [(source, target) for target in range(8) for source in range(8) for _ in range(16)]
     sources = [source for source, _ in ends]
     order = even_pace(sources, [10] * len(ends))
-    buckets = fill_buckets([sources[at] for at in order], [ends[at][1] for at in order], [10] * len(ends), 40)
+    targets = [(ends[at][1],) for at in order]
+    buckets = fill_buckets([sources[at] for at in order], targets, [10] * len(ends), 40)
     assert 32 <= max(buckets) + 1 <= 40
 
 

@@ -9,9 +9,9 @@ import torch
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
-from megarl.weight_sync.packets import IPC, P2P, SHARED, Packet
+from megarl.weight_sync.packets import Packet
 from megarl.weight_sync.sender import fill
-from megarl.weight_sync.sync_plan import SyncPlan
+from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards, load_all
 from tests.weight_sync.transfer import Transfer
@@ -58,39 +58,53 @@ def assert_holds(transfer, state, hf, engines):
             assert torch.equal(transfer.engine[rank][tensor], values), (rank, tensor)
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
+def ways(parallel: ParallelLayout, engines: EngineLayout) -> dict[str, dict]:
+    """By the way of a sync, what makes a SyncPlan of it; colocated: rank i of both shares device i."""
+    places = on_nodes(*"a" * max(parallel.world, engines.num_ranks))
+    shared = {"source_places": places[: parallel.world], "target_places": places[: engines.num_ranks]}
+    return {
+        MAPPED: {"transport": SHARED_MEMORY},
+        COLOCATED: {"transport": P2P, **shared},
+        APART: {"transport": P2P},
+    }
+
+
+@pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
 @pytest.mark.parametrize(("family", "parallel", "engines"), CASES)
-def test_all_engines_get_their_shards_and_no_byte_more(
-    tiny_model, start, family, parallel, engines, transport
-):
+def test_all_engines_get_their_shards_and_no_byte_more(tiny_model, start, family, parallel, engines, way):
     model = tiny_model(family)
-    sync = make_sync(model, parallel, engines, transport=transport)
+    sync = make_sync(model, parallel, engines, **ways(parallel, engines)[way])
+    if sync.way != way:
+        assert way == COLOCATED and engines.num_ranks > parallel.world
+        pytest.skip("there are more engine ranks than devices of the trainer")
     assert len(sync.buckets) > 2
     transfer = start(model, sync)
     sent, received = transfer.run(1)
     assert_holds(transfer, model.decoder, model.config.hf, engines)
     assert [one.bytes_written for one in received] == sync.plan.bytes_received()
-    assert sum(one.bytes_sent for one in sent) == sync.account()["bytes_total"]
+    passed_on = sum(sum(by_link.values()) for by_link in sync.plan.account().passed_on)
+    assert (passed_on > 0) == (way == APART and engines.num_engines > 1)
+    assert sum(one.bytes_sent for one in sent) + passed_on == sync.account()["bytes_total"]
     assert max(one.bytes_sent for one in sent) == sync.account()["bytes_sent_max_per_rank"]
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-@pytest.mark.parametrize(("family", "parallel", "engines"), CASES[:1] + CASES[-1:])
-def test_each_side_takes_two_buckets_of_memory_at_most(
-    tiny_model, start, family, parallel, engines, transport
-):
+@pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
+@pytest.mark.parametrize(("family", "parallel", "engines"), [CASES[0], CASES[-1]])
+def test_each_side_takes_two_buckets_of_memory_at_most(tiny_model, start, family, parallel, engines, way):
+    """Where trainer ranks receive for engine ranks, they have these's two buckets as well."""
     model = tiny_model(family)
-    sync = make_sync(model, parallel, engines, transport=transport)
+    sync = make_sync(model, parallel, engines, **ways(parallel, engines)[way])
     sent, received = start(model, sync).run(1)
     slices = max(len(bucket) for bucket in sync.buckets)
     packets = engines.num_ranks + parallel.world
     margin = 2 * (slices * (9 + 15) + packets * (16 + 15))  # checksums, and gaps before slices
     assert margin < BUCKET / 2
-    assert all(0 < one.buffer_bytes <= 2 * BUCKET + margin for one in sent)
-    if transport == SHARED:
-        assert all(one.buffer_bytes == 0 for one in received)
-    else:
+    both = 2 if way == COLOCATED else 1
+    assert all(0 < one.buffer_bytes <= both * (2 * BUCKET + margin) for one in sent)
+    if way == APART:
         assert all(0 < one.buffer_bytes <= 2 * BUCKET + margin for one in received)
+    else:
+        assert all(one.buffer_bytes == 0 for one in received)
 
 
 def test_no_copy_is_larger_than_a_quarter_of_a_bucket(tiny_model):
@@ -111,7 +125,7 @@ def test_each_engine_is_served_by_the_replica_next_to_it(tiny_model, start):
     assert sync.account()["bytes_inter_node"] == 0 < sync.account()["bytes_local"]
     transfer = start(model, sync)
     for rank, share in enumerate(transfer.targets):
-        assert rank in share.transports and set(share.transports) <= ({0, 1} if rank < 2 else {2, 3})
+        assert rank in share.near and set(share.near) <= ({0, 1} if rank < 2 else {2, 3})
     transfer.run(1)
     assert_holds(transfer, model.decoder, model.config.hf, engines)
 
@@ -120,28 +134,30 @@ def test_auto_takes_memory_where_both_ends_see_it_and_a_network_elsewhere(tiny_m
     model, parallel, engines = tiny_model("qwen2"), ParallelLayout(world=2, pp=2), EngineLayout(2)
     places = {"source_places": on_nodes("a", "b"), "target_places": on_nodes("a", "b")}
     cpu = start(model, make_sync(model, parallel, engines, **places))
-    assert [share.transports for share in cpu.targets] == [{0: SHARED, 1: P2P}, {0: P2P, 1: SHARED}]
+    assert [share.near for share in cpu.targets] == [(0,), (1,)]
+    assert [share.exchange.peers for share in cpu.sources] == [{1}, {0}]
     cpu.run(1)
     assert_holds(cpu, model.decoder, model.config.hf, engines)
     places = {"source_places": on_nodes("a", "a"), "target_places": on_nodes("a", "a")}
-    _, targets = make_sync(model, parallel, engines, device="cuda", **places).shares()
-    assert [share.transports for share in targets] == [{0: IPC, 1: P2P}, {0: P2P, 1: IPC}]
+    assert make_sync(model, parallel, engines, **places).way == MAPPED
+    on_gpus = make_sync(model, parallel, engines, device="cuda", **places)
+    assert on_gpus.way == COLOCATED
+    assert [share.near for share in on_gpus.shares()[1]] == [(0,), (1,)]
+    assert all(share.exchange is None for share in on_gpus.shares()[1])
 
 
-@pytest.mark.parametrize(
-    ("transport", "device", "message"),
-    [
-        (SHARED, "cpu", r"sync_transport=shared_memory: trainer rank 1 sends .* rank 0, .* not on .*'b'"),
-        (SHARED, "cuda", r"sync_transport=shared_memory: trainer rank 0 sends to engine rank 1, .*device=.1"),
-        (P2P, "cuda", r"sync_transport=p2p: trainer rank 0 sends to engine rank 0 on the same GPU"),
-    ],
-)
-def test_a_transport_that_cannot_connect_is_refused(tiny_model, transport, device, message):
-    places = {"source_places": on_nodes("a", "b"), "target_places": on_nodes("a", "a")}
+def test_a_transport_that_cannot_connect_is_refused(tiny_model):
     parallel, engines = ParallelLayout(world=2, pp=2), EngineLayout(2)
-    sync = make_sync(tiny_model("qwen2"), parallel, engines, transport=transport, device=device, **places)
-    with pytest.raises(ValueError, match=message):
-        sync.shares()
+    for device, nodes, message in (
+        ("cpu", "ab", r"sync_transport=shared_memory: trainer rank 1 may send .* rank 0, .* not on .*'b'"),
+        ("cuda", "aa", r"sync_transport=shared_memory: trainer rank 0 may send to engine rank 1, .*device=.1"),
+    ):
+        places = {"source_places": on_nodes(*nodes), "target_places": on_nodes("a", "a")}
+        sync = make_sync(
+            tiny_model("qwen2"), parallel, engines, transport=SHARED_MEMORY, device=device, **places
+        )
+        with pytest.raises(ValueError, match=message):
+            sync.shares()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +166,7 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model, transport, devic
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):
     """All is rounded to bfloat16 but for `kept`, which SGLang holds in float32."""
     model, parallel, engines = tiny_model(family), ParallelLayout(world=2, tp=2), EngineLayout(1)
-    transfer = start(model, make_sync(model, parallel, engines, dtype=torch.bfloat16, transport=SHARED))
+    transfer = start(model, make_sync(model, parallel, engines, dtype=torch.bfloat16, transport=SHARED_MEMORY))
 
     def rounded(tensors):
         return {name: t if name.endswith(kept) else t.bfloat16() for name, t in tensors.items()}
@@ -161,24 +177,29 @@ def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kep
     assert transfer.engine[0]["model.layers.3.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_what_an_engine_holds_already_is_not_sent(tiny_model, start, transport):
+@pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
+def test_what_an_engine_holds_already_is_not_sent(tiny_model, start, way):
     family, parallel, engines = CASES[0]
     model = tiny_model(family)
-    transfer = start(model, make_sync(model, parallel, engines, transport=transport))
+    sync = make_sync(model, parallel, engines, skip_unchanged=True, **ways(parallel, engines)[way])
+    transfer = start(model, sync)
     nobody, everybody = dict.fromkeys(range(4)), dict.fromkeys(range(4), 1)
     transfer.run(1, nobody)
     norm = transfer.trainer[2]["0:decoder.final_layernorm.weight"]
     norm.add_(1.0)
     transfer.trainer[3]["0:decoder.final_layernorm.weight"].add_(1.0)
-    _, received = transfer.run(2, everybody)
+    sent, received = transfer.run(2, everybody)
     assert [one.bytes_written for one in received] == [norm.nbytes] * 4
+    assert sum(one.bytes_sent for one in sent) == norm.nbytes * (2 if way == APART else 4)
     changed = {**model.decoder, "model.norm.weight": norm}
     assert_holds(transfer, changed, model.config.hf, engines)
-    # the second engine has lost its weights; what the first one holds is known
-    _, received = transfer.run(3, {0: 2, 1: 2, 2: None, 3: None})
-    assert [one.bytes_written > 0 for one in received] == [False, False, True, True]
+    # The second engine has lost its weights; the first one's are known, but both take the same packets.
+    for tensor in (tensor for rank in (2, 3) for tensor in transfer.engine[rank].values()):
+        tensor.zero_()
+    transfer.run(3, {0: 2, 1: 2, 2: None, 3: None})
     assert_holds(transfer, changed, model.config.hf, engines)
+    _, received = transfer.run(4, dict.fromkeys(range(4), 3))
+    assert [one.bytes_written for one in received] == [0] * 4
 
 
 class MadeWhenAsked(Mapping):
@@ -209,7 +230,7 @@ def test_one_tensor_at_a_time_is_asked_of_the_trainer(tiny_model, fp8_block):
         asked = MadeWhenAsked(tensors)
         specs = [spec for bucket in share.buckets for spec in bucket]
         for spec in specs:
-            fill(Packet(torch.zeros(spec.nbytes, dtype=torch.uint8), spec), asked, None, fp8_block)
+            fill(Packet(torch.zeros(spec.nbytes, dtype=torch.uint8), spec.slices), asked, fp8_block)
         assert asked.made == sum(len(spec.slices) for spec in specs)
 
 

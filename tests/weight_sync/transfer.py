@@ -42,7 +42,10 @@ class Transfer:
         self.sources, self.targets = sources, [replace(target, padding={}) for target in targets]
         self.outboxes = [Outbox(share, str(folder), "127.0.0.1", "cpu", 20.0) for share in sources]
         addresses = {outbox.address.rank: outbox.address for outbox in self.outboxes}
-        self._told = [InboxFile(target, addresses, 20.0) for target in self.targets]
+        hub = self.outboxes[0].address.hub
+        for outbox in self.outboxes if hub is not None else ():
+            outbox.join(hub)
+        self._told = [InboxFile(target, addresses, hub, 20.0) for target in self.targets]
         self._receivers: list[Receiver | None] = [None] * len(targets)
         self._threads = ThreadPoolExecutor(len(sources) + len(targets))
 

@@ -80,9 +80,8 @@ def start_roles(
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, actor_pool)
-    timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
     # Connecting and syncing are repeated after each engine restart; `roles` exists by then.
-    join = partial(connect, run, actor.group, engines, sync, timeout, skip)
+    join = partial(connect, run, actor.group, engines, sync, config.trainer.collective_timeout)
     facts = join()
     memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)
     if gpu_pools(run):
@@ -207,6 +206,7 @@ def sync_plan(
         target_places=tuple(places[number] for number in device_order),
         device="cuda" if actor_pool.use_gpu else "cpu",
         transport=rollout.sync_transport,
+        skip_unchanged=rollout.sync_skip_unchanged,
         fp8_block=fp8_block(rollout),
         adapters=adapters,
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def connect(
-    run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float, skip_unchanged: bool
+    run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float
 ) -> SyncFacts:
     """Give each rank its share of the plan, and tell the engines the addresses of the actor's ranks.
 
@@ -35,6 +35,8 @@ def connect(
     hosts = ["127.0.0.1" if one_machine else host for host in actor.hosts]
     per_rank = [(share, host, timeout) for share, host in zip(sources, hosts, strict=True)]
     addresses = run.wait(actor.call_each("open_outbox", per_rank))
+    if (hub := addresses[0].hub) is not None:
+        run.wait(actor.call("join_exchange", hub))
     tp, parts = plan.engines.tp, engines.parts
     each = tp // parts
     of_processes = [targets[first : first + each] for first in range(0, len(targets), each)]
@@ -50,7 +52,7 @@ def connect(
         return VersionFacts(plan.account(complete), received, len(plan.buckets) - first)
 
     adapters = facts(complete=False) if plan.adapters is not None else None
-    return SyncFacts(facts(complete=True), adapters, tp, skip_unchanged)
+    return SyncFacts(facts(complete=True), adapters, tp, plan.skip_unchanged)
 
 
 def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:

@@ -212,6 +212,11 @@ class ActorWorker(ModelWorker):
         self.outbox = Outbox(share, self.info.scratch, host, device, timeout, self.slots)
         return self.outbox.address
 
+    def join_exchange(self, hub: tuple[str, int]) -> None:
+        """Set where the ranks that exchange packets meet (`Address.hub`)."""
+        assert self.outbox is not None
+        self.outbox.join(hub)
+
     def send_weights(
         self, version: int, held: dict[int, int | None] | None, *, merged: bool = True, complete: bool = True
     ) -> SendReport:

@@ -104,11 +104,11 @@ class EngineWorker:
         return [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
 
     def write_inboxes(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> list[Path]:
-        """Write a file for each TP rank of this process with the slices that it takes from each trainer rank; returns the files."""
+        """Write a file for each TP rank of this process with the packets that it takes from other ranks; returns the files."""
         inboxes = [Path(self.info.scratch, f"inbox-{rank}") for rank in range(len(shares))]
         for share, inbox in zip(shares, inboxes, strict=True):
-            needed = {address.rank: address for address in addresses if address.rank in share.transports}
-            InboxFile(share, needed, timeout).write(inbox)
+            near = {rank: addresses[rank] for rank in share.near}
+            InboxFile(share, near, addresses[0].hub, timeout).write(inbox)
         return inboxes
 
     def __getattr__(self, name: str) -> Any:

@@ -200,14 +200,14 @@ class Packet:
 
     def __init__(self, data: torch.Tensor, slices: Sequence[Slice]) -> None:
         count = len(slices)
-        self.data, self.slices = data, slices
+        self.data, self.slices, self.body = data, slices, header_bytes(count)
         self.identity = data[:HEADER].view(torch.int64)
         self.checksums = data[HEADER : HEADER + 8 * count].view(torch.int64)
         self.sent = data[HEADER + 8 * count : HEADER + 9 * count]
 
     def places(self) -> Iterator[tuple[Slice, torch.Tensor]]:
         """Each slice and the part of the packet that is for it, in the slice's type and shape."""
-        at = header_bytes(len(self.slices))
+        at = self.body
         for item in self.slices:
             part = self.data[at : at + item.nbytes]
             yield item, part.view(getattr(torch, item.dtype)).view(item.box.size)

@@ -99,10 +99,13 @@ class AdapterTrainer:
             TamperingOutbox(share, self._short.name, "127.0.0.1", "cpu", 60.0) for share in sources
         ]
         addresses = {outbox.address.rank: outbox.address for outbox in self.outboxes}
+        hub = self.outboxes[0].address.hub
+        for outbox in self.outboxes if hub is not None else ():
+            outbox.join(hub)
         inboxes.mkdir(exist_ok=True)
         self.inboxes = [inboxes / f"inbox-{rank}" for rank in range(tp)]
         for target, inbox in zip(targets, self.inboxes, strict=True):
-            InboxFile(target, addresses, 60.0).write(inbox)
+            InboxFile(target, addresses, hub, 60.0).write(inbox)
         self._threads = ThreadPoolExecutor(len(sources))
 
     def put(self, adapters: Tensors) -> None:

@@ -9,20 +9,34 @@ import torch
 
 from megarl.layout.boxes import Box
 from megarl.weight_sync.links import Token
-from megarl.weight_sync.packets import P2P, SHARED, Packet, PacketSpec, Slice, SyncShare
+from megarl.weight_sync.packets import ExchangeShare, Message, Packet, PacketSpec, Slice, SyncShare
 from megarl.weight_sync.receiver import InboxFile
-from megarl.weight_sync.sender import Outbox
+from megarl.weight_sync.sender import Outbox, SendReport
+from megarl.weight_sync.sync_plan import APART, MAPPED
 from tests.rollout.manifests import Slices, rank_slices
 
 
 class TamperingOutbox(Outbox):
-    """Lets `tamper(token, packet)` change a packet after it was packed, or return False to lose it."""
+    """Lets `tamper(token, packet)` change a packet after it was packed, or return False to lose it.
 
-    tamper: Callable[[Token, Packet], bool | None] = staticmethod(lambda token, packet: None)
+    `packet.targets`: the engine ranks for which it is.
+    """
 
-    def _hand_over(self, token: Token, packet: Packet, used: int) -> None:
-        if self.tamper(token, packet) is not False:
-            super()._hand_over(token, packet, used)
+    tamper: Callable[..., bool | None] = staticmethod(lambda token, packet: None)
+
+    def _pack(self, token: Token, *more: object) -> None:
+        super()._pack(token, *more)
+        self._lost = set()
+        for spec in self._share.buckets[token[1]]:
+            slot = self._slots[token[1] % len(self._slots)]
+            packet = Packet(slot[spec.start : spec.start + spec.nbytes], spec.slices)
+            packet.targets = spec.targets
+            if self.tamper(token, packet) is False:
+                self._lost |= set(spec.targets)
+
+    def _complete(self, token: Token, sent: SendReport) -> None:
+        if not self._lost:
+            super()._complete(token, sent)
 
 
 class Sender:
@@ -36,33 +50,50 @@ class Sender:
         folder: Path,
         slices: Sequence[Slices],
         num_buckets: int = 2,
-        transport: str = SHARED,
+        way: str = MAPPED,
         timeout: float = 60.0,
         frozen: int = 0,
         scaling: float | None = None,
+        skip_unchanged: bool = False,
     ) -> None:
         """`frozen`: so many of the first buckets have what training leaves alone; the others adapters of `scaling`."""
         self.parameters: dict[str, torch.Tensor] = {}
         leaving: list[list[PacketSpec]] = [[] for _ in range(num_buckets)]
-        targets = []
+        sends: list[list[Message]] = [[] for _ in range(num_buckets)]
+        more = {"frozen": frozen, "skip_unchanged": skip_unchanged}
+        targets, apart, size = [], way == APART, 1 + len(slices)
         for rank, of_rank in enumerate(slices):
-            arriving: list[list[PacketSpec]] = [[] for _ in range(num_buckets)]
+            arriving: list[tuple[PacketSpec, ...]] = []
+            receives: list[tuple[Message, ...]] = []
             for bucket in range(num_buckets):
                 here, there = self._slices(f"{rank}/{bucket}/", of_rank.entries[bucket::num_buckets])
+                start, sizes = sum(spec.nbytes for spec in leaving[bucket]), tuple(item.nbytes for item in here)
+                arriving.append(())
+                receives.append(())
                 if here:
-                    start = sum(spec.nbytes for spec in leaving[bucket])
-                    leaving[bucket].append(PacketSpec(rank, start, here))
-                    arriving[bucket].append(PacketSpec(0, start, there))
-            buckets = tuple(tuple(specs) for specs in arriving)
-            targets.append(
-                SyncShare(rank, {0: transport}, buckets, of_rank.padding, frozen=frozen, scaling=scaling)
+                    leaving[bucket].append(PacketSpec(0, (rank,), None, start, here))
+                    holder, at = (None, 0) if apart else (0, start)
+                    arriving[-1] = (PacketSpec(0, (rank,), holder, at, there),)
+                    sends[bucket].append(Message(1 + rank, start, 0, sizes))
+                    receives[-1] = (Message(0, 0, start, sizes),)
+            exchange = ExchangeShare(1 + rank, size, 1, ((),) * num_buckets, tuple(receives), behind=1)
+            mapped = tuple(() if apart or not specs else (0,) for specs in arriving)
+            room = max(sum(spec.nbytes for spec in specs) for specs in arriving)
+            padding = of_rank.padding
+            share = SyncShare(
+                rank, tuple(arriving), mapped, room, padding, exchange if apart else None, scaling=scaling, **more
             )
-        transports = dict.fromkeys(range(len(slices)), transport)
-        share = SyncShare(0, transports, tuple(tuple(specs) for specs in leaving), {}, frozen=frozen)
+            targets.append(share)
+        exchange = ExchangeShare(0, size, 1, tuple(map(tuple, sends)), ((),) * num_buckets)
+        readers = tuple(() if apart else tuple(spec.targets[0] for spec in specs) for specs in leaving)
+        room = max(sum(spec.nbytes for spec in specs) for specs in leaving)
+        packets = tuple(map(tuple, leaving))
+        share = SyncShare(0, packets, readers, room, {}, exchange if apart else None, **more)
         folder.mkdir(exist_ok=True)
         self._short = TemporaryDirectory()  # a test's own folder may be too long for a socket's path
         self.outbox = TamperingOutbox(share, self._short.name, "127.0.0.1", "cpu", timeout)
-        self.told = [InboxFile(target, {0: self.outbox.address}, timeout) for target in targets]
+        address = self.outbox.address
+        self.told = [InboxFile(target, {0: address}, address.hub, timeout) for target in targets]
         self.inboxes = [folder / f"inbox-{rank}" for rank in range(len(slices))]
         for told, inbox in zip(self.told, self.inboxes, strict=True):
             told.write(inbox)
@@ -98,18 +129,18 @@ def sync_state(
     version: int,
     ep: int = 1,
     num_buckets: int = 2,
-    p2p: bool = False,
+    way: str = MAPPED,
 ):
     """Bring a model's weights (its state dict and config) into an engine; returns its SyncReport."""
     slices = [rank_slices(state, config, tp, rank, ep) for rank in range(tp)]
-    return sync_slices(engine, folder, slices, version, num_buckets, p2p)
+    return sync_slices(engine, folder, slices, version, num_buckets, way)
 
 
 def sync_slices(
-    engine, folder: Path, slices: Sequence[Slices], version: int, num_buckets: int = 2, p2p: bool = False
+    engine, folder: Path, slices: Sequence[Slices], version: int, num_buckets: int = 2, way: str = MAPPED
 ):
     """Bring what each of its ranks takes into an engine; returns its SyncReport."""
-    sender = Sender(folder, slices, num_buckets, P2P if p2p else SHARED)
+    sender = Sender(folder, slices, num_buckets, way)
     try:
         engine.call("connect", sender.inboxes)
         engine.call("begin_update", version)

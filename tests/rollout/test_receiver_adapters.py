@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megarl.weight_sync.links import LinkError
-from megarl.weight_sync.packets import P2P, SHARED
 from megarl.weight_sync.receiver import Receiver, ReceiveReport
 from megarl.weight_sync.served_model import RefusedError, named_weights
+from megarl.weight_sync.sync_plan import APART, MAPPED
 from tests.rollout.manager import Manager
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender
@@ -28,9 +28,9 @@ PADDING = {"1.o.lora_A": 8, "1.o.lora_B": 8}
 class Ends:
     """A trainer rank and a receiver in an engine with a slot for adapters."""
 
-    def __init__(self, folder: Path, transport: str = SHARED, scaling: float | None = 1.5) -> None:
+    def __init__(self, folder: Path, way: str = MAPPED, scaling: float | None = 1.5) -> None:
         frozen = 2 if scaling is not None else 0
-        self.sender = Sender(folder, [Slices(SLICES, PADDING)], 4, transport, 5.0, frozen, scaling)
+        self.sender = Sender(folder, [Slices(SLICES, PADDING)], 4, way, 5.0, frozen, scaling)
         self.model = Tiny()
         self.manager = Manager(self.model)
         sending = self.sender.send(1)
@@ -67,9 +67,9 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Ends]]:
         one.sender.close()
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Ends], transport: str) -> None:
-    one = pair(transport)
+@pytest.mark.parametrize("way", [MAPPED, APART])
+def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Ends], way: str) -> None:
+    one = pair(way)
     assert one.run(1, complete=True).bytes_written == ADAPTER_BYTES + 4 * 24 + 2 * 4
     assert torch.equal(one.slot[0], A) and torch.equal(one.slot[1], B) and torch.equal(one.model.bias, BIAS)
     other = one.manager.lora_modules[1]["1.o"]
@@ -82,12 +82,12 @@ def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Ends], tr
     assert torch.equal(one.model.weight, WEIGHT + 14) and torch.equal(one.slot[1], B + 14)
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
+@pytest.mark.parametrize("way", [MAPPED, APART])
 @pytest.mark.parametrize("position", [0, 41])
 def test_after_a_flipped_bit_adapters_alone_are_refused(
-    pair: Callable[..., Ends], transport: str, position: int
+    pair: Callable[..., Ends], way: str, position: int
 ) -> None:
-    one = pair(transport)
+    one = pair(way)
     one.run(1, complete=True)
 
     def flip(token: tuple[int, int], packet: object) -> None:
@@ -120,7 +120,7 @@ def test_a_lost_bucket_is_noticed(pair: Callable[..., Ends]) -> None:
 def test_another_connection_begins_with_the_weights(pair: Callable[..., Ends], tmp_path: Path) -> None:
     one = pair()
     one.run(1, complete=True)
-    sender = Sender(tmp_path / "again", [Slices(SLICES, PADDING)], 4, SHARED, 5.0, 2, 1.5)
+    sender = Sender(tmp_path / "again", [Slices(SLICES, PADDING)], 4, MAPPED, 5.0, 2, 1.5)
     sending = sender.send(2, complete=False)
     with pytest.raises(RefusedError, match="the engine holds no verified weights for them"):
         Receiver(one.model, sender.told[0], "another session").receive(2, complete=False)

@@ -113,7 +113,8 @@ def test_adapters_come_after_the_weights_and_are_counted_apart(tiny_model):
     assert {copy.tensor for copy in adapters} == names
     nbytes = [0, 0]
     for copy in adapters:
-        nbytes[copy.target_rank] += 4 * copy.box.numel
+        for rank in copy.target_ranks:
+            nbytes[rank] += 4 * copy.box.numel
     assert sync.bytes_received(complete=False) == nbytes
     assert sync.bytes_received() == [a + b for a, b in zip(plain.bytes_received(), nbytes, strict=True)]
     assert sync.account(complete=False)["bytes_total"] == sum(nbytes)

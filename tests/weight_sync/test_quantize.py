@@ -7,7 +7,6 @@ from megarl.layout import Box
 from megarl.layout.grid import ParallelLayout
 from megarl.models import logical_tensors
 from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
-from megarl.weight_sync.packets import P2P, SHARED
 from megarl.weight_sync.quantize import (
     FP8,
     SCALES,
@@ -17,7 +16,7 @@ from megarl.weight_sync.quantize import (
     read_values,
     with_scales,
 )
-from megarl.weight_sync.sync_plan import SyncPlan
+from megarl.weight_sync.sync_plan import P2P, SHARED_MEMORY, SyncPlan
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards, load_all
 from tests.weight_sync.transfer import Transfer
@@ -97,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, P2P])
 @pytest.mark.parametrize(("family", "parallel", "engines", "block"), CASES)
 def test_an_engine_in_float8(tiny_model, tmp_path, family, parallel, engines, block, transport):
     model = tiny_model(family)

@@ -11,9 +11,9 @@ import torch
 from megarl.layout.boxes import Box
 from megarl.weight_sync import receiver as after_update
 from megarl.weight_sync.links import LinkError
-from megarl.weight_sync.packets import P2P, SHARED
 from megarl.weight_sync.receiver import RECEIVER, Receiver
 from megarl.weight_sync.served_model import RefusedError, overlap
+from megarl.weight_sync.sync_plan import APART, MAPPED
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender
 
@@ -39,13 +39,14 @@ def connect(tmp_path):
     """connect(slices, ...) -> (sender, receiver, model)"""
     senders = []
 
-    def connect(slices, padding=(), num_buckets=2, transport=SHARED, timeout=10.0):
+    def connect(slices, padding=(), num_buckets=2, way=MAPPED, timeout=10.0, **more):
         sender = Sender(
             tmp_path / str(len(senders)),
             [Slices(list(slices), dict(padding))],
             num_buckets,
-            transport,
+            way,
             timeout,
+            **more,
         )
         senders.append(sender)
         sending, model = sender.send(1), Tiny()  # the two ends meet while they begin
@@ -65,19 +66,19 @@ def receive(connect, slices, **more):
     return model
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
+@pytest.mark.parametrize("way", [MAPPED, APART])
 @pytest.mark.parametrize("num_buckets", [1, 2, 3, 7])
-def test_writes_slices_of_all_buckets(connect, transport, num_buckets):
-    _, sending, receiver, model = connect(ALL, num_buckets=num_buckets, transport=transport)
+def test_writes_slices_of_all_buckets(connect, way, num_buckets):
+    _, sending, receiver, model = connect(ALL, num_buckets=num_buckets, way=way)
     received = receiver.receive(1)
     assert received.bytes_written == sending.result().bytes_sent == 4 * 24 + 2 * 4
     assert torch.equal(model.weight, WEIGHT)
     assert torch.equal(model.bias, BIAS)
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_one_version_after_the_other(connect, transport):
-    sender, sending, receiver, model = connect(ALL, num_buckets=3, transport=transport)
+@pytest.mark.parametrize("way", [MAPPED, APART])
+def test_one_version_after_the_other(connect, way):
+    sender, sending, receiver, model = connect(ALL, num_buckets=3, way=way)
     receiver.receive(1)
     sending.result()
     for name, tensor in sender.parameters.items():
@@ -126,10 +127,10 @@ def test_a_slice_that_does_not_fit_is_refused(connect, wrong, message):
 
 
 @pytest.mark.parametrize("position", [0, 23, 47])
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_any_flipped_bit_is_found(connect, tmp_path, position, transport):
+@pytest.mark.parametrize("way", [MAPPED, APART])
+def test_any_flipped_bit_is_found(connect, tmp_path, position, way):
     slices = [Slices([TOP, LEFT, RIGHT, ALL_BIAS])]
-    sender = Sender(tmp_path / "s", slices, num_buckets=1, transport=transport)
+    sender = Sender(tmp_path / "s", slices, num_buckets=1, way=way)
 
     def flip(token, packet):
         packet.data[packet.body + position] ^= 0x10
@@ -194,9 +195,9 @@ def test_a_packet_of_another_bucket_or_version_is_refused(tmp_path):
         sender.close()
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_a_silent_trainer_is_named_within_the_timeout(tmp_path, transport):
-    sender = Sender(tmp_path / "s", [Slices(ALL)], num_buckets=3, transport=transport, timeout=1.0)
+@pytest.mark.parametrize("way", [MAPPED, APART])
+def test_a_silent_trainer_is_named_within_the_timeout(tmp_path, way):
+    sender = Sender(tmp_path / "s", [Slices(ALL)], num_buckets=3, way=way, timeout=1.0)
     sender.outbox.tamper = lambda token, packet: token[1] < 2
     sending = sender.send(1)
     receiver = Receiver(Tiny(), sender.told[0], "session")
@@ -227,9 +228,9 @@ def test_an_engine_that_goes_away_is_named(tmp_path):
     sender.close()
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_what_did_not_change_stays_and_is_verified(connect, transport):
-    sender, sending, receiver, model = connect(ALL, num_buckets=3, transport=transport)
+@pytest.mark.parametrize("way", [MAPPED, APART])
+def test_what_did_not_change_stays_and_is_verified(connect, way):
+    sender, sending, receiver, model = connect(ALL, num_buckets=3, way=way, skip_unchanged=True)
     receiver.receive(1)
     sending.result()
 

@@ -13,14 +13,14 @@ from megarl.layout import Box
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.weight_sync.inbox import Inbox
 from megarl.weight_sync.links import LinkError
-from megarl.weight_sync.packets import SHARED, Packet, PacketSpec, Slice, SyncShare
+from megarl.weight_sync.packets import Packet, PacketSpec, Slice, SyncShare
 from megarl.weight_sync.sender import Outbox, Slots
 
 
 def share(count: int) -> SyncShare:
-    """To one engine rank, a float32 tensor of so many numbers."""
-    whole = Slice("w", "w", Box.whole((count,)), "float32")
-    return SyncShare(0, {0: SHARED}, ((PacketSpec(0, 0, (whole,)),),), {})
+    """To one engine rank that maps the slots, a float32 tensor of so many numbers."""
+    spec = PacketSpec(0, (0,), 0, 0, (Slice("w", "w", Box.whole((count,)), "float32"),))
+    return SyncShare(0, ((spec,),), ((0,),), spec.nbytes, {})
 
 
 def test_slots_of_the_same_sizes_are_the_same_memory():
@@ -52,7 +52,7 @@ def take_version(inbox: Inbox, version: int, found: list[torch.Tensor]) -> None:
     """What an engine rank does with a version of one packet, but for its end."""
     inbox.begin()
     for _, data in inbox.take(version, 0):
-        ((_, elements),) = Packet(data, share(1000).buckets[0][0]).slices()
+        ((_, elements),) = Packet(data, share(1000).buckets[0][0].slices).places()
         found.append(elements.clone())
     inbox.release(version, 0)
 
@@ -73,7 +73,7 @@ def test_slots_that_do_not_last_are_there_while_a_version_travels(tmp_path: Path
     inboxes: list[Inbox] = []
 
     def engine() -> None:
-        inboxes.append(Inbox(share(1000), {0: outbox.address}, "cpu", 20.0))
+        inboxes.append(Inbox(share(1000), {0: outbox.address}, None, "cpu", 20.0))
         for version in (1, 2):
             take_version(inboxes[0], version, found)
             inboxes[0].end(version)
@@ -96,7 +96,7 @@ def test_an_engine_that_does_not_close_slots_breaks_the_connection_and_they_stay
     outbox = Outbox(share(1000), str(tmp_path), "127.0.0.1", "cpu", 20.0, slots)
 
     def engine() -> None:
-        inbox = Inbox(share(1000), {0: outbox.address}, "cpu", 20.0)
+        inbox = Inbox(share(1000), {0: outbox.address}, None, "cpu", 20.0)
         take_version(inbox, 1, [])
         inbox.close()  # as if it was killed before it came to the end
 

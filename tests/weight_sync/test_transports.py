@@ -14,10 +14,9 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
-from megarl.weight_sync.packets import IPC, P2P, SHARED
 from megarl.weight_sync.receiver import InboxFile, Receiver
 from megarl.weight_sync.sender import Outbox
-from megarl.weight_sync.sync_plan import SyncPlan
+from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
 from tests.ranks import RankError
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards
@@ -44,9 +43,16 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def make_sync(folder: str, transport: str) -> SyncPlan:
-    config, parallel = read_model_config(folder), ParallelLayout(world=SOURCES, tp=SOURCES)
-    return SyncPlan(config, parallel, EngineLayout(2), torch.float32, BUCKET, transport=transport)
+def make_sync(folder: str, way: str) -> SyncPlan:
+    """From two trainer ranks with two pipeline stages into an engine of two ranks; apart: into two engines of one rank."""
+    config = read_model_config(folder)
+    engines = EngineLayout(1, num_engines=2) if way == APART else EngineLayout(2)
+    places = tuple(RankPlace("node", str(rank)) for rank in range(2)) if way == COLOCATED else None
+    transport = SHARED_MEMORY if way == MAPPED else P2P
+    parallel = ParallelLayout(world=SOURCES, pp=SOURCES)
+    sync = SyncPlan(config, parallel, engines, torch.float32, BUCKET, places, places, transport=transport)
+    assert sync.way == way
+    return sync
 
 
 def memory(kind: str) -> int:
@@ -63,18 +69,21 @@ def ends(rank: int, folder: str, sync: SyncPlan, scratch: str, timeout: float):
     outbox = Outbox(sources[rank], scratch, "127.0.0.1", "cpu", timeout) if rank < SOURCES else None
     addresses: list = [None] * (SOURCES + 2)
     torch.distributed.all_gather_object(addresses, outbox.address if outbox else None)
+    hub = addresses[0].hub
     if outbox is not None:
+        if hub is not None:
+            outbox.join(hub)
         parameters = empty_shards(megatron_layout(sync.config, sync.parallel))[rank]
         load_hf_weights(folder, sync.config, sync.parallel, rank, parameters)
         return outbox, parameters
     tensors = empty_shards(sglang_layout(sync.config, sync.engines))[rank - SOURCES]
     share = replace(targets[rank - SOURCES], padding={})
-    return (InboxFile(share, dict(enumerate(addresses[:SOURCES])), timeout)), tensors
+    return InboxFile(share, dict(enumerate(addresses[:SOURCES])), hub, timeout), tensors
 
 
-def _syncs(rank, world, folder, transport, scratch):
+def _syncs(rank, world, folder, way, scratch):
     """Two versions; returns what they added to this process's memory, of its own and shared, and its buffers' bytes."""
-    sync = make_sync(folder, transport)
+    sync = make_sync(folder, way)
     end, tensors = ends(rank, folder, sync, scratch, 30.0)
     torch.distributed.barrier()
     own, shared = memory("Anon"), memory("Shmem")
@@ -86,32 +95,36 @@ def _syncs(rank, world, folder, transport, scratch):
     taken = memory("Anon") - own, memory("Shmem") - shared, buffers
     if rank >= SOURCES:
         state = load_file(f"{folder}/model.safetensors")
-        expected = expected_sglang(state, sync.config.hf, Rank(rank - SOURCES, 2))
+        tp = sync.engines.tp
+        expected = expected_sglang(state, sync.config.hf, Rank((rank - SOURCES) % tp, tp))
         assert all(torch.equal(tensors[name], values) for name, values in expected.items())
     return taken
 
 
-@pytest.mark.parametrize("transport", [SHARED, P2P])
-def test_two_buckets_of_memory_as_the_kernel_counts_it(ranks, model, tmp_path, transport):
-    results = ranks.run(_syncs, model, transport, str(tmp_path))
+@pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
+def test_two_buckets_of_memory_as_the_kernel_counts_it(ranks, model, tmp_path, way):
+    results = ranks.run(_syncs, model, way, str(tmp_path))
     slack = 3 * MIB  # of Python and gloo; the model is 10 times as much as two buckets
+    slots = 2 * BUCKET + 64 * 1024
+    if way == COLOCATED:
+        slots *= 2  # trainer ranks receive for engine ranks
     for rank, (own, shared, buffers) in enumerate(results):
-        assert buffers[0] == buffers[1] <= 2 * BUCKET + 64 * 1024
+        assert buffers[0] == buffers[1] <= slots
         taken_here = buffers[0] if rank >= SOURCES else 0
         assert own <= taken_here + slack, (rank, own)
         # an engine rank maps the slots of all trainer ranks that it takes from
-        assert shared <= (2 * BUCKET + 64 * 1024) * (SOURCES if rank >= SOURCES else 1), (rank, shared)
+        assert shared <= slots * (SOURCES if way == MAPPED and rank >= SOURCES else 1), (rank, shared)
 
 
 class DyingOutbox(Outbox):
-    def _hand_over(self, token, packet, used):
+    def _complete(self, token, sent):
         if token[1] == 2:
             os._exit(1)
-        super()._hand_over(token, packet, used)
+        super()._complete(token, sent)
 
 
-def _source_dies(rank, world, folder, transport, scratch):
-    sync = make_sync(folder, transport)
+def _source_dies(rank, world, folder, way, scratch):
+    sync = make_sync(folder, way)
     end, tensors = ends(rank, folder, sync, scratch, 60.0)
     if rank < SOURCES:
         end.__class__ = DyingOutbox if rank == 1 else Outbox
@@ -120,8 +133,8 @@ def _source_dies(rank, world, folder, transport, scratch):
         Receiver(Shard(tensors), end, "session").receive(1)
 
 
-def _target_dies(rank, world, folder, transport, scratch):
-    sync = make_sync(folder, transport)
+def _target_dies(rank, world, folder, way, scratch):
+    sync = make_sync(folder, way)
     end, tensors = ends(rank, folder, sync, scratch, 60.0)
     if rank < SOURCES:
         end.send(1, tensors)
@@ -134,22 +147,23 @@ def _target_dies(rank, world, folder, transport, scratch):
 
 # A pool whose rank died starts anew, which takes long: so not all four.
 @pytest.mark.parametrize(
-    ("dies", "transport", "message"),
+    ("dies", "way", "message"),
     [
-        (_source_dies, SHARED, r"LinkError: trainer rank 1 "),
-        (_target_dies, P2P, r"LinkError: engine rank 0 "),
+        (_source_dies, MAPPED, r"LinkError: trainer rank 1 "),
+        (_source_dies, COLOCATED, r"LinkError: trainer rank 1 "),
+        (_target_dies, APART, r"LinkError: engine rank 0 "),
     ],
 )
-def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
-    ranks, model, tmp_path, dies, message, transport
-):
+def test_an_end_that_dies_is_named_by_those_that_wait_for_it(ranks, model, tmp_path, dies, message, way):
     with pytest.raises(RankError, match=message):
-        ranks.run(dies, model, transport, str(tmp_path), timeout=40)  # less than the ends would wait
+        ranks.run(dies, model, way, str(tmp_path), timeout=40)  # less than the ends would wait
 
 
 def _send_from_gpu(share, folder, address, tensors):
     """In a process of its own: a trainer rank that holds `tensors` on the first GPU, and sends two versions."""
     outbox = Outbox(share, folder, "127.0.0.1", "cuda", 120.0)
+    if outbox.address.hub is not None:
+        outbox.join(outbox.address.hub)
     address.put(outbox.address)
     parameters = {name: tensor.cuda() for name, tensor in tensors.items()}
     for version in (1, 2):
@@ -168,17 +182,17 @@ def gpu_of_engine(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
 @pytest.mark.parametrize(
-    ("gpu_of_engine", "transport"), [(0, IPC), (1, P2P)], indirect=["gpu_of_engine"], ids=["same", "nccl"]
+    ("gpu_of_engine", "way"), [(0, MAPPED), (1, APART)], indirect=["gpu_of_engine"], ids=["same", "nccl"]
 )
-def test_from_device_memory_into_an_engine_on_a_gpu(model, tmp_path, gpu_of_engine, transport):
-    """On the same GPU, and over a pair's NCCL communicator on another one."""
+def test_from_device_memory_into_an_engine_on_a_gpu(model, tmp_path, gpu_of_engine, way):
+    """On the same GPU, and over a communicator with another one."""
     source_place, target_place = ((RankPlace("node", str(gpu)),) for gpu in (0, gpu_of_engine))
     config, alone = read_model_config(model), ParallelLayout(world=1)
     sync = SyncPlan(
         config, alone, EngineLayout(1), torch.bfloat16, BUCKET, source_place, target_place, device="cuda"
     )
+    assert sync.way == way
     (source,), (target,) = sync.shares()
-    assert target.transports == {0: transport}
     context = torch.multiprocessing.get_context("spawn")
     address, (parameters,) = context.Queue(), empty_shards(megatron_layout(config, alone))
     load_hf_weights(model, config, alone, 0, parameters)
@@ -186,11 +200,12 @@ def test_from_device_memory_into_an_engine_on_a_gpu(model, tmp_path, gpu_of_engi
     process.start()
     (tensors,) = empty_shards(sglang_layout(config, sync.engines))
     tensors = {name: tensor.cuda().bfloat16() for name, tensor in tensors.items()}
-    told = InboxFile(replace(target, padding={}), {0: address.get(timeout=180)}, 120.0)
+    found = address.get(timeout=180)
+    told = InboxFile(replace(target, padding={}), {0: found}, found.hub, 120.0)
     receiver = Receiver(Shard(tensors), told, "session")
     state = load_file(f"{model}/model.safetensors")
     for version in (1, 2):
-        assert (receiver.receive(version).buffer_bytes == 0) == (transport == IPC)
+        assert (receiver.receive(version).buffer_bytes == 0) == (way == MAPPED)
         expected = expected_sglang(state, config.hf, Rank(0, 1))
         assert all(torch.equal(tensors[name].cpu(), values.bfloat16()) for name, values in expected.items())
         state = {name: tensor + 1 for name, tensor in state.items()}

@@ -9,6 +9,7 @@ import torch
 
 from megarl.rollout.engine import EngineError, NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.sglang.requests import ask, request_seed
+from megarl.weight_sync.sync_plan import APART
 from tests.rollout.conftest import CONTEXT, EOS, OTHER_EOS, TP
 from tests.rollout.manifests import rank_slices
 from tests.rollout.sender import Sender, sync_state
@@ -150,7 +151,7 @@ def test_refuses_what_would_kill_sglang(engine, sync, model_a, prompts, uids, me
 def sender(engine, model_a, tmp_path):
     """A trainer rank that the engine is connected with."""
     slices = [rank_slices(model_a.state, model_a.hf.config, TP, rank) for rank in range(TP)]
-    sender = Sender(tmp_path / "sender", slices)
+    sender = Sender(tmp_path / "sender", slices, skip_unchanged=True)
     engine.call("connect", sender.inboxes)
     yield sender
     sender.close()
@@ -162,9 +163,10 @@ def test_a_flipped_bit_names_tensor_and_rank_and_is_not_served(engine, sync, sen
     tensors = []
 
     def flip(token, packet):
-        if token[1] == 1 and packet.spec.peer == 1:
-            packet.place(packet.spec.slices[0], packet.body).view(torch.int32).view(-1)[-1] ^= 1
-            tensors.append(packet.spec.slices[0].tensor)
+        if token[1] == 1 and packet.targets == (1,):
+            item, values = next(packet.places())
+            values.view(torch.int32).view(-1)[-1] ^= 1
+            tensors.append(item.tensor)
 
     sender.outbox.tamper = flip
     assert engine.call("begin_update", 11) == 10
@@ -190,7 +192,7 @@ def test_an_unknown_parameter_is_an_error(engine, sync, model_a, tmp_path):
     for of_rank in slices:
         tensor, _, start, value = of_rank.entries[0]
         of_rank.entries[0] = (tensor, "model.embed.weight", start, value)
-    sender = Sender(tmp_path / "sender", slices)
+    sender = Sender(tmp_path / "sender", slices, skip_unchanged=True)
     engine.call("connect", sender.inboxes)
     engine.call("begin_update", 13)
     sender.send(13)
@@ -270,7 +272,7 @@ def test_what_did_not_change_is_not_sent_but_verified(engine, sync, sender, mode
 
 def test_packets_of_another_machine_come_over_gloo(engine, model_a, tmp_path):
     state, config = model_a.state, model_a.hf.config
-    report = sync_state(engine, tmp_path / "s", state, config, TP, 40, num_buckets=6, p2p=True)
+    report = sync_state(engine, tmp_path / "s", state, config, TP, 40, num_buckets=6, way=APART)
     for room, written in zip(report.buffer_bytes, report.bytes_written, strict=True):
         assert 0 < room < written
     assert_serves(engine, model_a, 40)

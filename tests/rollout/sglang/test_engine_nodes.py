@@ -97,8 +97,8 @@ def test_what_the_other_nodes_rank_refuses_is_not_served(
     sender = Sender(tmp_path / "sender", slices)
 
     def flip(token, packet):
-        if packet.spec.peer == 1:
-            packet.place(packet.spec.slices[0], packet.body).view(torch.int32).view(-1)[-1] ^= 1
+        if packet.targets == (1,):
+            next(packet.places())[1].view(torch.int32).view(-1)[-1] ^= 1
 
     try:
         sender.outbox.tamper = flip

@@ -74,7 +74,7 @@ def measure(train: str, rollout: str, rank: int = 300) -> Measured:
         now = time.process_time()
         seconds[name], last = round(now - last, 2), now
 
-    make(train, rollout).copies_from(rank)
+    make(train, rollout).deliveries_from(rank)
     lap("one_sends")
     make(train, rollout).copies_to(rank)
     lap("one_receives")

@@ -58,11 +58,14 @@ class Megarl:
         for pipe, share in zip(ranks.trainers, sources, strict=True):
             pipe.send(("outbox", (way, share)))
         addresses = {address.rank: address for address in answers(ranks.trainers)}
+        hub = addresses[0].hub
+        if hub is not None:
+            call(ranks.trainers, "hub", (way, hub))
         # Links are made while the first version is sent, so its commands go out before answers are waited for.
         for pipe in ranks.trainers:
             pipe.send(("send", (way, 0, True)))
         for pipe, share in zip(ranks.engines, targets, strict=True):
-            pipe.send(("inbox", (way, InboxFile(share, addresses, TIMEOUT))))
+            pipe.send(("inbox", (way, InboxFile(share, addresses, hub, TIMEOUT))))
             pipe.send(("receive", (way, 0, True)))
         answers(ranks.engines)
         answers([*ranks.trainers, *ranks.engines])

@@ -117,7 +117,7 @@ class Served:
 def train_rank(
     rank: int, case: Case, bucket_bytes: int, lora_rank: int, folder: str, pipe: Connection
 ) -> None:
-    """Commands: ("outbox", (way, share)), ("send", (way, version, whole)), ("full", shared memory), ("gather", bucket)."""
+    """Commands: ("outbox", (way, share)), ("hub", (way, address)), ("send", (way, version, whole)), ("full", shared memory), ("gather", bucket)."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=case.train.world
@@ -141,6 +141,10 @@ def train_rank(
             way, share = argument
             outboxes[way] = Outbox(share, folder, "127.0.0.1", "cpu", TIMEOUT)
             pipe.send(outboxes[way].address)
+        elif kind == "hub":
+            way, hub = argument
+            outboxes[way].join(hub)
+            pipe.send("ready")
         elif kind == "send":
             way, version, complete = argument
             sent = outboxes[way].send(version, parameters, complete=complete)

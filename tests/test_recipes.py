@@ -150,9 +150,9 @@ def test_shares_of_its_weight_sync_are_planned(recipe: str) -> None:
         piece.box.numel * plan.itemsize(piece.tensor) for piece in served
     )
     sender = min(copy.source_rank for copy in gets)
-    sends = replace(sync).plan.copies_from(sender)
-    assert [copy for copy in sends if copy.target_rank == last] == [
-        copy for copy in gets if copy.source_rank == sender
+    sends = replace(sync).plan.deliveries_from(sender)
+    assert [one.box for one in sends if last in one.target_ranks] == [
+        copy.box for copy in gets if copy.source_rank == sender
     ]
 
 

@@ -258,6 +258,19 @@ class Plan:
         ]
         return Account(*sides)
 
+    @collection_paused()
+    def pairs(self) -> set[tuple[int, int]]:
+        """Pairs of a source rank and a target rank that it sends to."""
+        return {
+            (sender, target)
+            for index in range(len(self.target.shards))
+            for flow in self.flows(index)
+            for route in self._routes(flow)
+            for sender, load in zip(route.senders, route.share.loads, strict=True)
+            if load
+            for target in route.targets
+        }
+
     def bytes_received(self) -> list[int]:
         """Bytes that each target rank receives, local copies included."""
         return [sum(received.values()) for received in self.account().received]

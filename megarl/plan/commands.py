@@ -38,7 +38,7 @@ from megarl.plan.page import page
 from megarl.plan.search import Search
 from megarl.plan.sync import LINK_WORDS, MethodCost, PlanReport, planned_sync, report, size_text
 from megarl.util.files import whole_file
-from megarl.weight_sync.sync_plan import SyncPlan
+from megarl.weight_sync.sync_plan import COLOCATED, MAPPED, SyncPlan
 
 
 def _print_json(found: object) -> None:
@@ -351,10 +351,22 @@ def print_sync(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
             f"its device, {size_text(rank.intra_node)} on its node"
             for name, rank in (("most", figures.most), ("least", figures.least))
         ),
-        f"{figures.num_copies:,} copies in {figures.num_buckets:,} buckets of {size_text(figures.bucket_bytes)}; two buckets in "
+        _way_text(figures),
+        f"{figures.num_copies:,} slices in {figures.num_buckets:,} buckets of {size_text(figures.bucket_bytes)}; two buckets in "
         f"a row: at most {size_text(figures.in_flight[0])} on the rank that receives, {size_text(figures.in_flight[1])} on the one "
         "that sends",
     )
+
+
+def _way_text(figures: PlanReport) -> str:
+    average, most = figures.peers
+    met = f"each process has {average:.0f} peers on average, {most} at most, in one communicator"
+    if figures.way == MAPPED or not figures.communicators:
+        return "on GPUs nothing crosses between processes but on the same GPU, by CUDA IPC"
+    if figures.way == COLOCATED:
+        return f"trainer ranks exchange slices among themselves, engine ranks read them by CUDA IPC; {met}"
+    passing = f", {figures.chain} engines pass them on to each other" if figures.chain > 1 else ""
+    return f"trainer ranks send each slice once{passing}; {met}"
 
 
 def _add_method(table: Table, name: str, way: MethodCost) -> None:

@@ -28,7 +28,7 @@ from megarl.models import ModelConfig, logical_tensors, read_model_config
 from megarl.plan.inputs import engine_layout, layout_of, read_config
 from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
-from megarl.weight_sync.sync_plan import SyncPlan
+from megarl.weight_sync.sync_plan import APART, SyncPlan
 
 LINK_WORDS = ("same device", "same node", "other nodes")  # of LINKS
 
@@ -81,9 +81,13 @@ class PlanReport:
         num_parameters, model_bytes: of the full model; in float8 the bytes include the scales.
         reshard, full_gather: megarl's sync, and one in which every rank materialises every full tensor.
         most, least: the engine ranks that get most and least from other devices.
-        num_copies, num_buckets: of `bucket_bytes` at most, for any rank that sends or receives.
+        num_copies, num_buckets: slices that a trainer rank reads; buckets of `bucket_bytes` at most, for any rank that sends or receives.
         in_flight: most bytes that an engine rank and a trainer rank have in two buckets that follow each other: the
             extra memory of a double-buffered sync on either side.
+        way: how weights reach the engines (`SyncPlan.way`).
+        communicators: of each process, for the sync.
+        peers: most ranks with which a process exchanges data over the network, on average, and the most of any.
+        chain: engines that pass the same packets on, one after the other.
     """
 
     num_parameters: int
@@ -96,6 +100,10 @@ class PlanReport:
     num_buckets: int
     bucket_bytes: int
     in_flight: tuple[int, int]
+    way: str
+    communicators: int
+    peers: tuple[float, int]
+    chain: int
 
 
 def pool_places(num_devices: int, per_node: int, first: int = 0) -> tuple[RankPlace, ...]:
@@ -120,25 +128,33 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
     account = plan.account()
     ranks = [RankCost(rank, **received) for rank, received in enumerate(account.received)]
     ranks.sort(key=lambda rank: (rank.intra_node + rank.inter_node, rank.rank))
-    in_flight = tuple(
-        most_in_flight(
-            ((getattr(copy, end), plan.bytes_of(copy)) for copy in bucket) for bucket in sync.buckets
-        )
-        for end in ("target_rank", "source_rank")
+    received = most_in_flight(
+        ((rank, plan.bytes_of(item)) for item in bucket for rank in item.target_ranks) for bucket in sync.buckets
     )
+    packed = most_in_flight(
+        ((item.source_rank, plan.bytes_of(item)) for item in bucket) for bucket in sync.buckets
+    )
+    peers = sync.peers()
+    chain = sync.engines.num_engines if sync.way == APART else 1
+    num_buckets = len(sync.buckets)
     return PlanReport(
         num_parameters=sum(map(prod, logical_tensors(sync.config).values())),
         model_bytes=sum(
             piece.box.numel * plan.itemsize(piece.tensor) for piece in _full_tensors(sync).pieces(0)
         ),
-        reshard=_cost(account, bandwidths),
+        # The last engine of a chain has its last bucket so many buckets after the first one.
+        reshard=_cost(account, bandwidths, rounds=(num_buckets + chain - 1) / num_buckets),
         full_gather=_cost(full_gather(sync), bandwidths),
         most=ranks[-1],
         least=ranks[0],
         num_copies=sum(map(len, sync.buckets)),
-        num_buckets=len(sync.buckets),
+        num_buckets=num_buckets,
         bucket_bytes=sync.bucket_limit,
-        in_flight=in_flight,
+        in_flight=(received, packed),
+        way=sync.way,
+        communicators=int(max(peers) > 0),
+        peers=(sum(peers) / len(peers), max(peers)),
+        chain=chain,
     )
 
 
@@ -158,7 +174,7 @@ def full_gather(sync: SyncPlan) -> Account:
         local = there[place]
         inter = (there[None] - there[place.node]) // ranks_on[place.node]
         received.append({"local": local, "intra_node": there[None] - local - inter, "inter_node": inter})
-    return Account(tuple(received), tuple(received))
+    return Account(tuple(received), tuple(received), ())
 
 
 def _full_tensors(sync: SyncPlan) -> Layout:
@@ -167,12 +183,14 @@ def _full_tensors(sync: SyncPlan) -> Layout:
     return layout if block is None else with_scales(layout, logical_tensors(sync.config), block)
 
 
-def _cost(account: Account, bandwidths: Mapping[str, float]) -> MethodCost:
+def _cost(account: Account, bandwidths: Mapping[str, float], rounds: float = 1.0) -> MethodCost:
+    """`rounds`: factor of the seconds."""
     links = {}
     for link in LINKS:
         received = max(by_link[link] for by_link in account.received)
-        sent = max(by_link[link] for by_link in account.sent_by_link)
-        links[link] = LinkCost(account.by_link[link], received, sent, max(received, sent) / bandwidths[link])
+        sent = max(by_link[link] for by_link in (*account.sent_by_link, *account.passed_on))
+        seconds = rounds * max(received, sent) / bandwidths[link]
+        links[link] = LinkCost(account.by_link[link], received, sent, seconds)
     seconds = max(cost.seconds for cost in links.values())
     return MethodCost(links, max(account.received_from_others), max(account.sent), seconds)
 
@@ -328,6 +346,7 @@ def _sync_plan(
         dtype=getattr(torch, rollout.dtype or "bfloat16"),
         bucket_bytes=rollout.sync_bucket_mb << 20,
         source_places=devices,
+        device="cuda",
         fp8_block=rollout.quantization_block_size if rollout.quantization == "fp8" else None,
     )
     return replace(sync, target_places=best_places(sync, engine_devices))

@@ -30,7 +30,7 @@ from megarl.trainer.roles.adapters import served_adapters
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.model import ModelWorker
 from megarl.weight_sync.links import Token
-from megarl.weight_sync.packets import IPC, Packet, PacketSpec, Slice, SyncShare, aligned
+from megarl.weight_sync.packets import PacketSpec, Slice, SyncShare, aligned
 from megarl.weight_sync.sender import Outbox, SendReport
 
 ENGINE = 0  # the rank that everything goes to
@@ -121,9 +121,9 @@ class _ToNobody(Outbox):
 
     def _connect(self) -> None: ...
 
-    def _hand_over(self, token: Token, packet: Packet, used: int) -> None: ...
+    def _complete(self, token: Token, sent: SendReport) -> None: ...
 
-    def _wait_taken(self, version: int, bucket: int, sent: SendReport) -> None: ...
+    def _wait_taken(self, token: Token, sent: SendReport) -> None: ...
 
 
 def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> int:
@@ -133,8 +133,15 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     freed = frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     slices = replace(sync, adapters=adapters).leaving(worker.info.rank)
+    buckets = _buckets(slices, sync.bucket_limit)
     share = SyncShare(
-        worker.info.rank, {ENGINE: IPC}, _buckets(slices, sync.bucket_limit), {}, sync.fp8_block
+        worker.info.rank,
+        buckets,
+        ((),) * len(buckets),
+        max(spec.nbytes for (spec,) in buckets),
+        {},
+        fp8_block=sync.fp8_block,
+        skip_unchanged=policy.rollout.sync_skip_unchanged,
     )
     with tracker.phase("sync"), tempfile.TemporaryDirectory() as folder:
         worker.outbox = _ToNobody(share, folder, "127.0.0.1", platform.device().type, 1.0)
@@ -163,7 +170,7 @@ def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[PacketSpec, ...
         size += aligned(item.nbytes)
     if current:
         buckets.append(tuple(current))
-    return tuple((PacketSpec(ENGINE, 0, bucket),) for bucket in buckets)
+    return tuple((PacketSpec(0, (ENGINE,), None, 0, bucket),) for bucket in buckets)
 
 
 def release_and_resume(worker: ModelWorker, tracker: Tracker) -> Released:

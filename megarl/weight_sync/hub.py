@@ -237,6 +237,9 @@ class Member:
     def close(self) -> None:
         """Leave: for all other members the exchange has ended. May be called again."""
         self._closed = True
+        with self._news:
+            self._problem = self._problem or "this rank has given up the exchange of weights"
+            self._news.notify_all()
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -306,6 +306,25 @@ class SyncPlan:
         ]
         return leaving, arriving
 
+    def peers(self) -> list[int]:
+        """By member of the exchange the number of others with which it exchanges messages in a complete version.
+
+        Members are the trainer ranks, and, `APART`, the engine ranks after them; without an exchange nobody has peers.
+        """
+        num_sources = self.parallel.world
+        met: list[set[int]] = [set() for _ in range(num_sources + self.engines.num_ranks)]
+        for source, target in {pair for plan in self._plans(complete=True) for pair in plan.pairs()}:
+            if self.way == MAPPED or self.way == COLOCATED and self._near(source, target):
+                continue
+            member = num_sources + target if self.way == APART else self._hosts[target]
+            assert member is not None
+            met[source].add(member)
+            met[member].add(source)
+        for rank, before in self._previous.items():
+            met[num_sources + rank].add(num_sources + before)
+            met[num_sources + before].add(num_sources + rank)
+        return [len(peers) for peers in met][: None if self.way == APART else num_sources]
+
     def leaving(self, rank: int) -> list[Slice]:
         """All slices that one trainer rank sends in a complete version, without their buckets and without planning other ranks."""
         plans = self._plans(complete=True)

@@ -120,7 +120,7 @@ def test_figures_are_those_of_the_plan_that_runs() -> None:
     assert figures.num_copies == sum(map(len, sync.buckets))
     assert max(figures.in_flight) <= 2 * figures.bucket_bytes
     by_hand = max(
-        sum(sync.plan.bytes_of(copy) for bucket in pair for copy in bucket if copy.target_rank == rank)
+        sum(sync.plan.bytes_of(copy) for bucket in pair for copy in bucket if rank in copy.target_ranks)
         for pair in zip(sync.buckets, sync.buckets[1:], strict=False)
         for rank in range(8)
     )
@@ -173,11 +173,12 @@ def test_a_recipe_and_the_same_sizes_as_options_give_the_same_plan(model, capsys
     )
 
 
-def test_engines_on_devices_of_their_own_get_everything_from_other_nodes(model, capsys) -> None:
+def test_engines_on_devices_of_their_own_get_everything_from_other_nodes_and_pass_it_on(model, capsys) -> None:
     report = plan(capsys, "--model", model, *sizes(), "--engines", "2", "--separate", "--dtype", "float32")
-    assert (
-        report["reshard"]["links"]["local"]["total"] == report["reshard"]["links"]["intra_node"]["total"] == 0
-    )
+    # One engine from the trainer's nodes, the other one from the engine on its node.
+    totals = {link: cost["total"] for link, cost in report["reshard"]["links"].items()}
+    assert totals["local"] == 0 < totals["inter_node"] == totals["intra_node"] >= report["model_bytes"]
+    assert (report["way"], report["communicators"], report["chain"]) == ("apart", 1, 2)
     assert report["full_gather"]["max_received"] == report["model_bytes"] == 4 * report["num_parameters"]
     pools = [
         "resource_pools={global: {nnodes: 1, n_gpus_per_node: 8}, serve: {nnodes: 1, n_gpus_per_node: 4}}"

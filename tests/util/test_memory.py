@@ -47,12 +47,12 @@ def test_it_goes_on_as_it_was(on: bool) -> None:
     [
         lambda plan: plan.copies,
         lambda plan: plan.copies_to(1),
-        lambda plan: plan.copies_from(1),
+        lambda plan: plan.deliveries_from(1),
         lambda plan: plan.account(),
         lambda plan: plan.buckets(1 << 20),
         lambda plan: place_engines(plan.source, plan.target, PLACES, RANKS),
     ],
-    ids=["copies", "copies_to", "copies_from", "account", "buckets", "place_engines"],
+    ids=["copies", "copies_to", "deliveries_from", "account", "buckets", "place_engines"],
 )
 def test_no_collection_in_a_plan(work: Callable[[Plan], object]) -> None:
     """Each of these makes thousands of tuples; the collector looks at every few hundred new ones (Python 3.11: 700).

@@ -10,6 +10,8 @@ on the same shards, in the same buckets:
   that both ends map, as in every version but the first;
 - full gather (`full_gather.py`): every trainer rank gathers every full tensor, the engine rank on its device slices them.
 
+Cases named `apart` have 1, 2 and 4 engines with devices of their own; they have one way, over gloo, in which engines pass packets on.
+
 In each round all of them take their turn. A time is that of the slowest rank from a common start. A first round of each
 (connections, first touch) is not counted; after it the engine ranks' parameters are compared with the model's tensors.
 
@@ -34,9 +36,11 @@ from weight_sync_ranks import TIMEOUT, Ranks, answers, call, full_gather
 
 from megarl.weight_sync.layouts import hf_layout
 from megarl.weight_sync.receiver import InboxFile
+from megarl.weight_sync.sync_plan import APART
 
 ADAPTERS = "adapters"
-TRANSPORTS = {"megarl": "shared_memory", "megarl p2p": "p2p", ADAPTERS: "shared_memory"}
+P2P = "megarl p2p"
+TRANSPORTS = {"megarl": "shared_memory", P2P: "p2p", ADAPTERS: "shared_memory"}
 GATHER = "full gather"
 WAYS = (*TRANSPORTS, GATHER)
 ENVIRONMENT = {
@@ -55,6 +59,7 @@ class Megarl:
         adapters = lora_of(case, lora_rank) if way == ADAPTERS else None
         plan = sync_plan(case, bucket_bytes, TRANSPORTS[way], adapters)
         sources, targets = plan.shares()
+        self._peers, self._chain = plan.peers(), plan.way == APART
         for pipe, share in zip(ranks.trainers, sources, strict=True):
             pipe.send(("outbox", (way, share)))
         addresses = {address.rank: address for address in answers(ranks.trainers)}
@@ -86,9 +91,15 @@ class Megarl:
             "bytes_received_max": max(
                 by_link["intra_node"] + by_link["inter_node"] for by_link in self._planned.received
             ),
-            "extra_bytes_max": max(buffers),
+            "extra_bytes_max": max(buffers) if not self._chain else max(buffer for _, buffer in (*sent, *received)),
             "bytes_total": sum(planned),
+            "bytes_sent_max": max(count for count, _ in sent),
+            "peers_max": max(self._peers),
         }
+
+
+def ways_of(case: Case) -> tuple[str, ...]:
+    return (P2P,) if case.apart else WAYS
 
 
 def _padded(found: list[tuple[int, int]], count: int) -> list[int]:
@@ -122,11 +133,12 @@ class GatherAll:
 def measure(name: str, case: Case, bucket_bytes: int, rounds: int, lora_rank: int) -> dict[str, Any]:
     """All ways of a case."""
     model = sum(piece.box.numel for piece in hf_layout(model_of(case)).pieces(0)) * DTYPE.itemsize
-    result: dict[str, Any] = {"case": name, "model_bytes": model, **{way: {"seconds": []} for way in WAYS}}
+    ways = ways_of(case)
+    result: dict[str, Any] = {"case": name, "model_bytes": model, **{way: {"seconds": []} for way in ways}}
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(case, bucket_bytes, lora_rank, folder)
         running: dict[str, Megarl | GatherAll] = {}
-        for way in WAYS:
+        for way in ways:
             one = (
                 GatherAll(ranks, case, bucket_bytes)
                 if way == GATHER
@@ -138,19 +150,21 @@ def measure(name: str, case: Case, bucket_bytes: int, rounds: int, lora_rank: in
             if not all(call(ranks.engines, "check")):
                 raise RuntimeError(f"{name}, {way}: an engine rank holds other weights than the trainer's")
         for _ in range(rounds):
-            for way in WAYS:
+            for way in ways:
                 begun = time.perf_counter()
                 figures = running[way].round()
                 result[way]["seconds"].append(time.perf_counter() - begun)
                 result[way] |= figures
         ranks.close()
-    for way in WAYS:
+    for way in ways:
         result[way]["median_seconds"] = statistics.median(result[way]["seconds"])
     return result
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """One row a transition; p2p moves the same bytes as shared memory. Then the same of adapters alone."""
+    """One row a transition; p2p moves the same bytes as shared memory. Then the same of adapters alone, and of engines apart."""
+    apart = [result for result in results if ADAPTERS not in result]
+    results = [result for result in results if ADAPTERS in result]
     full = [way for way in WAYS if way != ADAPTERS]
     table = Table(title=f"{' | '.join(full)}: the most of any rank, in MB; seconds as median (least-most)")
     for heading in ("transition", "model", "received from others", "extra memory", "seconds", "times faster"):
@@ -179,6 +193,18 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{weights['median_seconds'] / adapters['median_seconds']:.1f}",
         ]
         table.add_row(result["case"], *cells)
+    Console(width=160).print(table)
+    table = Table(title="engines with devices of their own, over gloo: the most of any rank, in MB; seconds as median (least-most)")
+    for heading in ("transition", "model", "sent by a trainer rank", "extra memory", "peers", "seconds"):
+        table.add_column(heading, justify="left" if heading == "transition" else "right", no_wrap=True)
+    for result in apart:
+        way = result[P2P]
+        sizes = [result["model_bytes"], way["bytes_sent_max"], way["extra_bytes_max"]]
+        least, most = min(way["seconds"]), max(way["seconds"])
+        seconds = f"{way['median_seconds']:.2f} ({least:.2f}-{most:.2f})"
+        table.add_row(
+            result["case"], *(f"{size / 1e6:.0f}" for size in sizes), str(way["peers_max"]), seconds
+        )
     Console(width=160).print(table)
 
 

@@ -18,12 +18,13 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """One transition; `layers` of the model."""
+    """One transition; `layers` of the model. `apart`: engines have a machine of their own."""
 
     train: ParallelLayout
     engine: EngineLayout
     moe: bool = False
     layers: int = 8
+    apart: bool = False
 
 
 CASES = {
@@ -32,6 +33,12 @@ CASES = {
     "TP2 -> TP4": Case(ParallelLayout(2, tp=2), EngineLayout(tp=4)),
     "PP4 -> TP2": Case(ParallelLayout(4, pp=4), EngineLayout(tp=2)),
     "EP4 -> EP2xTP2": Case(ParallelLayout(4, ep=4), EngineLayout(tp=4, ep=2), moe=True, layers=4),
+    **{
+        f"TP2 -> {number} x TP1 apart": Case(
+            ParallelLayout(2, tp=2), EngineLayout(tp=1, num_engines=number), layers=4, apart=True
+        )
+        for number in (1, 2, 4)
+    },
 }
 
 
@@ -73,6 +80,11 @@ def lora_of(case: Case, rank: int) -> LoraConfig:
 def sync_places(case: Case) -> tuple[tuple[RankPlace, ...], tuple[RankPlace, ...]]:
     """The devices of the trainer's and of the engine's ranks, the latter placed where most of their weights are."""
     config, train, engine = model_of(case), case.train, case.engine
+    if case.apart:
+        return tuple(
+            tuple(RankPlace(node, str(number)) for number in range(count))
+            for node, count in (("trainer", train.world), ("engines", engine.num_ranks))
+        )
     devices = tuple(RankPlace("node", str(number)) for number in range(max(train.world, engine.num_ranks)))
     sources = devices[: train.world]
     order = place_engines(

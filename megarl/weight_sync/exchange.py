@@ -5,8 +5,8 @@ sends those of the same bucket (a trainer rank) or of the one before (an engine 
 those of the plan; none is sent. Only where unchanged slices are left out a round has two parts: the headers of its packets say which slices
 follow, and these come after them.
 
-How bytes move is a `Transport`: torch's process groups (`GroupTransport`: NCCL on GPUs, gloo on CPUs). All messages of a round
-are one grouped operation, which the host waits for once.
+How bytes move is a `Transport`: torch's process groups (`GroupTransport`: NCCL on GPUs, gloo on CPUs), where all messages of a round
+are one grouped operation, which the host waits for once; or NIXL (nixl_transport.py).
 
 If a member dies, gives up or is silent for too long, the others raise a `LinkError` that names it (hub.py).
 """
@@ -23,7 +23,7 @@ import torch
 from megarl.util import nccl
 from megarl.weight_sync.hub import Member, MemberStore
 from megarl.weight_sync.links import LinkError
-from megarl.weight_sync.packets import HEADER, ExchangeShare, Message, aligned, header_bytes
+from megarl.weight_sync.packets import HEADER, NIXL, ExchangeShare, Message, aligned, header_bytes
 
 
 class Part(NamedTuple):
@@ -53,6 +53,9 @@ class Moving(Protocol):
 class Transport(Protocol):
     """Moves parts between members. Of a pair of members, both list their parts of a call in the same order."""
 
+    def use(self, slots: Sequence[torch.Tensor]) -> None:
+        """Say in which memory all parts lie until this is called again."""
+
     def move(self, sends: Sequence[Part], receives: Sequence[Part]) -> Moving:
         """Begin to move parts."""
 
@@ -75,6 +78,7 @@ class Exchange:
             first: the first bucket of the version.
         """
         assert self._moving is None, "one round at a time"
+        self._transport.use(slots)
         receives = self._parts(self._share.receives, bucket, slots, first)
         sends = self._parts(self._share.sends, bucket - self._share.behind, slots, first)
         if not receives and not sends:
@@ -159,6 +163,9 @@ class GroupTransport:
             member.while_all_live(lambda: self._group.eager_connect_single_device(place))
         member.on_end(self._abort)
 
+    def use(self, slots: Sequence[torch.Tensor]) -> None:
+        """A process group takes any memory."""
+
     def move(self, sends: Sequence[Part], receives: Sequence[Part]) -> Moving:
         group = self._group
         if group is None:
@@ -221,6 +228,22 @@ class _Works:
         for peer, work in self._works:
             self._transport.wait(peer, work)
         self._works, self._parts = [], ()
+
+
+def join_exchange(
+    share: ExchangeShare, hub: tuple[str, int], device: str, timeout: float, skip_unchanged: bool
+) -> Exchange:
+    """Join the exchange whose members meet at `hub`; returns when all have come.
+
+    Raises:
+        LinkError: a member did not come in time, or is gone.
+    """
+    member = Member(hub, share.member, share.name, timeout)
+    if share.transport == NIXL:
+        from megarl.weight_sync.nixl_transport import NixlTransport
+
+        return Exchange(share, NixlTransport(member, share.size, device), skip_unchanged)
+    return Exchange(share, GroupTransport(member, share.size, device), skip_unchanged)
 
 
 def agree(member: Member, here: Mapping[str, str]) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megarl.weight_sync.exchange import Exchange, GroupTransport
-from megarl.weight_sync.hub import Member
+from megarl.weight_sync.exchange import Exchange, join_exchange
 from megarl.weight_sync.links import ControlChannel, LinkError, Token
 from megarl.weight_sync.packets import Address, SyncShare
 
@@ -49,9 +48,7 @@ class Inbox:
         self._exchange: Exchange | None = None
         if share.exchange is not None:
             assert hub is not None, "a member of the exchange is told where the others are"
-            member = Member(hub, share.exchange.member, share.exchange.name, timeout)
-            transport = GroupTransport(member, share.exchange.size, device)
-            self._exchange = Exchange(share.exchange, transport, share.skip_unchanged)
+            self._exchange = join_exchange(share.exchange, hub, device, timeout, share.skip_unchanged)
 
     @property
     def buffer_bytes(self) -> int:

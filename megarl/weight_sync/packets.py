@@ -28,6 +28,7 @@ from megarl.layout.boxes import Box
 
 ALIGNMENT = 16
 HEADER = 16  # bytes of version and bucket
+GROUP, NIXL = "group", "nixl"  # what carries messages: a process group of torch's, or NIXL
 # How a source reads a slice: converted to another type; quantised to float8; or the scales of the quantised blocks, for which
 # `box` counts blocks of `local`.
 READINGS = CONVERT, QUANTISE, SCALE = "convert", "quantise", "scale"
@@ -109,6 +110,7 @@ class ExchangeShare:
         sends, receives: messages by bucket.
         behind: buckets between the one that it receives and the one that it sends at the same time: 0 for a trainer rank; 1 for
             an engine rank, which passes on what it has received.
+        transport: GROUP or NIXL.
     """
 
     member: int
@@ -117,6 +119,7 @@ class ExchangeShare:
     sends: tuple[tuple[Message, ...], ...]
     receives: tuple[tuple[Message, ...], ...]
     behind: int = 0
+    transport: str = GROUP
 
     @property
     def peers(self) -> frozenset[int]:

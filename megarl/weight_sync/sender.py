@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.weight_sync.exchange import Exchange, GroupTransport
-from megarl.weight_sync.hub import Hub, Member
+from megarl.weight_sync.exchange import Exchange, join_exchange
+from megarl.weight_sync.hub import Hub
 from megarl.weight_sync.inbox import OFFER, RANK, slots_closed_token
 from megarl.weight_sync.links import ControlChannel, LinkError, Token, naming_peer
 from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, Address, Packet, PacketSpec, SyncShare, checksum
@@ -169,13 +169,13 @@ class Outbox:
             LinkError: names the rank that is gone or silent; all connections are given up.
         """
         share = self._share
-        assert complete or held is None, "checksums are remembered for complete versions only"
-        assert held is None or share.skip_unchanged
         if self._closed:
             raise LinkError(
                 "this trainer rank gave up its links: trainer and engines have to be connected anew"
             )
         try:
+            assert complete or held is None, "checksums are remembered for complete versions only"
+            assert held is None or share.skip_unchanged, "engine ranks expect all slices"
             if not self._slots:
                 self._take_slots()
             sent = SendReport(version, buffer_bytes=self.buffer_bytes)
@@ -232,9 +232,9 @@ class Outbox:
             self._channels[rank] = channel
         if share.exchange is not None and self._exchange is None:
             assert self._hub_address is not None, "nobody said where the members of the exchange meet"
-            member = Member(self._hub_address, share.exchange.member, share.exchange.name, self._timeout)
-            transport = GroupTransport(member, share.exchange.size, self._device)
-            self._exchange = Exchange(share.exchange, transport, share.skip_unchanged)
+            self._exchange = join_exchange(
+                share.exchange, self._hub_address, self._device, self._timeout, share.skip_unchanged
+            )
 
     def _accept(self, missing: list[int]) -> tuple[int, ControlChannel]:
         """Accept the next engine rank that connects, which must be one of `missing`."""

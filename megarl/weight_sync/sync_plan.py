@@ -42,6 +42,8 @@ from megarl.weight_sync.layouts import (
 )
 from megarl.weight_sync.packets import (
     CONVERT,
+    GROUP,
+    NIXL,
     QUANTISE,
     SCALE,
     ExchangeShare,
@@ -53,7 +55,7 @@ from megarl.weight_sync.packets import (
 )
 from megarl.weight_sync.quantize import SCALES, Block, dtype_in_fp8, is_quantised, with_scales
 
-AUTO, SHARED_MEMORY, P2P = "auto", "shared_memory", "p2p"  # rollout.sync_transport
+AUTO, SHARED_MEMORY, P2P = "auto", "shared_memory", "p2p"  # rollout.sync_transport, which may be NIXL, too
 WAYS = MAPPED, COLOCATED, APART = "mapped", "colocated", "apart"
 # Trainer ranks from which an engine rank takes slices of one kind (those that the same trainer ranks hold), where the trainer has so
 # few shards that all of its kinds together have this many senders. NCCL keeps buffers for every peer.
@@ -74,7 +76,7 @@ class SyncPlan:
         source_places, target_places: where trainer and engine ranks run (None: each on a machine of its own).
         device: "cpu" or "cuda": where both ends have their tensors.
         transport: AUTO: memory is shared wherever it can be. SHARED_MEMORY: there is nothing else. P2P: memory is shared on a device
-            alone.
+            alone. NIXL: likewise, and NIXL carries messages.
         skip_unchanged: whether slices that have not changed are left out.
         fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
         adapters: the adapters that the engines serve separately, on top of unmerged weights; None: none.
@@ -197,7 +199,7 @@ class SyncPlan:
             return self.transport == SHARED_MEMORY
         here, there = self.source_places[source], self.target_places[target]
         # On GPUs a process maps memory of its own device alone: it may not see the others.
-        by_device = self.device == "cuda" or self.transport == P2P
+        by_device = self.device == "cuda" or self.transport in (P2P, NIXL)
         return here == there if by_device else here.node == there.node
 
     @cached_property
@@ -282,25 +284,21 @@ class SyncPlan:
         crosses = any(messages for member in members for messages in member.sends)
         factor = scaling(self.adapters) if self.adapters is not None else None
         common: dict[str, Any] = {"frozen": self.frozen, "skip_unchanged": self.skip_unchanged}
+
+        def exchange(side: _Side, member: int, behind: int) -> ExchangeShare | None:
+            if not crosses or member >= len(members):
+                return None
+            sends, receives = (tuple(map(tuple, messages)) for messages in (side.sends, side.receives))
+            transport = NIXL if self.transport == NIXL else GROUP
+            return ExchangeShare(member, len(members), num_sources, sends, receives, behind, transport)
+
         leaving = [
-            side.share(
-                rank,
-                {},
-                side.exchange(rank, len(members), num_sources) if crosses else None,
-                fp8_block=self.fp8_block,
-                **common,
-            )
+            side.share(rank, {}, exchange(side, rank, 0), fp8_block=self.fp8_block, **common)
             for rank, side in enumerate(trainers)
         ]
         arriving = [
             side.share(
-                rank,
-                self._padding(rank),
-                side.exchange(num_sources + rank, len(members), num_sources, behind=1)
-                if crosses and self.way == APART
-                else None,
-                scaling=factor,
-                **common,
+                rank, self._padding(rank), exchange(side, num_sources + rank, 1), scaling=factor, **common
             )
             for rank, side in enumerate(engines)
         ]
@@ -410,10 +408,6 @@ class _Side:
         start = self._filled[bucket]
         self._filled[bucket] += packet_bytes([item.nbytes for item in slices])
         return start
-
-    def exchange(self, member: int, size: int, num_trainers: int, behind: int = 0) -> ExchangeShare:
-        sends, receives = (tuple(map(tuple, side)) for side in (self.sends, self.receives))
-        return ExchangeShare(member, size, num_trainers, sends, receives, behind)
 
     def share(
         self, rank: int, padding: dict[str, int], exchange: ExchangeShare | None, **more: Any

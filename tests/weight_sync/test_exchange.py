@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weight_sync import exchange
+from megarl.weight_sync import exchange, hub
 from megarl.weight_sync.exchange import Exchange, GroupTransport, Part, agree
 from megarl.weight_sync.hub import GONE, Hub, Member
 from megarl.weight_sync.links import LinkError
@@ -48,16 +48,16 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
 @pytest.fixture
 def join() -> Iterator[Callable[..., Member]]:
     """join(number, timeout=...) -> a member of one exchange."""
-    hub, members = Hub("127.0.0.1"), []
+    meeting, members = Hub("127.0.0.1"), []
 
     def join(number: int, timeout: float = PATIENCE) -> Member:
-        members.append(Member(hub.address, number, name, timeout))
+        members.append(Member(meeting.address, number, name, timeout))
         return members[-1]
 
     yield join
     for member in members:
         member.close()
-    hub.close()
+    meeting.close()
 
 
 def test_a_value_reaches_who_asks_before_and_after_it_is_set(join) -> None:
@@ -92,9 +92,9 @@ def test_the_end_of_a_member_is_told_to_all_by_name_also_to_those_who_come_later
 
 
 def test_the_end_of_the_hub_is_the_end_of_the_first_trainer_rank() -> None:
-    hub = Hub("127.0.0.1")
-    member = Member(hub.address, 1, name, PATIENCE)
-    hub.close()
+    meeting = Hub("127.0.0.1")
+    member = Member(meeting.address, 1, name, PATIENCE)
+    meeting.close()
     assert member.wait_for_word() == f"trainer rank 0 {GONE}"
     with pytest.raises(LinkError, match="trainer rank 0 could not be reached"):
         Member(("127.0.0.1", 1), 1, name, PATIENCE)
@@ -142,7 +142,8 @@ def test_closing_a_member_ends_what_waits_at_all_others_and_names_it(join) -> No
         transports[0].move([], [part(1, nothing)])
 
 
-def test_a_silent_member_is_named_within_the_timeout(join) -> None:
+def test_a_silent_member_is_named_within_the_timeout(join, monkeypatch) -> None:
+    monkeypatch.setattr(hub, "WORD_SECONDS", 0.2)  # nobody ends, so the hub has nothing to tell
     making = [in_thread(lambda n=n: GroupTransport(join(n, timeout=1.0), 2, "cpu")) for n in range(2)]
     transports = [make() for make in making]
     with pytest.raises(LinkError, match="trainer rank 0 .* within 1 s|trainer rank 0 said nothing for 1 s"):
@@ -155,6 +156,8 @@ class Wires:
     def __init__(self) -> None:
         self.rounds: list[tuple[list[Part], list[Part]]] = []
         self.waited = 0
+
+    def use(self, slots) -> None: ...
 
     def move(self, sends, receives):
         self.rounds.append((list(sends), list(receives)))

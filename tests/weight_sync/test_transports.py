@@ -14,6 +14,7 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.packets import NIXL
 from megarl.weight_sync.receiver import InboxFile, Receiver
 from megarl.weight_sync.sender import Outbox
 from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
@@ -43,12 +44,12 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def make_sync(folder: str, way: str) -> SyncPlan:
+def make_sync(folder: str, way: str, network: str = P2P) -> SyncPlan:
     """From two trainer ranks with two pipeline stages into an engine of two ranks; apart: into two engines of one rank."""
     config = read_model_config(folder)
     engines = EngineLayout(1, num_engines=2) if way == APART else EngineLayout(2)
     places = tuple(RankPlace("node", str(rank)) for rank in range(2)) if way == COLOCATED else None
-    transport = SHARED_MEMORY if way == MAPPED else P2P
+    transport = SHARED_MEMORY if way == MAPPED else network
     parallel = ParallelLayout(world=SOURCES, pp=SOURCES)
     sync = SyncPlan(config, parallel, engines, torch.float32, BUCKET, places, places, transport=transport)
     assert sync.way == way
@@ -81,9 +82,11 @@ def ends(rank: int, folder: str, sync: SyncPlan, scratch: str, timeout: float):
     return InboxFile(share, dict(enumerate(addresses[:SOURCES])), hub, timeout), tensors
 
 
-def _syncs(rank, world, folder, way, scratch):
+def _syncs(rank, world, folder, way, scratch, network=P2P):
     """Two versions; returns what they added to this process's memory, of its own and shared, and its buffers' bytes."""
-    sync = make_sync(folder, way)
+    if network == NIXL:
+        os.environ["UCX_TLS"] = "tcp"  # nothing that needs both ends on one machine
+    sync = make_sync(folder, way, network)
     end, tensors = ends(rank, folder, sync, scratch, 30.0)
     torch.distributed.barrier()
     own, shared = memory("Anon"), memory("Shmem")
@@ -116,6 +119,13 @@ def test_two_buckets_of_memory_as_the_kernel_counts_it(ranks, model, tmp_path, w
         assert shared <= slots * (SOURCES if way == MAPPED and rank >= SOURCES else 1), (rank, shared)
 
 
+@pytest.mark.parametrize("way", [COLOCATED, APART])
+def test_by_nixl_over_tcp(ranks, model, tmp_path, way):
+    pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
+    for _, _, buffers in ranks.run(_syncs, model, way, str(tmp_path), NIXL):
+        assert buffers[0] == buffers[1]
+
+
 class DyingOutbox(Outbox):
     def _complete(self, token, sent):
         if token[1] == 2:
@@ -123,8 +133,8 @@ class DyingOutbox(Outbox):
         super()._complete(token, sent)
 
 
-def _source_dies(rank, world, folder, way, scratch):
-    sync = make_sync(folder, way)
+def _source_dies(rank, world, folder, way, scratch, network=P2P):
+    sync = make_sync(folder, way, network)
     end, tensors = ends(rank, folder, sync, scratch, 60.0)
     if rank < SOURCES:
         end.__class__ = DyingOutbox if rank == 1 else Outbox
@@ -133,8 +143,8 @@ def _source_dies(rank, world, folder, way, scratch):
         Receiver(Shard(tensors), end, "session").receive(1)
 
 
-def _target_dies(rank, world, folder, way, scratch):
-    sync = make_sync(folder, way)
+def _target_dies(rank, world, folder, way, scratch, network):
+    sync = make_sync(folder, way, network)
     end, tensors = ends(rank, folder, sync, scratch, 60.0)
     if rank < SOURCES:
         end.send(1, tensors)
@@ -147,16 +157,21 @@ def _target_dies(rank, world, folder, way, scratch):
 
 # A pool whose rank died starts anew, which takes long: so not all four.
 @pytest.mark.parametrize(
-    ("dies", "way", "message"),
+    ("dies", "way", "network", "message"),
     [
-        (_source_dies, MAPPED, r"LinkError: trainer rank 1 "),
-        (_source_dies, COLOCATED, r"LinkError: trainer rank 1 "),
-        (_target_dies, APART, r"LinkError: engine rank 0 "),
+        (_source_dies, MAPPED, P2P, r"LinkError: trainer rank 1 "),
+        (_source_dies, COLOCATED, P2P, r"LinkError: trainer rank 1 "),
+        (_source_dies, APART, NIXL, r"LinkError: trainer rank 1 "),
+        (_target_dies, APART, P2P, r"LinkError: engine rank 0 "),
     ],
 )
-def test_an_end_that_dies_is_named_by_those_that_wait_for_it(ranks, model, tmp_path, dies, message, way):
+def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
+    ranks, model, tmp_path, dies, message, way, network
+):
+    if network == NIXL:
+        pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
     with pytest.raises(RankError, match=message):
-        ranks.run(dies, model, way, str(tmp_path), timeout=40)  # less than the ends would wait
+        ranks.run(dies, model, way, str(tmp_path), network, timeout=40)  # less than the ends would wait
 
 
 def _send_from_gpu(share, folder, address, tensors):

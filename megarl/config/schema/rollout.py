@@ -43,7 +43,7 @@ class MultiTurnConfig:
 ROLLOUT_ENGINES = ("sglang",)
 
 
-SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
+SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p", "nixl")
 
 
 LORA_SYNCS = ("adapters", "merged")
@@ -160,7 +160,8 @@ class RolloutConfig:
     )
     sync_bucket_mb: int = option("MiB that a rank sends or receives of a weight sync at a time.", 256, ge=1)
     sync_transport: str = option(
-        "How weights travel; auto: in shared memory within a machine (on GPUs: within a GPU), else point to point.",
+        "How weights travel; auto: in shared memory within a machine (on GPUs: within a GPU), else over NCCL or gloo; p2p: over these "
+        "between all devices; nixl: the same by NIXL (package nixl), over RDMA or TCP.",
         "auto",
         choices=SYNC_TRANSPORTS,
     )

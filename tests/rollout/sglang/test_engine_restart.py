@@ -34,7 +34,8 @@ def kill(engine: EngineProcess) -> None:
 
 def connect(engine: EngineProcess, model: Model, folder: Path) -> Sender:
     """A trainer rank with `model`'s weights and links of its own, as after `megarl.trainer.roles.weight_sync.connect`."""
-    sender = Sender(folder, [rank_slices(model.state, model.hf.config, 1, 0)], timeout=LINK_TIMEOUT)
+    slices = [rank_slices(model.state, model.hf.config, 1, 0)]
+    sender = Sender(folder, slices, timeout=LINK_TIMEOUT, skip_unchanged=True)
     engine.call("connect", sender.inboxes)
     return sender
 

@@ -241,7 +241,11 @@ def _trained(
     }
     yield from _model_owners(stages, role, pool, parts, f"update_{role}", "evaluate_models", shared_head)
     if role == "actor":
-        bucket = SLOTS * (config.actor_rollout_ref.rollout.sync_bucket_mb << 20)
+        rollout = config.actor_rollout_ref.rollout
+        bucket = SLOTS * (rollout.sync_bucket_mb << 20)
+        # Where engines share the devices a trainer rank also receives for the engine rank on its device.
+        if rollout.resource_pool == pool and pool_devices(config.resource_pools, pool) > 1:
+            bucket *= 2
         yield Owner("actor_sync_buffers", role, pool, (bucket,) * len(stages), frozenset({"sync"}))
         if any(stage.merged for stage in stages):
             yield Owner("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
@@ -317,8 +321,8 @@ def engine_owners(
         Owner(name, "rollout", pool, (size,), _when(needs, name) if freed else None)
         for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))
     ]
-    # Data of another GPU comes into slots of the rank's own; data on its own GPU is read in place.
-    if pool != policy.actor.resource_pool or pool_devices(config.resource_pools, pool) > 1:
+    # Engines with devices of their own receive into slots of their own; others read the trainer's.
+    if pool != policy.actor.resource_pool:
         buffers = (SLOTS * (rollout.sync_bucket_mb << 20),)
         found.append(Owner("rollout_sync_buffers", "rollout", pool, buffers, frozenset({"sync"})))
     return found, tokens, token

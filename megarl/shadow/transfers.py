@@ -32,6 +32,7 @@ from megarl.trainer.workers.model import ModelWorker
 from megarl.weight_sync.links import Token
 from megarl.weight_sync.packets import PacketSpec, Slice, SyncShare, aligned
 from megarl.weight_sync.sender import Outbox, SendReport
+from megarl.weight_sync.sync_plan import COLOCATED
 
 ENGINE = 0  # the rank that everything goes to
 WHOLE_BUCKETS = (
@@ -134,11 +135,13 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     slices = replace(sync, adapters=adapters).leaving(worker.info.rank)
     buckets = _buckets(slices, sync.bucket_limit)
+    # Where engines share the devices, slots also have room for what other ranks send.
+    received = sync.bucket_limit if sync.way == COLOCATED else 0
     share = SyncShare(
         worker.info.rank,
         buckets,
         ((),) * len(buckets),
-        max(spec.nbytes for (spec,) in buckets),
+        max(spec.nbytes for (spec,) in buckets) + received,
         {},
         fp8_block=sync.fp8_block,
         skip_unchanged=policy.rollout.sync_skip_unchanged,

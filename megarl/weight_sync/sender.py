@@ -188,8 +188,12 @@ class Outbox:
             travelling: int | None = None  # the bucket whose packets are on their way between members
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
-                if bucket - len(self._slots) >= first:
-                    self._wait_taken((version, bucket - len(self._slots)), sent)
+                before = bucket - len(self._slots)
+                if travelling is not None and travelling <= before:  # there is one slot, as there is one bucket
+                    self._complete((version, travelling), sent)
+                    travelling = None
+                if before >= first:
+                    self._wait_taken((version, before), sent)
                 if bucket < num_buckets:
                     self._pack((version, bucket), parameters, held, sent)
                 if travelling is not None:  # it travelled while this bucket was packed

@@ -89,6 +89,19 @@ def test_all_engines_get_their_shards_and_no_byte_more(tiny_model, start, family
 
 
 @pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
+@pytest.mark.parametrize("skip_unchanged", [False, True])
+def test_a_model_of_a_single_bucket(tiny_model, start, way, skip_unchanged):
+    model, parallel, engines = tiny_model("qwen2"), ParallelLayout(world=2, tp=2), EngineLayout(1, num_engines=2)
+    more = {"skip_unchanged": skip_unchanged, **ways(parallel, engines)[way]}
+    sync = SyncPlan(model.config, parallel, engines, torch.float32, 1 << 30, **more)
+    assert len(sync.buckets) == 1 and sync.way == way
+    transfer = start(model, sync)
+    for version in (1, 2):
+        transfer.run(version)
+    assert_holds(transfer, model.decoder, model.config.hf, engines)
+
+
+@pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
 @pytest.mark.parametrize(("family", "parallel", "engines"), [CASES[0], CASES[-1]])
 def test_each_side_takes_two_buckets_of_memory_at_most(tiny_model, start, family, parallel, engines, way):
     """Where trainer ranks receive for engine ranks, they have these's two buckets as well."""

@@ -34,7 +34,8 @@ def test_point_to_point_in_float8_and_only_what_changed(task, tmp_path):
     assert second["sync/bytes_unchanged"] < 0.5 * total
     for step in (first, second):
         assert step["sync/bytes_max_per_rank"] == total / 2
-        assert 0 < step["sync/engine_buffer_bytes_max"] <= 2 * (1 << 20)
+        # trainer ranks receive for engine ranks: two buckets of each
+        assert step["sync/engine_buffer_bytes_max"] == 0 < step["sync/trainer_buffer_bytes_max"]
         # the engine's weights are rounded to 3 bits: close, but not as close as float32 would be
         assert 1e-4 < step["training/rollout_log_prob_diff_max"] < 0.5
     for step, model in ((0, task / "model"), (2, tmp_path / "hf")):

@@ -135,13 +135,14 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     slices = replace(sync, adapters=adapters).leaving(worker.info.rank)
     buckets = _buckets(slices, sync.bucket_limit)
-    # Where engines share the devices, slots also have room for what other ranks send.
-    received = sync.bucket_limit if sync.way == COLOCATED else 0
+    packed = max(spec.nbytes for (spec,) in buckets)
+    # Where engines share the devices, slots also have room for packets of other ranks: for as many bytes as leave.
+    received = packed if sync.way == COLOCATED else 0
     share = SyncShare(
         worker.info.rank,
         buckets,
         ((),) * len(buckets),
-        max(spec.nbytes for (spec,) in buckets) + received,
+        packed + received,
         {},
         fp8_block=sync.fp8_block,
         skip_unchanged=policy.rollout.sync_skip_unchanged,

@@ -71,7 +71,7 @@ def _launch_copies(
 ) -> None:
     if len(table.copy_tiles):
         kernels().copy_slices[(len(table.copy_tiles),)](
-            table.copies, table.copy_tiles, slot, checksums, TILE, to_slot, from_slot
+            table.copies, table.copy_tiles, slot, checksums, TILE, to_slot, from_slot, num_warps=8
         )
 
 

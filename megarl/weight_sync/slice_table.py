@@ -205,8 +205,9 @@ def _copy_row(part: torch.Tensor, dtype: torch.dtype, offset: int, index: int) -
         kind, kind_out = FLOATS[part.dtype], FLOATS[dtype]
         size_bits = dtype.itemsize.bit_length() - 1
     assert len(dims) <= 3, f"slices have 1 to 3 dimensions: {tuple(part.shape)}"
-    (size_0, stride_0), (size_1, stride_1), (size_2, stride_2) = [(1, 0)] * (3 - len(dims)) + dims
-    width_bits = _width_bits(size_1, size_2)
+    dims = [(1, 0)] * (3 - len(dims)) + dims
+    (size_0, stride_0), (size_1, stride_1), (size_2, stride_2) = dims
+    width_bits = _width_bits(dims)
     width, height = 1 << width_bits, TILE >> width_bits
     row = CopyRow(
         address=address,
@@ -249,15 +250,27 @@ def _can_widen(dims: list[tuple[int, int]], address: int, size: int) -> bool:
     return stride == 1 and even and address % (2 * size) == 0
 
 
-def _width_bits(rows: int, columns: int) -> int:
-    """The tile, as wide as possible, of which fewest elements lie outside a slice; rows of 32 elements are read at once."""
+def _width_bits(dims: list[tuple[int, int]]) -> int:
+    """Of the tiles of which fewest elements lie outside a slice, the widest; rows of 32 elements are read at once.
+
+    Args:
+        dims: (size, stride) of the slice's three dimensions.
+    """
+    (rows, _), (columns, _) = dims[1:]
     narrowest = power_of_two(min(columns, 32)).bit_length() - 1
 
     def lanes(bits: int) -> int:
         width, height = 1 << bits, TILE >> bits
         return -(-rows // height) * height * (-(-columns // width) * width)
 
-    return min(reversed(range(narrowest, TILE.bit_length())), key=lanes)
+    fitting = (bits for bits in range(narrowest, TILE.bit_length()) if _spans(dims, TILE >> bits, 1 << bits))
+    return min(sorted(fitting, reverse=True), key=lanes)
+
+
+def _spans(dims: list[tuple[int, int]], height: int, width: int) -> bool:
+    """Whether offsets within tiles of these sizes are int32, in a parameter and packed."""
+    (_, stride_1), (columns, stride_2) = dims[1:]
+    return (height - 1) * max(abs(stride_1), columns) + (width - 1) * abs(stride_2) < 1 << 31
 
 
 def _block_row(read: SliceRead, block: Block, index: int) -> tuple[BlockRow, int]:
@@ -278,6 +291,7 @@ def _block_row(read: SliceRead, block: Block, index: int) -> tuple[BlockRow, int
         number = -(-(row + rows) // block[0]) - first[0], -(-(column + columns) // block[1]) - first[1]
         within = zip((row, column), (rows, columns), extents, strict=True)
     assert all(begin + count <= extent for begin, count, extent in within), (box, source.shape)
+    assert _spans([(1, 0), (rows, strides[1]), (columns, strides[2])], *block), (source.shape, strides)
     found = BlockRow(
         address=source.data_ptr() + start[0] * strides[0] * source.element_size(),
         offset=read.offset,

@@ -53,30 +53,33 @@ def copy_slices(
     width_bits, number, first_tile = tl.load(row + 10), tl.load(row + 11), tl.load(row + 12)
     packed += slot.to(tl.int64)
 
-    # A tile's place takes divisions, an element's within it only shifts: divisions would take longer than the copy.
-    width = 1 << width_bits
-    height = TILE >> width_bits
-    across = (size_2 + width - 1) // width
-    down = (size_1 + height - 1) // height
+    # Divisions are by program, shifts by element: dividing would take longer than copying. Within a tile offsets are int32.
+    height, width = TILE >> width_bits, 1 << width_bits
+    across, down = (size_2 + width - 1) // width, (size_1 + height - 1) // height
     local = tile - first_tile
     index_0 = local // (across * down)
-    lane = tl.arange(0, TILE).to(tl.int64)
-    index_1 = (local // across % down) * height + (lane >> width_bits)
-    index_2 = (local % across) * width + (lane & (width - 1))
-    inside = (index_1 < size_1) & (index_2 < size_2)
-    offset = index_0 * stride_0 + index_1 * stride_1 + index_2 * stride_2
-    place = (index_0 * size_1 + index_1) * size_2 + index_2
+    first_1, first_2 = (local // across % down) * height, (local % across) * width
+    origin = index_0 * stride_0 + first_1 * stride_1 + first_2 * stride_2
+    first_place = (index_0 * size_1 + first_1) * size_2 + first_2
+    lane = tl.arange(0, TILE)
+    lane_1, lane_2 = lane >> width_bits.to(tl.int32), lane & (width - 1).to(tl.int32)
+    inside = lane_1 < tl.minimum(size_1 - first_1, height).to(tl.int32)
+    inside = inside & (lane_2 < tl.minimum(size_2 - first_2, width).to(tl.int32))
+    offset = lane_1 * stride_1.to(tl.int32) + lane_2 * stride_2.to(tl.int32)
+    place = lane_1 * size_2.to(tl.int32) + lane_2
 
     if FROM_SLOT:
-        store_bits(address, offset, inside, size_bits, load_bits(packed, place, inside, size_bits))
+        bits = load_bits(packed, first_place, place, inside, size_bits)
+        store_bits(address, origin, offset, inside, size_bits, bits)
     else:
         if kind <= WORD:
-            bits = load_bits(address, offset, inside, size_bits)
+            bits = load_bits(address, origin, offset, inside, size_bits)
         else:
-            bits = round_bits(load_float(address, offset, inside, kind), kind_out)
+            bits = round_bits(load_float(address, origin, offset, inside, kind), kind_out)
         if TO_SLOT:
-            store_bits(packed, place, inside, size_bits, bits)
-        tl.atomic_add(checksums + number, tl.sum(hashed(bits, place << size_bits)), sem="relaxed")
+            store_bits(packed, first_place, place, inside, size_bits, bits)
+        found = tl.sum(hashed(bits, (first_place + place) << size_bits))
+        tl.atomic_add(checksums + number, found, sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=POINTERS)
@@ -111,16 +114,16 @@ def read_blocks(
 
     local = tile - first_tile
     index_0 = local // (down * across)
-    first = index_0 * stride_0
-    first_row = (block_1 + local // across % down) * ROWS
-    first_column = (block_2 + local % across) * COLUMNS
-    lane_1, lane_2 = tl.arange(0, STRIP)[:, None].to(tl.int64), tl.arange(0, WIDTH)[None, :].to(tl.int64)
-    column = first_column + lane_2
+    first_1, first_2 = (block_1 + local // across % down) * ROWS, (block_2 + local % across) * COLUMNS
+    origin = index_0 * stride_0 + first_1 * stride_1 + first_2 * stride_2
+    stride_1, stride_2 = stride_1.to(tl.int32), stride_2.to(tl.int32)
+    lane_1, lane_2 = tl.arange(0, STRIP)[:, None], tl.arange(0, WIDTH)[None, :]
+    rows = tl.minimum(extent_1 - first_1, ROWS).to(tl.int32)
+    columns = tl.minimum(extent_2 - first_2, COLUMNS).to(tl.int32)
     largest = tl.zeros([STRIP, WIDTH], tl.int32)
     for top in range(0, ROWS, STRIP):
-        line = first_row + top + lane_1
-        inside = (top + lane_1 < ROWS) & (line < extent_1) & (lane_2 < COLUMNS) & (column < extent_2)
-        values = load_float(address, first + line * stride_1 + column * stride_2, inside, kind)
+        inside = (top + lane_1 < rows) & (lane_2 < columns)
+        values = load_float(address, origin, (top + lane_1) * stride_1 + lane_2 * stride_2, inside, kind)
         # Without their signs, floats are ordered as their bits are, NaN last, as torch's amax has it.
         largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     amax = tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True)
@@ -131,56 +134,81 @@ def read_blocks(
         tl.store(packed.to(tl.pointer_type(tl.int32)) + local, bits)
         tl.atomic_add(checksums + number, hashed(bits, local * 4), sem="relaxed")
     else:
+        # The rows and columns of the block that the slice has.
+        low_1, low_2 = (
+            tl.maximum(start_1 - first_1, 0).to(tl.int32),
+            tl.maximum(start_2 - first_2, 0).to(tl.int32),
+        )
+        rows = tl.minimum(start_1 + size_1 - first_1, rows).to(tl.int32)
+        columns = tl.minimum(start_2 + size_2 - first_2, columns).to(tl.int32)
+        first_place = (index_0 * size_1 + first_1 - start_1) * size_2 + first_2 - start_2
         found = tl.zeros([STRIP, WIDTH], tl.int64)
         for top in range(0, ROWS, STRIP):
-            line = first_row + top + lane_1
-            inside = (top + lane_1 < ROWS) & (line >= start_1) & (line < start_1 + size_1)
-            inside = inside & (lane_2 < COLUMNS) & (column >= start_2) & (column < start_2 + size_2)
-            values = load_float(address, first + line * stride_1 + column * stride_2, inside, kind)
+            line = top + lane_1
+            inside = (line >= low_1) & (line < rows) & (lane_2 >= low_2) & (lane_2 < columns)
+            values = load_float(address, origin, line * stride_1 + lane_2 * stride_2, inside, kind)
             bits = e4m3_bits(tl.div_rn(values, tl.zeros([STRIP, WIDTH], tl.float32) + scale))
-            place = (index_0 * size_1 + line - start_1) * size_2 + column - start_2
-            tl.store(packed.to(tl.pointer_type(tl.uint8)) + place, bits.to(tl.uint8), mask=inside)
-            found += tl.where(inside, hashed(bits, place), 0)
+            place = line * size_2.to(tl.int32) + lane_2
+            tl.store(
+                packed.to(tl.pointer_type(tl.uint8)) + first_place + place, bits.to(tl.uint8), mask=inside
+            )
+            # Zeros outside, which add nothing.
+            found += hashed(bits, first_place + place)
         tl.atomic_add(checksums + number, tl.sum(tl.sum(found, 1), 0), sem="relaxed")
 
 
 @triton.jit
-def load_bits(address: tl.tensor, offset: tl.tensor, inside: tl.tensor, size_bits: tl.tensor) -> tl.tensor:
+def load_bits(
+    address: tl.tensor, origin: tl.tensor, offset: tl.tensor, inside: tl.tensor, size_bits: tl.tensor
+) -> tl.tensor:
     """Elements of 1, 2 or 4 bytes as int32, not sign-extended; zeros outside."""
     if size_bits == BYTE:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint8)) + offset, mask=inside, other=0).to(tl.int32)
+        bits = tl.load(address.to(tl.pointer_type(tl.uint8)) + origin + offset, mask=inside, other=0).to(
+            tl.int32
+        )
     elif size_bits == HALF:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + offset, mask=inside, other=0).to(tl.int32)
+        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + origin + offset, mask=inside, other=0).to(
+            tl.int32
+        )
     else:
-        bits = tl.load(address.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0)
+        bits = tl.load(address.to(tl.pointer_type(tl.int32)) + origin + offset, mask=inside, other=0)
     return bits
 
 
 @triton.jit
 def store_bits(
-    address: tl.tensor, offset: tl.tensor, inside: tl.tensor, size_bits: tl.tensor, bits: tl.tensor
+    address: tl.tensor,
+    origin: tl.tensor,
+    offset: tl.tensor,
+    inside: tl.tensor,
+    size_bits: tl.tensor,
+    bits: tl.tensor,
 ) -> None:
     """Write int32 as elements of 1, 2 or 4 bytes."""
     if size_bits == BYTE:
-        tl.store(address.to(tl.pointer_type(tl.uint8)) + offset, bits.to(tl.uint8), mask=inside)
+        tl.store(address.to(tl.pointer_type(tl.uint8)) + origin + offset, bits.to(tl.uint8), mask=inside)
     elif size_bits == HALF:
-        tl.store(address.to(tl.pointer_type(tl.uint16)) + offset, bits.to(tl.uint16), mask=inside)
+        tl.store(address.to(tl.pointer_type(tl.uint16)) + origin + offset, bits.to(tl.uint16), mask=inside)
     else:
-        tl.store(address.to(tl.pointer_type(tl.int32)) + offset, bits, mask=inside)
+        tl.store(address.to(tl.pointer_type(tl.int32)) + origin + offset, bits, mask=inside)
 
 
 @triton.jit
-def load_float(address: tl.tensor, offset: tl.tensor, inside: tl.tensor, kind: tl.tensor) -> tl.tensor:
+def load_float(
+    address: tl.tensor, origin: tl.tensor, offset: tl.tensor, inside: tl.tensor, kind: tl.tensor
+) -> tl.tensor:
     """Elements of a type of floating-point numbers as float32, which has all of them; zeros outside."""
     if kind == FLOAT32:
-        values = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
+        values = tl.load(address.to(tl.pointer_type(tl.float32)) + origin + offset, mask=inside, other=0.0)
     elif kind == BFLOAT16:
-        high = tl.load(address.to(tl.pointer_type(tl.uint16)) + offset, mask=inside, other=0).to(tl.int32)
+        high = tl.load(address.to(tl.pointer_type(tl.uint16)) + origin + offset, mask=inside, other=0).to(
+            tl.int32
+        )
         values = (high << 16).to(tl.float32, bitcast=True)
     else:
-        values = tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        values = tl.load(
+            address.to(tl.pointer_type(tl.float16)) + origin + offset, mask=inside, other=0.0
+        ).to(tl.float32)
     return values
 
 

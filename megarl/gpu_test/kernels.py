@@ -3,8 +3,8 @@
 Transformer Engine's kernels are the ones that models use here (megarl/megatron/layer_spec.py); the sizes are small models'.
 
 The only Triton kernel of megatron-core 0.19.2 in use is the rotary embedding of latent attention (`apply_rope_fusion` in
-megarl/megatron/transformer_config.py); megarl has none of its own. On a GPU it is compiled; with TRITON_INTERPRET=1, set before
-anything imports Triton, it is interpreted on a CPU: `python -m megarl.gpu_test.kernels` prints those checks as JSON lines.
+megarl/megatron/transformer_config.py); megarl's own are those of the weight sync. On a GPU they are compiled; with TRITON_INTERPRET=1,
+set before anything imports Triton, they are interpreted on a CPU: `python -m megarl.gpu_test.kernels` prints those checks as JSON lines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.gpu_test import slices
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
 
@@ -267,8 +268,8 @@ TRITON_TOLERANCE = 1e-5
 
 
 def triton_checks(device: str) -> Iterator[Check]:
-    for name, case in TRITON.items():
-        yield compared(f"triton: {name}", lambda case=case: case(device), TRITON_TOLERANCE)
+    for name, (case, tolerance) in TRITON.items():
+        yield compared(f"triton: {name}", lambda case=case: case(device), tolerance)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -339,9 +340,22 @@ def _rotary(device: str, rank: int, size: int) -> Iterator[Compared]:
     yield Compared("gradient of the rotary key", shared.grad, shared_too.grad)
 
 
-TRITON: dict[str, Callable[[str], Iterator[Compared]]] = {
-    "rotary embedding of latent attention": lambda device: _rotary(device, 0, 1),
-    "the same, the second of two context parallel ranks": lambda device: _rotary(device, 1, 2),
+def _slices(device: str) -> Iterator[Compared]:
+    """Bit for bit, as checksums are; a GPU takes more and larger ones, whose slices have several tiles."""
+    sizes = [(4, 1)] if device == "cpu" else [(100, 1), (50, 16), (10, 512)]
+    for number, times in sizes:
+        for seed in range(number):
+            for name, found, expected in slices.compared(slices.drawn(seed, device, times), device):
+                yield Compared(f"{name} {seed} x {times}", found, expected)
+
+
+TRITON: dict[str, tuple[Case, float]] = {
+    "rotary embedding of latent attention": (lambda device: _rotary(device, 0, 1), TRITON_TOLERANCE),
+    "the same, the second of two context parallel ranks": (
+        lambda device: _rotary(device, 1, 2),
+        TRITON_TOLERANCE,
+    ),
+    "slices of a weight sync": (_slices, 0.0),
 }
 
 

@@ -14,6 +14,7 @@ from megarl.shadow import device
 PARTS = {
     "queries", "keys", "values", "gradient of queries", "gradient of keys and values", "gradient of the rotary key",
 }  # fmt: skip
+PARTS_OF_SLICES = {"slot", "checksums", "parameters", "checksums of parameters"}
 
 
 @pytest.mark.skipif(
@@ -29,7 +30,9 @@ def test_kernels_compute_what_torch_does() -> None:
     assert len(found) == len(TRITON)
     for check in found:
         assert check["ok"], check
-        assert set(check["figures"]) == PARTS
+    rotary, second, slices = (check["figures"] for check in found)
+    assert set(rotary) == set(second) == PARTS
+    assert {name.partition(" 0 x")[0] for name in slices if " 0 x" in name} == PARTS_OF_SLICES
 
 
 def test_a_rank_has_a_chunk_from_each_end_of_every_sequence() -> None:

@@ -1,0 +1,80 @@
+"""Slices on a GPU, many in one launch: read into a slot with their checksums, written into parameters, or hashed where they lie.
+
+- bytes and checksums are those of the torch code: `copy_`, `read_values` and `read_scales` (quantize.py), `multilinear` (packets.py).
+  The exceptions: a NaN that is converted may have other bits; and on a GPU torch divides by 448 by multiplying with the rounded
+  reciprocal, which makes about half of all scales other in their last bit; here they are the quotients, as on a CPU;
+- the number of launches does not depend on the number of slices: one clears the checksums, one takes all slices that are converted, one
+  all that are quantised with the scales. The host waits for none of them;
+- what a launch has to know of its slices is in a `SliceTable`, which is made once and used for every version.
+
+A program takes a tile of a few thousand elements of one slice, or one block of quantised weights; hashes of tiles are added by atomic
+additions of integers, whose sum does not depend on their order. The kernels (`triton_kernels`) are imported and compiled with the first
+launch. They were interpreted and compared on a CPU, and compiled for sm_90; no GPU has run them yet.
+"""
+
+from types import ModuleType
+
+import torch
+
+from megarl.weight_sync.packets import ALIGNMENT
+from megarl.weight_sync.slice_table import TILE, SliceTable, power_of_two
+
+STRIP = 2048  # elements of a block that a program has at a time
+
+
+def read_slices(table: SliceTable, slot: torch.Tensor, checksums: torch.Tensor) -> None:
+    """Write the slices of a table `of_reads` into the slot, row-major, and the hashes of the written bytes into `checksums`.
+
+    Args:
+        slot: uint8, from an address that is a multiple of 16.
+        checksums: int64 [slices], contiguous.
+    """
+    assert checksums.shape == (table.count,) and checksums.is_contiguous() and checksums.dtype == torch.int64
+    _check_slot(table, slot)
+    checksums.zero_()
+    _launch_copies(table, slot, checksums, to_slot=True)
+    if len(table.block_tiles):
+        rows, columns = table.block
+        width = power_of_two(columns)
+        strip = max(1, min(STRIP // width, power_of_two(rows)))
+        kernels().read_blocks[(len(table.block_tiles),)](
+            table.blocks, table.block_tiles, slot, checksums, rows, columns, strip, width
+        )
+
+
+def write_slices(table: SliceTable, slot: torch.Tensor) -> None:
+    """Copy the slices of a table `of_tensors` from the slot into their places in parameters of the same types."""
+    _check_slot(table, slot)
+    _launch_copies(table, slot, slot, from_slot=True)
+
+
+def checksums_of(table: SliceTable) -> torch.Tensor:
+    """The hashes of the slices of a table `of_tensors` where they lie: int64 [slices]."""
+    checksums = torch.zeros(table.count, dtype=torch.int64, device=table.copies.device)
+    _launch_copies(table, checksums, checksums)
+    return checksums
+
+
+def kernels() -> ModuleType:
+    from megarl.weight_sync import triton_kernels
+
+    return triton_kernels
+
+
+def _launch_copies(
+    table: SliceTable,
+    slot: torch.Tensor,
+    checksums: torch.Tensor,
+    *,
+    to_slot: bool = False,
+    from_slot: bool = False,
+) -> None:
+    if len(table.copy_tiles):
+        kernels().copy_slices[(len(table.copy_tiles),)](
+            table.copies, table.copy_tiles, slot, checksums, TILE, to_slot, from_slot, num_warps=8
+        )
+
+
+def _check_slot(table: SliceTable, slot: torch.Tensor) -> None:
+    assert slot.dtype == torch.uint8 and slot.is_contiguous() and slot.data_ptr() % ALIGNMENT == 0
+    assert table.end <= len(slot), (table.end, len(slot))

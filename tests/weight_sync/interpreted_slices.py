@@ -1,0 +1,353 @@
+"""Cases of the weight sync's Triton kernels, interpreted on a CPU or compiled: `python -m tests.weight_sync.interpreted_slices interpret`
+(with TRITON_INTERPRET=1) or `... compile` prints {case: what was found} as JSON.
+
+They have a process of their own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
+"""
+
+import json
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+
+from megarl.gpu_test import slices
+from megarl.gpu_test.slices import BLOCK, Listed, Pair
+from megarl.layout.boxes import Box
+from megarl.models.float8 import FP8, in_blocks
+from megarl.shadow.device import PACKAGES
+from megarl.weight_sync import slice_kernels
+from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, aligned
+from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_slices
+from megarl.weight_sync.slice_table import TILE, BlockRow, CopyRow, SliceRead, SliceTable
+
+DRAWN = 24
+OFFSET, SIZE, STRIDE = (CopyRow._fields.index(name) for name in ("offset", "size_2", "stride_1"))
+ADDRESS, EXTENT = CopyRow._fields.index("address"), BlockRow._fields.index("extent_1")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(
+    slices_: list[tuple[torch.Tensor, Box | None, torch.dtype, str]], block: tuple[int, int]
+) -> Listed:
+    """A list of (source, box or all of it, type that travels, reading), packed end to end."""
+    found, at = Listed([], []), 0
+    for source, box, dtype, reading in slices_:
+        if box is None:
+            box = Box.whole(in_blocks(source.shape, block) if reading == SCALE else tuple(source.shape))
+        read = SliceRead(source, box, name_of(dtype), reading, at)
+        found.reads.append(read)
+        found.expected.append(slices.by_torch(read, block))
+        at = aligned(at + found.expected[-1].nbytes)
+    return found
+
+
+def differing(pairs: Iterator[Pair]) -> list[str]:
+    return [name for name, found, expected in pairs if not torch.equal(found, expected)]
+
+
+def read(one: Listed, block: tuple[int, int] = BLOCK) -> list[str]:
+    """What differs when a list is read with these blocks."""
+    return read_with(SliceTable.of_reads(one.reads, block), one)
+
+
+def read_with(table: SliceTable, one: Listed) -> list[str]:
+    slot = torch.full((aligned(one.end) + 16,), slices.GUARD, dtype=torch.uint8)
+    checksums = torch.full((len(one.reads),), 5)
+    read_slices(table, slot, checksums)
+    return differing(slices.compared_reads(one, slot, checksums))
+
+
+def random_lists() -> list[str]:
+    found = []
+    for seed in range(1000, 1000 + DRAWN):
+        found += [f"{seed} {name}" for name in differing(slices.compared(slices.drawn(seed, "cpu"), "cpu"))]
+    return found
+
+
+def all_sizes_of_bytes() -> list[str]:
+    """Every size of a last word, from every byte of a word, and tiles that are just full."""
+    raw = torch.randint(0, 256, (3 * TILE,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    parts = [raw[first : first + size] for first in range(4) for size in range(1, 10)]
+    parts += [raw[first : first + TILE + more] for first in (0, 1) for more in (-1, 0, 1)]
+    parts += [raw[: 4 * size].view(4, size)[:, : size - 1] for size in (2, 6, 8, 9)]
+    return differing(
+        slices.compared(listed([(part, None, torch.uint8, CONVERT) for part in parts], BLOCK), "cpu")
+    )
+
+
+def conversions() -> list[str]:
+    """All numbers of 16 bits, and float32 numbers of all magnitudes, to each other type; NaN aside."""
+    bits = torch.randint(-(2**31), 2**31, (3 * TILE,), generator=torch.Generator().manual_seed(2)).to(
+        torch.int32
+    )
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16)
+    # Halfway between two numbers of bfloat16, of float16, and next to it.
+    ties = torch.arange(0x3F000000, 0x3F400000, 0x8000).to(torch.int32)
+    small_ties = torch.arange(0x33000000, 0x39000000, 0x1000).to(torch.int32)
+    near = torch.cat([part + step for part in (ties, small_ties) for step in (-1, 0, 1)])
+    numbers = {
+        torch.float32: torch.cat([bits, near, -near]),
+        torch.bfloat16: halves,
+        torch.float16: halves,
+    }
+    one = []
+    for dtype, raw in numbers.items():
+        values = raw.view(dtype)
+        values = values[~values.isnan()]
+        one += [(values, None, out, CONVERT) for out in numbers]
+    return read(listed(one, BLOCK))
+
+
+def float8() -> list[str]:
+    """Every number of e4m3, every tie between two, and the numbers next to a tie, at the scale 1; scales that vanish or nearly do."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    up, down = (torch.nextafter(ties, torch.tensor(end)) for end in (torch.inf, 0.0))
+    exact = torch.cat([numbers, ties, up, down])
+    exact = torch.cat([numbers[-1:], exact, -exact])[None]
+    # 1.4 of the smallest number is rounded to 1 of them as a scale, so that the quotient is 627.
+    tiny = torch.tensor([[0, 1], [1, 300], [627, -627], [0, 0], [3000, -7]]) * 2.0**-149
+    one = listed([(exact, None, FP8, QUANTISE), (exact, None, torch.float32, SCALE)], exact.shape)
+    assert float(one.expected[1]) == 1.0
+    two = listed([(tiny, None, FP8, QUANTISE), (tiny, None, torch.float32, SCALE)], (1, 2))
+    assert slices._bytes(two.expected[0])[4:6].tolist() == [0x7E, 0xFE]
+    return read(one, exact.shape) + read(two, (1, 2))
+
+
+def blocks_that_are_cut() -> list[str]:
+    """Of experts [4, 20, 30], with blocks of 8 x 12: every first and last row of a box."""
+    values = torch.randn(4, 20, 30, generator=torch.Generator().manual_seed(3)).bfloat16()
+    boxes = [Box((1, first, 5), (2, count, 22)) for first in range(0, 20, 3) for count in (1, 20 - first)]
+    scales = [Box((1, 1, 0), (3, 2, 3)), Box((0, 0, 1), (1, 3, 1))]
+    one = [(values, box, FP8, QUANTISE) for box in boxes]
+    return read(listed([*one, *((values, box, torch.float32, SCALE) for box in scales)], BLOCK))
+
+
+def not_a_number() -> list[str]:
+    """Blocks with NaN or infinity have the scales of torch, and NaN where torch has it."""
+    values = torch.ones(2, 24)
+    values[0, 3], values[1, 14] = torch.nan, torch.inf
+    one = listed([(values, None, FP8, QUANTISE), (values, None, torch.float32, SCALE)], (2, 12))
+    slot, checksums = torch.zeros(aligned(one.end), dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    read_slices(SliceTable.of_reads(one.reads, (2, 12)), slot, checksums)
+    found = [slot[: values.numel()].view(FP8).float(), slot[one.reads[1].offset :][:8].view(torch.float32)]
+    right = [one.expected[0].view(-1).float(), one.expected[1].view(-1)]
+    pairs = zip(found, right, strict=True)
+    return [f"{a} {b}" for a, b in pairs if not torch.equal(a.nan_to_num(-9), b.nan_to_num(-9))]
+
+
+def empty_lists() -> list[int]:
+    """The numbers of launches, and of checksums."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    with counted() as launches:
+        read_slices(SliceTable.of_reads([]), torch.empty(0, dtype=torch.uint8), nothing)
+        write_slices(SliceTable.of_tensors([], []), torch.empty(0, dtype=torch.uint8))
+        found = checksums_of(SliceTable.of_tensors([]))
+    return [launches.total(), len(found)]
+
+
+class counted:
+    """Counts the launches of each kernel."""
+
+    def __enter__(self) -> Counter:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        launches, run = Counter(), InterpretedFunction.run
+
+        def counting(kernel: InterpretedFunction, *args, **kwargs) -> None:
+            launches[kernel.__name__] += 1
+            run(kernel, *args, **kwargs)
+
+        self._patch = mock.patch.object(InterpretedFunction, "run", counting)
+        self._patch.start()
+        return launches
+
+    def __exit__(self, *_) -> None:
+        self._patch.stop()
+
+
+def launches_of_lists() -> list[dict[str, dict[str, int]]]:
+    """Of one of each reading, and of 12 of them."""
+    found = []
+    for number in (1, 12):
+        weight = torch.randn(9, 13)
+        readings = ((FP8, QUANTISE), (torch.float32, SCALE), (torch.bfloat16, CONVERT))
+        one = listed([(weight, None, *kind) for _ in range(number) for kind in readings], BLOCK)
+        slot, sums = (
+            torch.empty(aligned(one.end), dtype=torch.uint8),
+            torch.empty(3 * number, dtype=torch.int64),
+        )
+        views = [torch.empty_like(part) for part in one.expected]
+        table = SliceTable.of_tensors(views, [each.offset for each in one.reads])
+        parts = {
+            "read": lambda one=one, slot=slot, sums=sums: read_slices(
+                SliceTable.of_reads(one.reads, BLOCK), slot, sums
+            ),
+            "write": lambda table=table, slot=slot: write_slices(table, slot),
+            "checksums": lambda table=table: checksums_of(table),
+        }
+        counts = {}
+        for name, part in parts.items():
+            with counted() as launches:
+                part()
+            counts[name] = dict(launches)
+        found.append(counts)
+    return found
+
+
+def a_table_used_again() -> list[str]:
+    """Of parameters that changed where they lie, for another slot; then of parameters that have moved."""
+    rng, found = random.Random(5), []
+    weights = [torch.randn(rng.randint(1, 9), 14) for _ in range(3)]
+
+    def current() -> Listed:
+        kinds = ((torch.bfloat16, CONVERT), (FP8, QUANTISE), (torch.float32, CONVERT))
+        return listed([(weight, None, *kind) for weight, kind in zip(weights, kinds, strict=True)], BLOCK)
+
+    table = SliceTable.of_reads(current().reads, BLOCK)
+    for _ in range(2):
+        for weight in weights:
+            weight.mul_(-1.3)
+        again = SliceTable.of_reads(current().reads, BLOCK, table)
+        found += [*([] if again is table else ["made again"]), *read_with(again, current())]
+    weights[1] = weights[1].clone()
+    moved = SliceTable.of_reads(current().reads, BLOCK, table)
+    found += [*(["not made again"] if moved is table else []), *read_with(moved, current())]
+    parts = [weight[:, 1:] for weight in weights]
+    written = SliceTable.of_tensors(parts, [0, 1600, 3200])
+    same = SliceTable.of_tensors([weight[:, 1:] for weight in weights], [0, 1600, 3200], written)
+    others = [
+        SliceTable.of_tensors(parts, [0, 1600, 3216], written),
+        SliceTable.of_tensors(parts, None, written),
+        SliceTable.of_tensors(parts[:2], [0, 1600], written),
+        SliceTable.of_tensors([parts[0].view(torch.int32), *parts[1:]], [0, 1600, 3200], written),
+    ]
+    return found + (["not used"] if same is not written or any(other is written for other in others) else [])
+
+
+def refused() -> list[str]:
+    """Mistakes that are found on the host."""
+    weight = torch.randn(9, 13)
+    whole = Box.whole((9, 13))
+    slot, sums = torch.empty(64, dtype=torch.uint8), torch.empty(1, dtype=torch.int64)
+    table = SliceTable.of_reads([SliceRead(weight, whole, "float32", CONVERT, 0)])
+    mistakes: dict[str, Callable[[], object]] = {
+        "beyond the slot": lambda: read_slices(table, slot, sums),
+        "beyond the parameter": lambda: SliceTable.of_reads(
+            [SliceRead(weight, Box((1, 0), (9, 13)), "float32", CONVERT, 0)]
+        ),
+        "beyond the weight": lambda: SliceTable.of_reads(
+            [SliceRead(weight, Box((1, 0), (9, 13)), "float8_e4m3fn", QUANTISE, 0)], BLOCK
+        ),
+        "beyond the blocks": lambda: SliceTable.of_reads(
+            [SliceRead(weight, Box((1, 0), (2, 2)), "float32", SCALE, 0)], BLOCK
+        ),
+        "no block": lambda: SliceTable.of_reads([SliceRead(weight, whole, "float8_e4m3fn", QUANTISE, 0)]),
+        "not converted": lambda: SliceTable.of_reads([SliceRead(weight, whole, "float8_e4m3fn", CONVERT, 0)]),
+        "between two words": lambda: SliceTable.of_reads([SliceRead(weight, whole, "float32", CONVERT, 8)]),
+    }
+    taken = []
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+            taken.append(name)
+        except AssertionError:
+            pass
+    return taken
+
+
+def faults() -> dict[str, list[str]]:
+    """What differs with a fault in a table or a kernel."""
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(20, 30, generator=generator)
+    weight[19] *= 100  # the block's largest number is in no box
+    raw = torch.randint(0, 256, (7,), generator=generator, dtype=torch.uint8)
+    kinds = [
+        (weight, Box((3, 2), (9, 11)), torch.bfloat16, CONVERT),
+        (raw, None, torch.uint8, CONVERT),
+        (weight, Box((13, 2), (5, 11)), FP8, QUANTISE),
+        (weight, None, torch.float32, SCALE),
+    ]
+    one = listed(kinds, BLOCK)
+
+    def in_table(change: Callable[[SliceTable], object]) -> list[str]:
+        table = SliceTable.of_reads(one.reads, BLOCK)
+        change(table)
+        return read_with(table, one)
+
+    found = {
+        "none": in_table(lambda table: None),
+        "offset": in_table(lambda table: table.copies[0, OFFSET].add_(16)),
+        "stride": in_table(lambda table: table.copies[0, STRIDE].add_(1)),
+        "last byte": in_table(lambda table: table.copies[1, SIZE].sub_(1)),
+        "block": in_table(lambda table: table.blocks[0, EXTENT].fill_(18)),
+    }
+    table = SliceTable.of_reads(one.reads, BLOCK)
+    found["last tile"] = read_with(replace(table, copy_tiles=table.copy_tiles[:-1]), one)
+    kernels = slice_kernels.kernels()
+    with mock.patch.object(kernels, "KEY", type(kernels.KEY)(kernels.KEY.value + 2)):
+        found["key"] = read(one)
+    with mock.patch.object(torch.Tensor, "zero_", lambda tensor: tensor):
+        found["not cleared"] = read(one)
+    slot, target = torch.arange(64, dtype=torch.uint8), torch.zeros(10, 9, dtype=torch.uint8)
+    table = SliceTable.of_tensors([target[1:3, 2:8]], [16])
+    table.copies[0, ADDRESS] += 1
+    write_slices(table, slot)
+    right = torch.zeros(10, 9, dtype=torch.uint8)
+    right[1:3, 2:8] = slot[16:28].view(2, 6)
+    found["place in the parameter"] = [] if torch.equal(target, right) else ["parameter"]
+    return found
+
+
+INTERPRETED: tuple[Callable[[], object], ...] = (
+    random_lists, all_sizes_of_bytes, conversions, float8, blocks_that_are_cut, not_a_number, empty_lists,
+    launches_of_lists, a_table_used_again, refused, faults,
+)  # fmt: skip
+
+
+def compiled() -> dict[str, dict[str, int]]:
+    """Each kernel compiled for an H100: how often its code divides, by the instruction, and its bytes of machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels = slice_kernels.kernels()
+    ways = {"read": (True, False), "write": (False, True), "checksums": (False, False)}
+    cases = {
+        name: (kernels.copy_slices, {"TILE": TILE, "TO_SLOT": to_slot, "FROM_SLOT": from_slot})
+        for name, (to_slot, from_slot) in ways.items()
+    }
+    cases["blocks"] = kernels.read_blocks, {"ROWS": 128, "COLUMNS": 128, "STRIP": 16, "WIDTH": 128}
+    found = {}
+    for name, (kernel, constants) in cases.items():
+        types = {
+            parameter: "constexpr" if parameter in constants else "*i64" for parameter in kernel.arg_names
+        }
+        source = ASTSource(kernel, types | {"slot": "*u8"}, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        divisions = Counter(re.findall(r"\b(div\.\S*f32)", made.asm["ptx"]))
+        found[name] = {**divisions, "bytes": len(made.asm["cubin"])}
+    return found
+
+
+def main() -> None:
+    sys.path.insert(0, str(PACKAGES))
+    import triton
+
+    if sys.argv[1] == "compile":
+        print(json.dumps(compiled()))
+        return
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
+    print(json.dumps({case.__name__: case() for case in INTERPRETED}))
+
+
+if __name__ == "__main__":
+    main()

@@ -91,7 +91,9 @@ class Megarl:
             "bytes_received_max": max(
                 by_link["intra_node"] + by_link["inter_node"] for by_link in self._planned.received
             ),
-            "extra_bytes_max": max(buffers) if not self._chain else max(buffer for _, buffer in (*sent, *received)),
+            "extra_bytes_max": max(buffers)
+            if not self._chain
+            else max(buffer for _, buffer in (*sent, *received)),
             "bytes_total": sum(planned),
             "bytes_sent_max": max(count for count, _ in sent),
             "peers_max": max(self._peers),
@@ -194,7 +196,9 @@ def show(results: list[dict[str, Any]]) -> None:
         ]
         table.add_row(result["case"], *cells)
     Console(width=160).print(table)
-    table = Table(title="engines with devices of their own, over gloo: the most of any rank, in MB; seconds as median (least-most)")
+    table = Table(
+        title="engines with devices of their own, over gloo: the most of any rank, in MB; seconds as median (least-most)"
+    )
     for heading in ("transition", "model", "sent by a trainer rank", "extra memory", "peers", "seconds"):
         table.add_column(heading, justify="left" if heading == "transition" else "right", no_wrap=True)
     for result in apart:

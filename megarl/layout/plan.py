@@ -201,7 +201,9 @@ class Plan:
     @collection_paused()
     def deliveries(self) -> list[Delivery]:
         """All deliveries, in the order of the target's shards; within a shard in the order of its pieces."""
-        return [found for shard in range(len(self.target.shards)) for found in self._deliver(self.flows(shard))]
+        return [
+            found for shard in range(len(self.target.shards)) for found in self._deliver(self.flows(shard))
+        ]
 
     @collection_paused()
     def deliveries_from(self, rank: int) -> list[Delivery]:
@@ -397,7 +399,9 @@ class Plan:
                         found.append(
                             (
                                 order,
-                                Delivery(tensor, box, source, local, held_at, targets, target_local, target_box),
+                                Delivery(
+                                    tensor, box, source, local, held_at, targets, target_local, target_box
+                                ),
                             )
                         )
         found.sort(key=_first)
@@ -410,7 +414,9 @@ def link_between(layout: Layout, rank: int, other: int) -> int:
     if layout.places is None:
         return LINKS.index("inter_node")
     here, there = layout.places[rank], layout.places[other]
-    return LINKS.index("local" if here == there else "intra_node" if here.node == there.node else "inter_node")
+    return LINKS.index(
+        "local" if here == there else "intra_node" if here.node == there.node else "inter_node"
+    )
 
 
 def _first(pair: tuple[Any, ...]) -> Any:

@@ -129,7 +129,8 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
     ranks = [RankCost(rank, **received) for rank, received in enumerate(account.received)]
     ranks.sort(key=lambda rank: (rank.intra_node + rank.inter_node, rank.rank))
     received = most_in_flight(
-        ((rank, plan.bytes_of(item)) for item in bucket for rank in item.target_ranks) for bucket in sync.buckets
+        ((rank, plan.bytes_of(item)) for item in bucket for rank in item.target_ranks)
+        for bucket in sync.buckets
     )
     packed = most_in_flight(
         ((item.source_rank, plan.bytes_of(item)) for item in bucket) for bucket in sync.buckets

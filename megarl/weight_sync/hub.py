@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -135,10 +136,8 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _tell(connection: socket.socket, kind: int, member: int = 0, key: str = "", value: bytes = b"") -> None:
-    try:
+    with suppress(OSError):  # it is gone, which the selector reports
         _send(connection, kind, member, key, value)
-    except OSError:
-        pass  # it is gone, which the selector reports
 
 
 class Member:
@@ -240,10 +239,8 @@ class Member:
         with self._news:
             self._problem = self._problem or "this rank has given up the exchange of weights"
             self._news.notify_all()
-        try:
+        with suppress(OSError):  # the hub has closed it before
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the hub has closed it before
         self._connection.close()
 
     def _listen(self) -> None:

@@ -44,7 +44,9 @@ class Inbox:
         """`hub`: where the members of the exchange meet, of which this rank is one if its share says so."""
         self._share, self._device, self._closed = share, device, False
         self._slots: list[torch.Tensor] = []
-        self._sources = {rank: MappedSource(call(addresses[rank], share.rank, timeout)) for rank in share.near}
+        self._sources = {
+            rank: MappedSource(call(addresses[rank], share.rank, timeout)) for rank in share.near
+        }
         self._exchange: Exchange | None = None
         if share.exchange is not None:
             assert hub is not None, "a member of the exchange is told where the others are"
@@ -85,17 +87,27 @@ class Inbox:
 
     def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The packets of a bucket as they are complete: (index within the bucket, bytes as uint8). Valid until `release`."""
-        if self._exchange is not None:
-            # The next bucket arrives, and this one is passed on, while this one is written.
-            self._exchange.finish()
-            self._exchange.start(bucket + 1, self._slots, self._first)
-        slots: dict[int | None, torch.Tensor] = {}  # by holder
-        if self._slots:
-            slots[None] = self._slots[bucket % len(self._slots)]
+        slots = self._open(bucket)
         for index, spec in enumerate(self._share.buckets[bucket]):
             if spec.holder is not None and spec.holder not in slots:
                 slots[spec.holder] = self._sources[spec.holder].slot((version, bucket))
             yield index, slots[spec.holder][spec.start : spec.start + spec.nbytes]
+
+    def take_slot(self, version: int, bucket: int) -> torch.Tensor:
+        """The slot in which all packets of a bucket are, when they are complete: on a GPU there is one."""
+        slots = self._open(bucket)
+        for rank in self._share.mapped[bucket]:
+            slots[rank] = self._sources[rank].slot((version, bucket))
+        (slot,) = slots.values()
+        return slot
+
+    def _open(self, bucket: int) -> dict[int | None, torch.Tensor]:
+        """Wait for a bucket's packets that come over the network; returns this rank's own slot, if it has some, under None."""
+        if self._exchange is not None:
+            # The next bucket arrives, and this one is passed on, while this one is written.
+            self._exchange.finish()
+            self._exchange.start(bucket + 1, self._slots, self._first)
+        return {None: self._slots[bucket % len(self._slots)]} if self._slots else {}
 
     def release(self, version: int, bucket: int) -> None:
         """The packets of a bucket are no longer needed."""

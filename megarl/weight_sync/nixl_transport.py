@@ -46,7 +46,9 @@ class NixlTransport:
         self._slots: list[tuple[int, int, int]] = []  # address, bytes and device of each
         self._registered: Any = None
         self._times = 0  # slots were registered
-        self._places: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}  # of peers' slots, and of which time they are
+        self._places: dict[
+            int, tuple[int, list[tuple[int, int, int]]]
+        ] = {}  # of peers' slots, and of which time they are
         self._said: dict[tuple[bytes, int], list[int]] = defaultdict(list)  # numbers that peers have said
         self._numbers: dict[tuple[bytes, int], int] = defaultdict(int)  # of messages with each peer
 
@@ -121,7 +123,8 @@ class NixlTransport:
                 state = self._agent.check_xfer_state(handle)
                 if state == "ERR":
                     raise LinkError(
-                        self._member.wait_for_word() or f"{self._member.name(peer)} could not be read from by NIXL"
+                        self._member.wait_for_word()
+                        or f"{self._member.name(peer)} could not be read from by NIXL"
                     )
                 if state == "DONE":
                     self._agent.release_xfer_handle(handle)

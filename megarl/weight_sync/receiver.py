@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.weight_sync.gpu_buckets import TakenBucket
 from megarl.weight_sync.inbox import Inbox
 from megarl.weight_sync.links import LinkError, Token, describe_token
 from megarl.weight_sync.packets import Address, Packet, SyncShare, checksum
@@ -49,6 +50,8 @@ from megarl.weight_sync.served_model import (
     set_cache_scales,
     weights_of,
 )
+from megarl.weight_sync.slice_kernels import checksums_of
+from megarl.weight_sync.slice_table import SliceTable
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
@@ -166,9 +169,10 @@ class Receiver:
         # By bucket and packet, the checksums of the slices that were written last.
         self._checksums: dict[tuple[int, int], torch.Tensor] = {}
         self._read_again = False
-        device = next(model.parameters()).device.type
+        self._taken: dict[int, TakenBucket] = {}  # on a GPU: by bucket, where its slices go
+        self._device = next(model.parameters()).device.type
         self._inbox = Inbox(
-            instructions.share, instructions.addresses, instructions.hub, device, instructions.timeout
+            instructions.share, instructions.addresses, instructions.hub, self._device, instructions.timeout
         )
 
     @property
@@ -223,7 +227,11 @@ class Receiver:
             return f"SGLang's end_weight_update has changed the parameters: {refusal}"
         for (bucket, index), sums in self._checksums.items():
             spec = self._share.buckets[bucket][index]
-            found = torch.stack([checksum(view) for view in self._views[bucket][index]])
+            views = self._views[bucket][index]
+            if self._device == "cpu":
+                found = torch.stack([checksum(view) for view in views])
+            else:
+                found = checksums_of(SliceTable.of_tensors(views))
             for number in (found != sums).nonzero()[:1]:
                 item = spec.slices[int(number)]
                 return f"SGLang's end_weight_update has changed {item.tensor} in {item.local}"
@@ -235,10 +243,44 @@ class Receiver:
     ) -> RefusedError | None:
         """Take all packets of a version from bucket `first` on; after a refusal they are taken, but not written."""
         self._inbox.begin(first)
+        take = self._take_bucket if self._device == "cpu" else self._take_bucket_at_once
         for bucket in range(first, len(self._share.buckets)):
-            refusal = self._take_bucket((version, bucket), received, refusal)
+            refusal = take((version, bucket), received, refusal)
             self._inbox.release(version, bucket)
         return refusal
+
+    def _take_bucket_at_once(
+        self, token: Token, received: ReceiveReport, refusal: RefusedError | None
+    ) -> RefusedError | None:
+        """Take a bucket on a GPU, where the host waits once."""
+        bucket, specs = token[1], self._share.buckets[token[1]]
+        begun = time.perf_counter()
+        slot = self._inbox.take_slot(*token) if specs else None
+        received.seconds["wait"] += time.perf_counter() - begun
+        if refusal is not None or slot is None:
+            return refusal
+        begun = time.perf_counter()
+        if bucket not in self._taken:
+            self._taken[bucket] = TakenBucket(
+                specs, [view for views in self._views[bucket] for view in views]
+            )
+        different, found, came = self._taken[bucket].take(token, slot, self._share.skip_unchanged)
+        counts = [len(spec.slices) for spec in specs]
+        for index, sums in enumerate(found.split(counts)):
+            self._checksums[bucket, index] = sums
+        for item, follows in zip((item for spec in specs for item in spec.slices), came, strict=True):
+            received.bytes_written += item.nbytes if follows else 0
+            received.bytes_kept += 0 if follows else item.nbytes
+        written = time.perf_counter()
+        wrong = bool(
+            different.any()
+        )  # the host waits for all of the above, so the packets may be released after it
+        received.seconds["write"] += written - begun
+        received.seconds["verify"] += time.perf_counter() - written
+        if not wrong:
+            return None
+        packets = [(i, slot[spec.start : spec.start + spec.nbytes]) for i, spec in enumerate(specs)]
+        return self._difference(packets, token)
 
     def _take_bucket(
         self, token: Token, received: ReceiveReport, refusal: RefusedError | None
@@ -253,7 +295,6 @@ class Receiver:
                 taken.append((index, data))
             begun = time.perf_counter()
         received.seconds["wait"] += time.perf_counter() - begun
-        # On a GPU the host waits here, once a bucket, for all of the above: so packets may be released after it.
         begun = time.perf_counter()
         wrong = bool(torch.cat(differences).any()) if differences else False
         received.seconds["verify"] += time.perf_counter() - begun
@@ -283,6 +324,7 @@ class Receiver:
             check_complete(weights_of(self._model) | self._adapters, written, share.padding)
         except RefusedError as error:
             return error
+        self._taken = {}
         self._bound_to = self._places()
         return None
 
@@ -337,9 +379,7 @@ class Receiver:
         found = self._checksums[bucket, index] = torch.stack(sums)
         return [packet.identity != torch.tensor(token, device=data.device), found != packet.checksums]
 
-    def _difference(
-        self, packets: Sequence[tuple[int, torch.Tensor]], token: Token
-    ) -> RefusedError | None:
+    def _difference(self, packets: Sequence[tuple[int, torch.Tensor]], token: Token) -> RefusedError | None:
         """The first difference between a bucket's packets and the parameters into which they were written, as an error."""
         for index, data in packets:
             spec = self._share.buckets[token[1]][index]

@@ -20,17 +20,27 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from megarl.weight_sync.exchange import Exchange, join_exchange
+from megarl.weight_sync.gpu_buckets import PackedBucket
 from megarl.weight_sync.hub import Hub
 from megarl.weight_sync.inbox import OFFER, RANK, slots_closed_token
 from megarl.weight_sync.links import ControlChannel, LinkError, Token, naming_peer
-from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, Address, Packet, PacketSpec, SyncShare, checksum
+from megarl.weight_sync.packets import (
+    CONVERT,
+    QUANTISE,
+    SCALE,
+    Address,
+    Packet,
+    PacketSpec,
+    SyncShare,
+    checksum,
+)
 from megarl.weight_sync.quantize import read_scales, read_values
 
 READ = {QUANTISE: read_values, SCALE: read_scales}
@@ -122,8 +132,9 @@ class Outbox:
         self._closed = False
         self._channels: dict[int, ControlChannel] = {}
         self._exchange: Exchange | None = None
-        # By bucket and packet, the version whose checksums are known and these.
-        self._known: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        # By bucket, the version whose checksums are known, and these by packet.
+        self._known: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        self._packed: dict[int, PackedBucket] = {}  # on a GPU: by bucket, its tables
         self._slots: list[torch.Tensor] = []
         self._offered = False  # to the engine ranks that map them
         if self._memory.lasting:
@@ -189,7 +200,9 @@ class Outbox:
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
                 before = bucket - len(self._slots)
-                if travelling is not None and travelling <= before:  # there is one slot, as there is one bucket
+                if (
+                    travelling is not None and travelling <= before
+                ):  # there is one slot, as there is one bucket
                     self._complete((version, travelling), sent)
                     travelling = None
                 if before >= first:
@@ -272,31 +285,53 @@ class Outbox:
         """Pack the packets of a bucket into its slot."""
         begun = time.perf_counter()
         version, bucket = token
-        for index, spec in enumerate(self._share.buckets[bucket]):
-            slot = self._slots[bucket % len(self._slots)]
-            packet = Packet(slot[spec.start : spec.start + spec.nbytes], spec.slices)
-            packet.identity.copy_(torch.tensor(token))
-            fill(packet, parameters, self._share.fp8_block)
-            known = self._known_checksums(bucket, index, spec, held)
-            follows = None if known is None else packet.checksums != known
-            packet.sent.copy_(follows) if follows is not None else packet.sent.fill_(1)
-            if held is not None:
-                self._known[bucket, index] = version, packet.checksums.clone()
-            flags = [True] * len(spec.slices) if follows is None else follows.tolist()
+        specs = self._share.buckets[bucket]
+        known = self._known_checksums(bucket, specs, held)
+        slot = self._slots[bucket % len(self._slots)] if specs else torch.empty(0)
+        # Tensors that are made when they are asked for are read one at a time.
+        if self._device != "cpu" and specs and isinstance(parameters, dict):
+            found, follows = self._pack_at_once(token, parameters, slot, known)
+        else:
+            found, follows = _pack_one_by_one(token, specs, parameters, slot, known, self._share.fp8_block)
+        if held is not None:
+            self._known[bucket] = version, found
+        for spec, flags in zip(specs, follows, strict=True):
             for item, given in zip(spec.slices, flags, strict=True):
                 sent.bytes_packed += item.nbytes
                 sent.bytes_sent += item.nbytes * spec.copies if given else 0
                 sent.bytes_unchanged += 0 if given else item.nbytes * spec.copies
         sent.seconds["pack"] += time.perf_counter() - begun
 
+    def _pack_at_once(
+        self,
+        token: Token,
+        parameters: Mapping[str, torch.Tensor],
+        slot: torch.Tensor,
+        known: list[torch.Tensor | None],
+    ) -> tuple[list[torch.Tensor], list[list[bool]]]:
+        """Pack a bucket on a GPU; returns by packet the checksums, and whether each slice follows."""
+        specs = self._share.buckets[token[1]]
+        if token[1] not in self._packed:
+            self._packed[token[1]] = PackedBucket(specs, self._share.fp8_block, slot.device)
+        packed, counts = self._packed[token[1]], [len(spec.slices) for spec in specs]
+        if all(sums is None for sums in known):
+            packed.pack(token, parameters, slot)
+            return list(packed.checksums.clone().split(counts)), [[True] * count for count in counts]
+        flags = packed.pack(token, parameters, slot, known)
+        assert flags is not None
+        return list(packed.checksums.clone().split(counts)), [part.tolist() for part in flags.split(counts)]
+
     def _known_checksums(
-        self, bucket: int, index: int, spec: PacketSpec, held: Mapping[int, int | None] | None
-    ) -> torch.Tensor | None:
-        """Checksums of the packet's slices in the version that its engine ranks hold, if they are known."""
-        if held is None or (bucket, index) not in self._known:
-            return None
-        version, checksums = self._known[bucket, index]
-        return checksums if all(held[target] == version for target in spec.targets) else None
+        self, bucket: int, specs: Sequence[PacketSpec], held: Mapping[int, int | None] | None
+    ) -> list[torch.Tensor | None]:
+        """By packet, checksums of its slices in the version that its engine ranks hold, if they are known."""
+        if held is None or bucket not in self._known:
+            return [None] * len(specs)
+        version, checksums = self._known[bucket]
+        return [
+            sums if all(held[target] == version for target in spec.targets) else None
+            for spec, sums in zip(specs, checksums, strict=True)
+        ]
 
     def _complete(self, token: Token, sent: SendReport) -> None:
         """Wait until a bucket's slot has all that belongs to it, and tell the engine ranks that map it."""
@@ -315,6 +350,26 @@ class Outbox:
         for rank in self._share.mapped[token[1]]:
             self._channels[rank].expect_token(token)
         sent.seconds["wait"] += time.perf_counter() - begun
+
+
+def _pack_one_by_one(
+    token: Token,
+    specs: Sequence[PacketSpec],
+    parameters: Mapping[str, torch.Tensor],
+    slot: torch.Tensor,
+    known: list[torch.Tensor | None],
+    fp8_block: tuple[int, int] | None,
+) -> tuple[list[torch.Tensor], list[list[bool]]]:
+    """Pack a bucket slice by slice; returns by packet the checksums, and whether each slice follows."""
+    found, follows = [], []
+    for spec, before in zip(specs, known, strict=True):
+        packet = Packet(slot[spec.start : spec.start + spec.nbytes], spec.slices)
+        packet.identity.copy_(torch.tensor(token))
+        fill(packet, parameters, fp8_block)
+        found.append(packet.checksums.clone())
+        packet.sent.fill_(1) if before is None else packet.sent.copy_(packet.checksums != before)
+        follows.append([True] * len(spec.slices) if before is None else packet.sent.bool().tolist())
+    return found, follows
 
 
 @torch.no_grad()

@@ -262,7 +262,7 @@ class SyncPlan:
                 received: dict[int, int] = {}  # by member that receives the packet, its offset there
                 for target in targets:
                     host = self._hosts[target]
-                    if self.way == MAPPED or self._near(source, target) and self.way == COLOCATED:
+                    if self.way == MAPPED or (self._near(source, target) and self.way == COLOCATED):
                         holder, offset = source, start
                     else:
                         member = num_sources + target if self.way == APART else host
@@ -312,7 +312,7 @@ class SyncPlan:
         num_sources = self.parallel.world
         met: list[set[int]] = [set() for _ in range(num_sources + self.engines.num_ranks)]
         for source, target in {pair for plan in self._plans(complete=True) for pair in plan.pairs()}:
-            if self.way == MAPPED or self.way == COLOCATED and self._near(source, target):
+            if self.way == MAPPED or (self.way == COLOCATED and self._near(source, target)):
                 continue
             member = num_sources + target if self.way == APART else self._hosts[target]
             assert member is not None

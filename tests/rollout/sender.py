@@ -67,7 +67,10 @@ class Sender:
             receives: list[tuple[Message, ...]] = []
             for bucket in range(num_buckets):
                 here, there = self._slices(f"{rank}/{bucket}/", of_rank.entries[bucket::num_buckets])
-                start, sizes = sum(spec.nbytes for spec in leaving[bucket]), tuple(item.nbytes for item in here)
+                start, sizes = (
+                    sum(spec.nbytes for spec in leaving[bucket]),
+                    tuple(item.nbytes for item in here),
+                )
                 arriving.append(())
                 receives.append(())
                 if here:
@@ -81,7 +84,14 @@ class Sender:
             room = max(sum(spec.nbytes for spec in specs) for specs in arriving)
             padding = of_rank.padding
             share = SyncShare(
-                rank, tuple(arriving), mapped, room, padding, exchange if apart else None, scaling=scaling, **more
+                rank,
+                tuple(arriving),
+                mapped,
+                room,
+                padding,
+                exchange if apart else None,
+                scaling=scaling,
+                **more,
             )
             targets.append(share)
         exchange = ExchangeShare(0, size, 1, tuple(map(tuple, sends)), ((),) * num_buckets)

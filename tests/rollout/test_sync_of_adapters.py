@@ -19,8 +19,8 @@ from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces, logical_adapters
 from megarl.plan.memory import SLOTS
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
-from megarl.weight_sync.sync_plan import P2P
 from megarl.weight_sync.served_model import AdapterSlot, buffers_of
+from megarl.weight_sync.sync_plan import P2P
 from tests.ranks import RankPool
 from tests.rollout.adapter_trainer import BUCKET, AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import TP, Model

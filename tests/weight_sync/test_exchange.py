@@ -113,7 +113,9 @@ def part(peer: int, data: torch.Tensor) -> Part:
 
 def test_parts_move_between_all_members_at_once(join) -> None:
     transports = groups(join, 3)
-    values = [[torch.full((1000,), 10 * here + there, dtype=torch.uint8) for there in range(3)] for here in range(3)]
+    values = [
+        [torch.full((1000,), 10 * here + there, dtype=torch.uint8) for there in range(3)] for here in range(3)
+    ]
     found = [[torch.zeros(1000, dtype=torch.uint8) for _ in range(3)] for _ in range(3)]
     others = [[peer for peer in range(3) if peer != here] for here in range(3)]
     moving = [
@@ -135,7 +137,9 @@ def test_closing_a_member_ends_what_waits_at_all_others_and_names_it(join) -> No
     nothing = torch.zeros(4, dtype=torch.uint8)
     waiting = [in_thread(transports[here].move([], [part(0, nothing)]).wait) for here in (1, 2)]
     transports[2].close()
-    for wait, cause in zip(waiting, ("engine rank 0 closed its connection", "this rank has given up"), strict=True):
+    for wait, cause in zip(
+        waiting, ("engine rank 0 closed its connection", "this rank has given up"), strict=True
+    ):
         with pytest.raises(LinkError, match=cause):
             wait()
     with pytest.raises(LinkError, match="engine rank 0 closed its connection"):
@@ -146,7 +150,7 @@ def test_a_silent_member_is_named_within_the_timeout(join, monkeypatch) -> None:
     monkeypatch.setattr(hub, "WORD_SECONDS", 0.2)  # nobody ends, so the hub has nothing to tell
     making = [in_thread(lambda n=n: GroupTransport(join(n, timeout=1.0), 2, "cpu")) for n in range(2)]
     transports = [make() for make in making]
-    with pytest.raises(LinkError, match="trainer rank 0 .* within 1 s|trainer rank 0 said nothing for 1 s"):
+    with pytest.raises(LinkError, match=r"trainer rank 0 .* within 1 s|trainer rank 0 said nothing for 1 s"):
         transports[1].move([], [part(0, torch.zeros(4, dtype=torch.uint8))]).wait()
 
 
@@ -185,7 +189,9 @@ def test_a_round_has_one_operation_and_one_wait_and_passes_on_the_bucket_before(
         rounds.finish()
     assert began == [True, True, True, True, False]
     assert len(wires.rounds) == wires.waited == 4
-    ends = [([(p.peer, p.slot) for p in sends], [(p.peer, p.slot) for p in got]) for sends, got in wires.rounds]
+    ends = [
+        ([(p.peer, p.slot) for p in sends], [(p.peer, p.slot) for p in got]) for sends, got in wires.rounds
+    ]
     assert ends == [
         ([], [(0, 0)]),
         ([(3, 0)], [(0, 1)]),
@@ -296,7 +302,9 @@ def test_on_gpus_a_round_is_one_grouped_operation_of_one_communicator(join, on_g
     assert group.aborted
 
 
-def test_a_member_that_dies_while_the_communicator_is_made_is_an_error_at_once(join, on_gpus, monkeypatch) -> None:
+def test_a_member_that_dies_while_the_communicator_is_made_is_an_error_at_once(
+    join, on_gpus, monkeypatch
+) -> None:
     begun, never = threading.Event(), threading.Event()
 
     def connect() -> None:

@@ -207,9 +207,9 @@ def test_one_ranks_part_alone_is_its_part_of_the_whole(case):
     whole = plan()
     buckets = whole.buckets(1000)
     delivered = [one for bucket in buckets for one in bucket]
-    assert sorted(
-        (*one[:5], rank, *one[6:]) for one in delivered for rank in one.target_ranks
-    ) == sorted(copies)
+    assert sorted((*one[:5], rank, *one[6:]) for one in delivered for rank in one.target_ranks) == sorted(
+        copies
+    )
     for bucket in buckets:
         filled = Counter()
         for one in bucket:

@@ -91,7 +91,11 @@ def test_all_engines_get_their_shards_and_no_byte_more(tiny_model, start, family
 @pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
 @pytest.mark.parametrize("skip_unchanged", [False, True])
 def test_a_model_of_a_single_bucket(tiny_model, start, way, skip_unchanged):
-    model, parallel, engines = tiny_model("qwen2"), ParallelLayout(world=2, tp=2), EngineLayout(1, num_engines=2)
+    model, parallel, engines = (
+        tiny_model("qwen2"),
+        ParallelLayout(world=2, tp=2),
+        EngineLayout(1, num_engines=2),
+    )
     more = {"skip_unchanged": skip_unchanged, **ways(parallel, engines)[way]}
     sync = SyncPlan(model.config, parallel, engines, torch.float32, 1 << 30, **more)
     assert len(sync.buckets) == 1 and sync.way == way
@@ -163,7 +167,11 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
     parallel, engines = ParallelLayout(world=2, pp=2), EngineLayout(2)
     for device, nodes, message in (
         ("cpu", "ab", r"sync_transport=shared_memory: trainer rank 1 may send .* rank 0, .* not on .*'b'"),
-        ("cuda", "aa", r"sync_transport=shared_memory: trainer rank 0 may send to engine rank 1, .*device=.1"),
+        (
+            "cuda",
+            "aa",
+            r"sync_transport=shared_memory: trainer rank 0 may send to engine rank 1, .*device=.1",
+        ),
     ):
         places = {"source_places": on_nodes(*nodes), "target_places": on_nodes("a", "a")}
         sync = make_sync(
@@ -179,7 +187,9 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):
     """All is rounded to bfloat16 but for `kept`, which SGLang holds in float32."""
     model, parallel, engines = tiny_model(family), ParallelLayout(world=2, tp=2), EngineLayout(1)
-    transfer = start(model, make_sync(model, parallel, engines, dtype=torch.bfloat16, transport=SHARED_MEMORY))
+    transfer = start(
+        model, make_sync(model, parallel, engines, dtype=torch.bfloat16, transport=SHARED_MEMORY)
+    )
 
     def rounded(tensors):
         return {name: t if name.endswith(kept) else t.bfloat16() for name, t in tensors.items()}

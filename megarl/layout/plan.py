@@ -213,7 +213,7 @@ class Plan:
             for shard in self.source.shards_of[rank]
             for piece in self.source.shards[shard].pieces
         }
-        found = []
+        found: list[Delivery] = []
         for shard in range(len(self.target.shards)):
             flows = [flow for flow in self._make_flows(shard, held) if rank in self.candidates(flow).holder]
             found += self._deliver(flows, only=rank)

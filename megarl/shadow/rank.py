@@ -53,6 +53,7 @@ class RankReport:
         stage: of the pipeline.
         parts: bytes on the device by owner ("weights", "gradients", "optimizer", ...), after an update.
         saved, sent: bytes of tensors in its file of a checkpoint, and packed for the engines.
+        sent_buckets: of each bucket for the engines the number of slices, and of kernels that packing it launched.
         moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
@@ -69,6 +70,7 @@ class RankReport:
     phases: dict[str, PhaseReport]
     saved: int
     sent: int
+    sent_buckets: list[tuple[int, int]]
     moved: dict[str, Moved]
     released: int
     kept_by: list[tuple[Made, int]]
@@ -165,7 +167,7 @@ def _run(
             gc.collect()
         phases[step.name] = _phase_report(phase, _part_bytes(worker) - held)
     (parts,) = worker.memory()
-    saved = sent = 0
+    saved, sent = 0, transfers.Sent(0, [])
     if worker.spec.optim is not None and not uneven:
         saved = transfers.save_and_load(worker, tracker)
         if isinstance(worker, ActorWorker):
@@ -185,7 +187,8 @@ def _run(
         parts=parts,
         phases=phases,
         saved=saved,
-        sent=sent,
+        sent=sent.nbytes,
+        sent_buckets=sent.buckets,
         moved=released.parts,
         released=sum(released.stays.values()),
         kept_by=list(released.stays.items())[:LARGEST_LINES],

@@ -16,6 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl import platform
 from megarl.checkpoints import dcp
@@ -31,7 +33,7 @@ from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.model import ModelWorker
 from megarl.weight_sync.links import Token
 from megarl.weight_sync.packets import PacketSpec, Slice, SyncShare, aligned
-from megarl.weight_sync.sender import Outbox, SendReport
+from megarl.weight_sync.sender import Outbox
 from megarl.weight_sync.sync_plan import COLOCATED
 
 ENGINE = 0  # the rank that everything goes to
@@ -117,18 +119,59 @@ def _nothing_of(value: Any) -> Any:
     return ([], {}, (0, None)) if len(value) == 3 else ([], set())
 
 
-class _ToNobody(Outbox):
-    """A rank's outbox whose engines take everything at once."""
+@dataclass(frozen=True)
+class Sent:
+    """A version as a rank packed it: bytes of its slices; by bucket the number of slices, and of kernels that packing launched."""
 
-    def _connect(self) -> None: ...
-
-    def _complete(self, token: Token, sent: SendReport) -> None: ...
-
-    def _wait_taken(self, token: Token, sent: SendReport) -> None: ...
+    nbytes: int
+    buckets: list[tuple[int, int]]
 
 
-def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> int:
-    """Pack a version of the weights for the engines as phase "sync", and give the slots up; returns the bytes of its slices."""
+class _CountedOutbox(Outbox):
+    """A rank's outbox that nobody takes from: a bucket is taken when it is packed."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.launches: list[int] = []
+
+    def _pack(self, token: Token, *more: Any) -> None:
+        with _Launches() as found:
+            super()._pack(token, *more)
+        self.launches.append(found.count)
+
+
+class _Launches(TorchDispatchMode):
+    """Counts kernels that are launched: operations of torch that compute something on a device, and Triton's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __enter__(self) -> _Launches:
+        from triton.runtime.jit import JITFunction
+
+        self._triton = patch.object(JITFunction, "run", self._launch)
+        self._triton.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._triton.stop()
+
+    def _launch(self, *arguments: Any, **options: Any) -> None:
+        self.count += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        outputs = [value for value in tree_leaves(found) if isinstance(value, torch.Tensor)]
+        on_device = any(value.device.type == "cuda" for value in outputs)
+        makes_memory = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_strided)
+        self.count += on_device and not makes_memory and not func.is_view
+        return found
+
+
+def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> Sent:
+    """Pack a version of the weights for the engines as phase "sync", and give the slots up."""
     policy = config.actor_rollout_ref
     sync = configured_sync(config, model, policy.rollout)
     freed = frees_engines(config, config.resource_pools)
@@ -148,15 +191,17 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
         skip_unchanged=policy.rollout.sync_skip_unchanged,
     )
     with tracker.phase("sync"), tempfile.TemporaryDirectory() as folder:
-        worker.outbox = _ToNobody(share, folder, "127.0.0.1", platform.device().type, 1.0)
+        outbox = _CountedOutbox(share, folder, "127.0.0.1", platform.device().type, 1.0)
+        worker.outbox = outbox
         held = {ENGINE: None} if policy.rollout.sync_skip_unchanged else None
         sent = worker.send_weights(1, held, merged=adapters is None)
         if held is not None:
             worker.send_weights(2, {ENGINE: 1}, merged=adapters is None)
-        worker.outbox.close()
+        outbox.close()
         worker.outbox = None
         gc.collect()
-    return sent.bytes_sent
+    slices = [sum(len(spec.slices) for spec in specs) for specs in buckets]
+    return Sent(sent.bytes_sent, list(zip(slices, outbox.launches, strict=False)))
 
 
 def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[PacketSpec, ...], ...]:

@@ -171,6 +171,7 @@ class GroupTransport:
         if group is None:
             raise LinkError(self._member.problem or "the exchange of weights was closed")
         with self._errors():
+            works: list[tuple[int | None, Any]]
             if self._device == "cpu":
                 works = [(part.peer, group.recv([part.data], part.peer, 0)) for part in receives]
                 works += [(part.peer, group.send([part.data], part.peer, 0)) for part in sends]

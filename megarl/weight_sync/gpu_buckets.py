@@ -33,7 +33,9 @@ class Headers:
 
     @staticmethod
     def of(specs: Sequence[PacketSpec], device: torch.device) -> Headers:
-        versions, checksums, flags = [], [], []
+        versions: list[int] = []
+        checksums: list[int] = []
+        flags: list[int] = []
         for spec in specs:
             count, first = len(spec.slices), spec.start + HEADER
             versions.append(spec.start // 8)
@@ -144,12 +146,9 @@ class TakenBucket:
         if all(came):
             write_slices(self._table, slot)
         elif any(came):
-            pairs = [
-                pair
-                for pair, follows in zip(zip(self._views, self._places, strict=True), came, strict=True)
-                if follows
-            ]
-            write_slices(SliceTable.of_tensors(*zip(*pairs, strict=True)), slot)
+            moved = [index for index, follows in enumerate(came) if follows]
+            views, offsets = [self._views[at] for at in moved], [self._places[at] for at in moved]
+            write_slices(SliceTable.of_tensors(views, offsets), slot)
         found = checksums_of(self._table)
         different = [
             numbers[headers.versions] != token[0],

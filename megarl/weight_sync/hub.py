@@ -80,8 +80,8 @@ class Hub:
     def _serve(self) -> None:
         frames: dict[socket.socket, _Frames] = defaultdict(_Frames)
         with selectors.DefaultSelector() as selector, self._listener, self._ended:
-            for connection in (self._listener, self._ended):
-                selector.register(connection, selectors.EVENT_READ)
+            for known in (self._listener, self._ended):
+                selector.register(known, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
                     connection = key.fileobj

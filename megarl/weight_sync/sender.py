@@ -240,7 +240,7 @@ class Outbox:
         self._path.unlink(missing_ok=True)
         if self._own_slots is not None:
             self._own_slots.close()
-        self._channels, self._slots, self._exchange = {}, [], None
+        self._channels, self._slots, self._exchange, self._packed = {}, [], None, {}
 
     def _connect(self) -> None:
         share = self._share

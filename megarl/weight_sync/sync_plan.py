@@ -262,6 +262,7 @@ class SyncPlan:
                 received: dict[int, int] = {}  # by member that receives the packet, its offset there
                 for target in targets:
                     host = self._hosts[target]
+                    holder: int | None
                     if self.way == MAPPED or (self._near(source, target) and self.way == COLOCATED):
                         holder, offset = source, start
                     else:

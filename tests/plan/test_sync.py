@@ -173,7 +173,9 @@ def test_a_recipe_and_the_same_sizes_as_options_give_the_same_plan(model, capsys
     )
 
 
-def test_engines_on_devices_of_their_own_get_everything_from_other_nodes_and_pass_it_on(model, capsys) -> None:
+def test_engines_on_devices_of_their_own_get_everything_from_other_nodes_and_pass_it_on(
+    model, capsys
+) -> None:
     report = plan(capsys, "--model", model, *sizes(), "--engines", "2", "--separate", "--dtype", "float32")
     # One engine from the trainer's nodes, the other one from the engine on its node.
     totals = {link: cost["total"] for link, cost in report["reshard"]["links"].items()}

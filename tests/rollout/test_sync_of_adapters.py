@@ -235,7 +235,9 @@ def test_merged_weights_are_served_as_peft_computes_them(
     models = [peft_model(model_a.path, lora, seed) for seed in (1, 2)]
     results = ranks.run(_merged, model_a.path, lora, [adapters_of(model) for model in models], 2, world=2)
     first, second = zip(*results, strict=True)
-    trainer = AdapterTrainer(model_a.path, None, ParallelLayout(world=2, tp=2), TP, tmp_path, first, skip_unchanged=True)
+    trainer = AdapterTrainer(
+        model_a.path, None, ParallelLayout(world=2, tp=2), TP, tmp_path, first, skip_unchanged=True
+    )
     engine.call("connect", trainer.inboxes)
     trainer.run(engine, 1, held=dict.fromkeys(range(TP)))
     assert_serves(engine, models[0], 1)

@@ -25,6 +25,14 @@ def test_the_engines_are_sent_each_weight_once(reports) -> None:
             assert report["phases"]["sync"]["left"] == 0
 
 
+def test_a_bucket_is_packed_by_a_few_launches_whatever_is_in_it_and_nothing_is_waited_for(reports) -> None:
+    for (role, _), report in reports.items():
+        assert (report["sent_buckets"] == []) == (role != "actor")
+        for slices, launches in report["sent_buckets"]:
+            assert slices > 10 >= launches > 0
+        assert report["waits"].get("sync", {}) == {}
+
+
 def test_each_part_frees_what_it_has_and_takes_it_back(reports) -> None:
     for report in reports.values():
         for part, moved in report["moved"].items():

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from megarl.trainer.run.run import Run
 
 
-def connect(
-    run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float
-) -> SyncFacts:
+def connect(run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float) -> SyncFacts:
     """Give each rank its share of the plan, and tell the engines the addresses of the actor's ranks.
 
     To be called again after an engine was restarted.

@@ -79,6 +79,7 @@ BY_NAME: Mapping[str, str] = {
     "util/test_files.py": PROCESSES,
     "util/test_memory.py": PROCESSES,
     "util/test_nccl.py": PROCESSES,
+    "weight_sync/test_gpu_buckets.py": PROCESSES,
     "weight_sync/test_slice_kernels.py": PROCESSES,
 }
 SMOKE = (

@@ -1,0 +1,165 @@
+"""Buckets of a weight sync packed and taken by Triton kernels, interpreted on a CPU: `python -m tests.weight_sync.interpreted_buckets`
+(with TRITON_INTERPRET=1) prints {case: what was found} as JSON. It has a process of its own, as interpreted_slices.py.
+"""
+
+import json
+import sys
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.layout import Box
+from megarl.models.float8 import FP8, block_scales
+from megarl.shadow.device import PACKAGES
+from megarl.weight_sync import packets, sender, slice_kernels
+from megarl.weight_sync.gpu_buckets import PackedBucket, TakenBucket
+from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, PacketSpec, Slice
+
+BLOCK = (8, 16)
+TOKEN = (7, 3)
+
+
+def bucket(layers: int) -> tuple[list[PacketSpec], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Two packets: of weights converted to bfloat16, parts of fused ones among them, and of weights in float8 with their scales; the
+    trainer's parameters; and the places of all slices in an engine's, filled with other numbers."""
+    generator = torch.Generator().manual_seed(layers)
+    parameters, first, second, views = {}, [], [], []
+    for layer in range(layers):
+        weight = parameters[f"w{layer}"] = torch.randn(24, 32, generator=generator)
+        engine = torch.full((40, 48), 3.0, dtype=torch.bfloat16)
+        first.append(Slice(f"w{layer}", f"w{layer}", Box((4, 8), (12, 20)), "bfloat16", CONVERT))
+        views.append(engine[8:20, 5:25])
+        first.append(Slice(f"b{layer}", f"w{layer}", Box((0, 0), (1, 32)), "float32", CONVERT))
+        views.append(torch.full((1, 32), 3.0))
+        assert weight.is_contiguous()
+    for layer in range(layers):
+        second.append(Slice(f"w{layer}", f"w{layer}", Box((8, 0), (16, 32)), "float8_e4m3fn", QUANTISE))
+        views.append(torch.zeros(16, 40, dtype=FP8)[:, 4:36])
+    for layer in range(layers):
+        second.append(Slice(f"s{layer}", f"w{layer}", Box((1, 0), (2, 2)), "float32", SCALE))
+        views.append(torch.zeros(2, 2))
+    one = PacketSpec(0, (0, 1), None, 0, tuple(first))
+    return [one, PacketSpec(0, (1,), None, one.nbytes, tuple(second))], parameters, views
+
+
+def slot_of(specs: list[PacketSpec]) -> torch.Tensor:
+    return torch.zeros(specs[-1].start + specs[-1].nbytes, dtype=torch.uint8)
+
+
+def by_torch(
+    specs: list[PacketSpec], parameters: dict[str, torch.Tensor], known: list[torch.Tensor | None]
+) -> torch.Tensor:
+    """The slot as it is packed slice by slice, with a GPU's checksums."""
+    slot = slot_of(specs)
+    with mock.patch.object(sender, "checksum", packets.multilinear):
+        sender._pack_one_by_one(TOKEN, specs, parameters, slot, known, BLOCK)
+    return slot
+
+
+def packing() -> list[str]:
+    """What differs when a bucket is packed at once, complete and without what has not changed, twice with the same tables."""
+    wrong = []
+    specs, parameters, _ = bucket(3)
+    packed = PackedBucket(specs, BLOCK, torch.device("cpu"))
+    for version in range(2):
+        for name in parameters:
+            parameters[name] += version
+        slot = slot_of(specs)
+        packed.pack(TOKEN, parameters, slot)
+        if not torch.equal(slot, by_torch(specs, parameters, [None, None])):
+            wrong.append(f"version {version}")
+    known = [packed.checksums[: len(specs[0].slices)].clone(), None]
+    parameters["w1"] += 1
+    slot = slot_of(specs)
+    follows = packed.pack(TOKEN, parameters, slot, known)
+    if not torch.equal(slot, by_torch(specs, parameters, known)) or follows.tolist()[:6].count(True) != 2:
+        wrong.append("unchanged")
+    return wrong
+
+
+def taking() -> list[str]:
+    """What is wrong of the places that a bucket was written into, and of faults that were not found."""
+    wrong = []
+    specs, parameters, views = bucket(3)
+    slot = slot_of(specs)
+    PackedBucket(specs, BLOCK, torch.device("cpu")).pack(TOKEN, parameters, slot)
+    taken = TakenBucket(specs, views)
+    different, _, came = taken.take(TOKEN, slot, skip_unchanged=False)
+    if different.any() or not all(came):
+        wrong.append("differs")
+    for layer in range(3):
+        weight = parameters[f"w{layer}"]
+        scales = block_scales(weight, BLOCK)
+        spread = scales.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+        expected = [weight[4:16, 8:28].bfloat16(), weight[:1], (weight / spread).to(FP8)[8:], scales[1:]]
+        places = [views[2 * layer], views[2 * layer + 1], views[6 + layer], views[9 + layer]]
+        wrong += [
+            f"{layer} {at}"
+            for at, (found, value) in enumerate(zip(places, expected, strict=True))
+            if not torch.equal(found.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8))
+        ]
+    for name, token, place in (("token", (7, 4), None), ("header", TOKEN, 16), ("body", TOKEN, -3)):
+        damaged = slot.clone()
+        if place is not None:
+            damaged[place] ^= 0x10
+        if not taken.take(token, damaged, skip_unchanged=False)[0].any():
+            wrong.append(f"{name} not found")
+    # A slice that does not follow is not written, and read back all the same.
+    views[0].zero_()
+    without = slot.clone()
+    count = len(specs[0].slices)
+    without[16 + 8 * count] = 0
+    different, _, came = taken.take(TOKEN, without, skip_unchanged=True)
+    if came.count(False) != 1 or views[0].any() or not different.any():
+        wrong.append("left out")
+    return wrong
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches() -> list[list[int]]:
+    """Operations of packing and of taking a bucket of 2 and of 6 layers, after the first version, with kernels as one each."""
+    found = []
+    for layers in (2, 6):
+        specs, parameters, views = bucket(layers)
+        packed, taken, slot = PackedBucket(specs, BLOCK, torch.device("cpu")), TakenBucket(specs, views), slot_of(specs)
+        packed.pack(TOKEN, parameters, slot)
+        counts = []
+        for work in (
+            lambda: packed.pack(TOKEN, parameters, slot),
+            lambda: taken.take(TOKEN, slot, skip_unchanged=False),
+        ):
+            kernels = slice_kernels.kernels()
+            nothing = mock.MagicMock()
+            with (
+                mock.patch.object(kernels, "copy_slices", nothing),
+                mock.patch.object(kernels, "read_blocks", nothing),
+                Operations() as operations,
+            ):
+                work()
+            counts.append(operations.count + nothing.__getitem__.call_count)
+        found.append(counts)
+    return found
+
+
+def main() -> None:
+    sys.path.insert(0, str(PACKAGES))
+    import triton
+
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
+    print(json.dumps({case.__name__: case() for case in (packing, taking, launches)}))
+
+
+if __name__ == "__main__":
+    main()

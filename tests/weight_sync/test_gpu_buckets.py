@@ -1,0 +1,38 @@
+"""A bucket on a GPU: packed and taken at once by kernels, interpreted on a CPU (`interpreted_buckets`), as it is slice by slice."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.weight_sync.test_slice_kernels import needs_triton
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.weight_sync.interpreted_buckets"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_triton
+def test_packets_are_those_that_are_packed_slice_by_slice(found: dict[str, Any]) -> None:
+    assert found["packing"] == []
+
+
+@needs_triton
+def test_slices_are_written_and_verified_and_faults_are_found(found: dict[str, Any]) -> None:
+    assert found["taking"] == []
+
+
+@needs_triton
+def test_launches_do_not_grow_with_the_bucket(found: dict[str, Any]) -> None:
+    of_two_layers, of_six_layers = found["launches"]
+    assert of_two_layers == of_six_layers
+    packing, taking = of_two_layers
+    assert 0 < packing <= 10 and 0 < taking <= 14

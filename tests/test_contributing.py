@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import socket
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.models import FAMILIES
 from megarl.rewards import registry
-from megarl.weight_sync.links import ControlChannel
+from megarl.weight_sync.hub import Hub, Member
 from tests import guarantees
 
 ROOT = guarantees.ROOT
@@ -99,6 +98,7 @@ IMPORTS = {
     "megarl.models.fields": ("Fields",),
     "megarl.rewards.registry": ("register_reward", "rules_of"),
     "megarl.weight_sync.links": ("LinkError",),
+    "megarl.weight_sync.transport": ("Part",),
     "torch": ("Tensor",),
     "transformers": ("MistralConfig", "MistralForCausalLM"),
     "typing": ("Any",),
@@ -108,7 +108,7 @@ IMPORTS = {
 @pytest.fixture(scope="module")
 def code() -> Iterator[dict[str, Any]]:
     """The names that the page's code defines; what it registers is unknown to other tests."""
-    names: dict[str, Any] = {name: importlib.import_module(name) for name in ("pytest", "struct", "torch")}
+    names: dict[str, Any] = {name: importlib.import_module(name) for name in ("pytest", "torch")}
     for module, imported in IMPORTS.items():
         names |= {name: getattr(importlib.import_module(module), name) for name in imported}
     blocks = re.findall(r"^( *)```python\n(.*?)^\1```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -138,7 +138,8 @@ def test_the_family(code: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_the_transport(code: dict[str, Any]) -> None:
-    here, there = socket.socketpair()
-    ends = ControlChannel(here, "engine rank 3", 10.0), ControlChannel(there, "trainer rank 5", 10.0)
-    code["test_packets_arrive_and_an_end_that_dies_is_named"](ends)
-    there.close()
+    hub = Hub("127.0.0.1")
+    members = [Member(hub.address, number, "trainer rank {}".format, 10.0) for number in range(2)]
+    code["test_parts_arrive_and_a_member_that_dies_is_named"](members)
+    members[1].close()
+    hub.close()

@@ -134,6 +134,10 @@ def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) 
     assert plan["reshard"]["max_received"] <= plan["full_gather"]["max_received"]
     alone = "single_gpu" in recipe
     assert (plan["full_gather"]["max_received"] == 0) == alone
+    # A communicator, in which a process talks to few of the others.
+    average, most = plan["peers"]
+    assert plan["communicators"] == (most > 0) and (most == 0 or not alone)
+    assert average <= 60 and most <= 70
 
 
 @pytest.mark.parametrize("recipe", LARGE)

@@ -16,7 +16,8 @@
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
 
-The communicators of a weight sync between two GPUs' processes, one for each pair of a trainer's and an engine's rank, are not in it.
+The communicator of weight syncs is not in it: one of each trainer rank, apart also of each engine rank, with buffers for the peers that
+`megarl plan` counts.
 """
 
 from collections.abc import Sequence

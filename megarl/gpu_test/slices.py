@@ -132,7 +132,7 @@ def compared(listed: Listed, device: str) -> Iterator[Pair]:
     table = SliceTable.of_tensors(views, [read.offset for read in listed.reads])
     write_slices(table, slot)
     yield "parameters", _all_bytes(found), _all_bytes(tensors)
-    yield "checksums of parameters", halves(checksums_of(table)), halves(_sums(listed))
+    yield "checksums of parameters", as_int32(checksums_of(table)), as_int32(_sums(listed))
 
 
 def compared_reads(listed: Listed, slot: torch.Tensor, checksums: torch.Tensor) -> Iterator[Pair]:
@@ -140,10 +140,10 @@ def compared_reads(listed: Listed, slot: torch.Tensor, checksums: torch.Tensor) 
     for read, part in zip(*listed, strict=True):
         expected[read.offset : read.offset + part.nbytes] = _bytes(part)
     yield "slot", slot, expected
-    yield "checksums", halves(checksums), halves(_sums(listed))
+    yield "checksums", as_int32(checksums), as_int32(_sums(listed))
 
 
-def halves(checksums: torch.Tensor) -> torch.Tensor:
+def as_int32(checksums: torch.Tensor) -> torch.Tensor:
     """64 bits as two numbers that float64 has exactly."""
     return torch.stack([checksums >> 32, checksums & 0xFFFFFFFF], -1).double()
 

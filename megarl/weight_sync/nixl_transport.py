@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.exchange import Moving, Part
 from megarl.weight_sync.hub import Member
 from megarl.weight_sync.links import LinkError
+from megarl.weight_sync.transport import Moving, Part
 
 READY, TAKEN = b"ready", b"taken"
 POLL_SECONDS = 1e-4
@@ -30,7 +30,7 @@ class NixlTransport:
         LinkError: NIXL is not installed, or a member is gone or silent.
     """
 
-    def __init__(self, member: Member, size: int, device: str) -> None:
+    def __init__(self, member: Member, device: str) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:

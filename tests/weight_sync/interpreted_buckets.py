@@ -4,6 +4,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -128,27 +130,33 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def counted(work: Callable[[], object]) -> int:
+    """Operations of `work`, launches of Triton's kernels, which do nothing, among them."""
+    kernels, nothing = slice_kernels.kernels(), mock.MagicMock()
+    with (
+        mock.patch.object(kernels, "copy_slices", nothing),
+        mock.patch.object(kernels, "read_blocks", nothing),
+        Operations() as operations,
+    ):
+        work()
+    return operations.count + nothing.__getitem__.call_count
+
+
 def launches() -> list[list[int]]:
     """Operations of packing and of taking a bucket of 2 and of 6 layers, after the first version, with kernels as one each."""
     found = []
     for layers in (2, 6):
         specs, parameters, views = bucket(layers)
-        packed, taken, slot = PackedBucket(specs, BLOCK, torch.device("cpu")), TakenBucket(specs, views), slot_of(specs)
+        packed, taken, slot = (
+            PackedBucket(specs, BLOCK, torch.device("cpu")),
+            TakenBucket(specs, views),
+            slot_of(specs),
+        )
         packed.pack(TOKEN, parameters, slot)
-        counts = []
-        for work in (
-            lambda: packed.pack(TOKEN, parameters, slot),
-            lambda: taken.take(TOKEN, slot, skip_unchanged=False),
-        ):
-            kernels = slice_kernels.kernels()
-            nothing = mock.MagicMock()
-            with (
-                mock.patch.object(kernels, "copy_slices", nothing),
-                mock.patch.object(kernels, "read_blocks", nothing),
-                Operations() as operations,
-            ):
-                work()
-            counts.append(operations.count + nothing.__getitem__.call_count)
+        counts = [
+            counted(partial(packed.pack, TOKEN, parameters, slot)),
+            counted(partial(taken.take, TOKEN, slot, skip_unchanged=False)),
+        ]
         found.append(counts)
     return found
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weight_sync import exchange, hub
-from megarl.weight_sync.exchange import Exchange, GroupTransport, Part, agree
+from megarl.weight_sync import group_transport, hub
+from megarl.weight_sync.exchange import Exchange
+from megarl.weight_sync.group_transport import GroupTransport, agree
 from megarl.weight_sync.hub import GONE, Hub, Member
 from megarl.weight_sync.links import LinkError
 from megarl.weight_sync.packets import HEADER, ExchangeShare, Message, header_bytes
+from megarl.weight_sync.transport import Part
 
 PATIENCE = 30.0  # seconds; more than anything here takes
 
@@ -289,7 +291,7 @@ def test_members_with_other_settings_refuse_each_other_by_name(join) -> None:
 def test_on_gpus_a_round_is_one_grouped_operation_of_one_communicator(join, on_gpus, monkeypatch) -> None:
     made = on_gpus()
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    monkeypatch.setattr(exchange, "agree", lambda member, settings: None)
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
     transport = GroupTransport(join(0), 4, "cuda")
     (group,) = made.made
     # It has no thread that ends the process when something fails.
@@ -312,7 +314,7 @@ def test_a_member_that_dies_while_the_communicator_is_made_is_an_error_at_once(
         never.wait()
 
     on_gpus(connect)
-    monkeypatch.setattr(exchange, "agree", lambda member, settings: None)
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
     other, first = join(3), join(0, timeout=1e6)
     made = in_thread(lambda: GroupTransport(first, 4, "cuda"))
     assert begun.wait(PATIENCE)
@@ -325,7 +327,7 @@ def test_a_member_that_dies_while_the_communicator_is_made_is_an_error_at_once(
 def test_a_member_that_never_joins_the_communicator_is_an_error_in_time(join, on_gpus, monkeypatch) -> None:
     never = threading.Event()
     on_gpus(never.wait)
-    monkeypatch.setattr(exchange, "agree", lambda member, settings: None)
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
     with pytest.raises(LinkError, match=r"not all members of the weight sync came within 0\.3 s"):
         GroupTransport(join(0, timeout=0.3), 4, "cuda")
     never.set()

@@ -11,7 +11,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import Packet
 from megarl.weight_sync.sender import fill
-from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
+from megarl.weight_sync.sync_plan import APART, AUTO, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards, load_all
 from tests.weight_sync.transfer import Transfer
@@ -122,6 +122,39 @@ def test_each_side_takes_two_buckets_of_memory_at_most(tiny_model, start, family
         assert all(0 < one.buffer_bytes <= 2 * BUCKET + margin for one in received)
     else:
         assert all(one.buffer_bytes == 0 for one in received)
+
+
+@pytest.mark.parametrize("transport", [AUTO, P2P])
+def test_what_leaves_the_trainer_does_not_grow_with_the_engines(tiny_model, start, transport):
+    """Engines on nodes of their own: as planned, and as trainer ranks really send."""
+    model, parallel = tiny_model("qwen3_moe"), ParallelLayout(world=4, tp=2, pp=2, ep=2)
+    found, sources = {}, on_nodes(*"aabb")
+    for number in (1, 4, 16):
+        engines = EngineLayout(tp=2, ep=2, num_engines=number)
+        targets = tuple(RankPlace(f"engine{rank // 2}", str(rank % 2)) for rank in range(2 * number))
+        sync = make_sync(
+            model, parallel, engines, source_places=sources, target_places=targets, transport=transport
+        )
+        assert sync.way == APART
+        shares, others = sync.shares()
+        assert {share.exchange.size for share in (*shares, *others)} == {4 + 2 * number}  # one communicator
+        account = sync.plan.account()
+        sent = [by_link["inter_node"] for by_link in account.sent_by_link]
+        packets = [
+            sum(message.nbytes for messages in share.exchange.sends for message in messages)
+            for share in shares
+        ]
+        peers = [len(share.exchange.peers) for share in (*shares, *others)]
+        assert peers == sync.peers()
+        found[number] = sent, packets, max(peers[:4]), max(peers[4:])
+        if number == 4:
+            transfer = start(model, sync)
+            reports, _ = transfer.run(1)
+            assert [one.bytes_sent for one in reports] == sent
+            assert_holds(transfer, model.decoder, model.config.hf, engines)
+    assert found[1][:3] == found[4][:3] == found[16][:3]
+    # Also of the engine ranks: the trainer ranks, and two neighbours in a chain.
+    assert found[1][3] <= 4 and found[4][3] == found[16][3] <= 4 + 2
 
 
 def test_no_copy_is_larger_than_a_quarter_of_a_bucket(tiny_model):

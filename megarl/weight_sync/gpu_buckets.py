@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -120,6 +121,22 @@ class PackedBucket:
         return self._checksums
 
 
+class Taken(NamedTuple):
+    """What was found of a bucket that was written, on its device.
+
+    Attributes:
+        different: whether the version and the bucket in each packet's header are other ones than they should be, and whether each slice's
+            checksum is [2 * packets + slices].
+        checksums: of the slices, as they were read back; expected: as they were packed [slices].
+        came: whether each slice came.
+    """
+
+    different: torch.Tensor
+    checksums: torch.Tensor
+    expected: torch.Tensor
+    came: list[bool]
+
+
 class TakenBucket:
     """The writing and verifying of one bucket of an engine rank, whose packets are all in one slot."""
 
@@ -129,15 +146,10 @@ class TakenBucket:
         self._headers = Headers.of(specs, views[0].device)
         self._table = SliceTable.of_tensors(views, self._places)
 
-    def take(
-        self, token: Token, slot: torch.Tensor, skip_unchanged: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    def take(self, token: Token, slot: torch.Tensor, skip_unchanged: bool) -> Taken:
         """Write the slices that came into their parameters, and read all back.
 
         The host waits only where unchanged slices may be left out, to learn which.
-
-        Returns: where the bucket differs from what the token says or from its checksums (bool), the checksums [slices], and
-            whether each slice came.
         """
         numbers, headers = slot.view(torch.int64), self._headers
         came = [True] * len(self._views)
@@ -150,9 +162,10 @@ class TakenBucket:
             views, offsets = [self._views[at] for at in moved], [self._places[at] for at in moved]
             write_slices(SliceTable.of_tensors(views, offsets), slot)
         found = checksums_of(self._table)
+        expected = numbers[headers.checksums]
         different = [
             numbers[headers.versions] != token[0],
             numbers[headers.buckets] != token[1],
-            found != numbers[headers.checksums],
+            found != expected,
         ]
-        return torch.cat(different), found, came
+        return Taken(torch.cat(different), found, expected, came)

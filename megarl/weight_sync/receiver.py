@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 from megarl.layout.boxes import Box
-from megarl.weight_sync.gpu_buckets import TakenBucket
+from megarl.weight_sync.gpu_buckets import Taken, TakenBucket
 from megarl.weight_sync.inbox import Inbox
 from megarl.weight_sync.links import LinkError, Token, describe_token
-from megarl.weight_sync.packets import Address, Packet, SyncShare, checksum
+from megarl.weight_sync.packets import Address, Packet, Slice, SyncShare, checksum
 from megarl.weight_sync.served_model import (
     AdapterSlot,
     RefusedError,
@@ -243,44 +243,44 @@ class Receiver:
     ) -> RefusedError | None:
         """Take all packets of a version from bucket `first` on; after a refusal they are taken, but not written."""
         self._inbox.begin(first)
-        take = self._take_bucket if self._device == "cpu" else self._take_bucket_at_once
+        unchecked: list[tuple[Token, Taken]] = []
         for bucket in range(first, len(self._share.buckets)):
-            refusal = take((version, bucket), received, refusal)
+            token = version, bucket
+            if self._device == "cpu":
+                refusal = self._take_bucket(token, received, refusal)
+            elif (taken := self._take_bucket_at_once(token, received, refusal)) is not None:
+                unchecked.append((token, taken))
+                # A slot that is shared is given back when the host has seen that it was taken. What comes over the network is
+                # ordered by the stream, and is looked at in the end: the host has waited for it already.
+                if self._share.mapped[bucket]:
+                    refusal = _first_difference(unchecked, self._share)
+                    unchecked = []
             self._inbox.release(version, bucket)
-        return refusal
+        return refusal if refusal is not None else _first_difference(unchecked, self._share)
 
     def _take_bucket_at_once(
         self, token: Token, received: ReceiveReport, refusal: RefusedError | None
-    ) -> RefusedError | None:
-        """Take a bucket on a GPU, where the host waits once."""
+    ) -> Taken | None:
+        """Take a bucket on a GPU; returns what is to be checked of it: nothing after a refusal."""
         bucket, specs = token[1], self._share.buckets[token[1]]
         begun = time.perf_counter()
         slot = self._inbox.take_slot(*token) if specs else None
         received.seconds["wait"] += time.perf_counter() - begun
         if refusal is not None or slot is None:
-            return refusal
+            return None
         begun = time.perf_counter()
         if bucket not in self._taken:
             self._taken[bucket] = TakenBucket(
                 specs, [view for views in self._views[bucket] for view in views]
             )
-        different, found, came = self._taken[bucket].take(token, slot, self._share.skip_unchanged)
-        counts = [len(spec.slices) for spec in specs]
-        for index, sums in enumerate(found.split(counts)):
+        taken = self._taken[bucket].take(token, slot, self._share.skip_unchanged)
+        for index, sums in enumerate(taken.checksums.split([len(spec.slices) for spec in specs])):
             self._checksums[bucket, index] = sums
-        for item, follows in zip((item for spec in specs for item in spec.slices), came, strict=True):
-            received.bytes_written += item.nbytes if follows else 0
-            received.bytes_kept += 0 if follows else item.nbytes
-        written = time.perf_counter()
-        wrong = bool(
-            different.any()
-        )  # the host waits for all of the above, so the packets may be released after it
-        received.seconds["write"] += written - begun
-        received.seconds["verify"] += time.perf_counter() - written
-        if not wrong:
-            return None
-        packets = [(i, slot[spec.start : spec.start + spec.nbytes]) for i, spec in enumerate(specs)]
-        return self._difference(packets, token)
+        for item, came in zip((item for spec in specs for item in spec.slices), taken.came, strict=True):
+            received.bytes_written += item.nbytes if came else 0
+            received.bytes_kept += 0 if came else item.nbytes
+        received.seconds["write"] += time.perf_counter() - begun
+        return taken
 
     def _take_bucket(
         self, token: Token, received: ReceiveReport, refusal: RefusedError | None
@@ -392,11 +392,32 @@ class Receiver:
             for number in (arrived != packet.checksums).nonzero()[:1].flatten().tolist():
                 item, sent = spec.slices[number], int(packet.checksums[number])
                 what = "sent it" if packet.sent[number] else "did not send it, as unchanged"
-                return RefusedError(
-                    f"{item.tensor}: checksum {int(arrived[number]):#x} in {item.local}, {sent:#x} on trainer rank {spec.source}, "
-                    f"which {what}"
-                )
+                return RefusedError(_wrong_checksum(item, spec.source, int(arrived[number]), sent, what))
         return None
+
+
+def _first_difference(buckets: Sequence[tuple[Token, Taken]], share: SyncShare) -> RefusedError | None:
+    """The first difference between buckets on a GPU and the parameters into which they were written. The host waits for them here."""
+    if not buckets or not bool(torch.cat([taken.different for _, taken in buckets]).any()):
+        return None
+    for token, taken in buckets:
+        specs = share.buckets[token[1]]
+        for number in taken.different.nonzero()[:1].flatten().tolist():
+            if number < 2 * len(specs):
+                source = specs[number % len(specs)].source
+                return RefusedError(
+                    f"trainer rank {source} sent another packet where {describe_token(token)} was due"
+                )
+            at = number - 2 * len(specs)
+            spec, item = [(spec, item) for spec in specs for item in spec.slices][at]
+            what = "sent it" if taken.came[at] else "did not send it, as unchanged"
+            found, sent = int(taken.checksums[at]), int(taken.expected[at])
+            return RefusedError(_wrong_checksum(item, spec.source, found, sent, what))
+    return None
+
+
+def _wrong_checksum(item: Slice, source: int, found: int, sent: int, what: str) -> str:
+    return f"{item.tensor}: checksum {found:#x} in {item.local}, {sent:#x} on trainer rank {source}, which {what}"
 
 
 def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:

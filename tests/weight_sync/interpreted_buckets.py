@@ -87,8 +87,8 @@ def taking() -> list[str]:
     slot = slot_of(specs)
     PackedBucket(specs, BLOCK, torch.device("cpu")).pack(TOKEN, parameters, slot)
     taken = TakenBucket(specs, views)
-    different, _, came = taken.take(TOKEN, slot, skip_unchanged=False)
-    if different.any() or not all(came):
+    found = taken.take(TOKEN, slot, skip_unchanged=False)
+    if found.different.any() or not all(found.came):
         wrong.append("differs")
     for layer in range(3):
         weight = parameters[f"w{layer}"]
@@ -105,15 +105,15 @@ def taking() -> list[str]:
         damaged = slot.clone()
         if place is not None:
             damaged[place] ^= 0x10
-        if not taken.take(token, damaged, skip_unchanged=False)[0].any():
+        if not taken.take(token, damaged, skip_unchanged=False).different.any():
             wrong.append(f"{name} not found")
     # A slice that does not follow is not written, and read back all the same.
     views[0].zero_()
     without = slot.clone()
     count = len(specs[0].slices)
     without[16 + 8 * count] = 0
-    different, _, came = taken.take(TOKEN, without, skip_unchanged=True)
-    if came.count(False) != 1 or views[0].any() or not different.any():
+    found = taken.take(TOKEN, without, skip_unchanged=True)
+    if found.came.count(False) != 1 or views[0].any() or not found.different.any():
         wrong.append("left out")
     return wrong
 

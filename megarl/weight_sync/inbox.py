@@ -93,13 +93,13 @@ class Inbox:
                 slots[spec.holder] = self._sources[spec.holder].slot((version, bucket))
             yield index, slots[spec.holder][spec.start : spec.start + spec.nbytes]
 
-    def take_slot(self, version: int, bucket: int) -> torch.Tensor:
-        """The slot in which all packets of a bucket are, when they are complete: on a GPU there is one."""
+    def take_slot(self, version: int, bucket: int) -> torch.Tensor | None:
+        """The slot in which all packets of a bucket are, when they are complete: on a GPU there is one. None: it has no packet."""
         slots = self._open(bucket)
         for rank in self._share.mapped[bucket]:
             slots[rank] = self._sources[rank].slot((version, bucket))
-        (slot,) = slots.values()
-        return slot
+        assert len(slots) <= 1, "an engine rank on a GPU maps the slots of the trainer rank there"
+        return next(iter(slots.values()), None)
 
     def _open(self, bucket: int) -> dict[int | None, torch.Tensor]:
         """Wait for a bucket's packets that come over the network; returns this rank's own slot, if it has some, under None."""

@@ -171,6 +171,7 @@ class Receiver:
         self._read_again = False
         self._taken: dict[int, TakenBucket] = {}  # on a GPU: by bucket, where its slices go
         self._device = next(model.parameters()).device.type
+        self._at_once = self._device != "cpu"  # whether a bucket is taken by kernels
         self._inbox = Inbox(
             instructions.share, instructions.addresses, instructions.hub, self._device, instructions.timeout
         )
@@ -246,7 +247,7 @@ class Receiver:
         unchecked: list[tuple[Token, Taken]] = []
         for bucket in range(first, len(self._share.buckets)):
             token = version, bucket
-            if self._device == "cpu":
+            if not self._at_once:
                 refusal = self._take_bucket(token, received, refusal)
             elif (taken := self._take_bucket_at_once(token, received, refusal)) is not None:
                 unchecked.append((token, taken))
@@ -264,9 +265,9 @@ class Receiver:
         """Take a bucket on a GPU; returns what is to be checked of it: nothing after a refusal."""
         bucket, specs = token[1], self._share.buckets[token[1]]
         begun = time.perf_counter()
-        slot = self._inbox.take_slot(*token) if specs else None
+        slot = self._inbox.take_slot(*token)
         received.seconds["wait"] += time.perf_counter() - begun
-        if refusal is not None or slot is None:
+        if refusal is not None or slot is None or not specs:
             return None
         begun = time.perf_counter()
         if bucket not in self._taken:

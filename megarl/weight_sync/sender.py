@@ -127,6 +127,7 @@ class Outbox:
             slots: the slots of this process; None: the outbox makes its own, and frees them when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
+        self._at_once = device != "cpu"  # whether a bucket is packed by kernels
         self._memory = slots if slots is not None else Slots(device)
         self._own_slots = self._memory if slots is None else None
         self._closed = False
@@ -289,7 +290,7 @@ class Outbox:
         known = self._known_checksums(bucket, specs, held)
         slot = self._slots[bucket % len(self._slots)] if specs else torch.empty(0)
         # Tensors that are made when they are asked for are read one at a time.
-        if self._device != "cpu" and specs and isinstance(parameters, dict):
+        if self._at_once and specs and isinstance(parameters, dict):
             found, follows = self._pack_at_once(token, parameters, slot, known)
         else:
             found, follows = _pack_one_by_one(token, specs, parameters, slot, known, self._share.fp8_block)

@@ -4,19 +4,32 @@
 
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.layout import Box
+from megarl.layout import Box, RankPlace
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig, logical_tensors
 from megarl.models.float8 import FP8, block_scales
 from megarl.shadow.device import PACKAGES
-from megarl.weight_sync import packets, sender, slice_kernels
+from megarl.weight_sync import gpu_buckets, packets, receiver, sender, slice_kernels
 from megarl.weight_sync.gpu_buckets import PackedBucket, TakenBucket
-from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, PacketSpec, Slice
+from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, PacketSpec, Slice, header_bytes
+from megarl.weight_sync.quantize import with_scales
+from megarl.weight_sync.served_model import RefusedError
+from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
+from tests.weight_sync.shards import empty_shards
+from tests.weight_sync.transfer import Transfer
 
 BLOCK = (8, 16)
 TOKEN = (7, 3)
@@ -118,6 +131,110 @@ def taking() -> list[str]:
     return wrong
 
 
+PLACES = tuple(RankPlace("node", str(rank)) for rank in range(2))
+SYNCS: dict[str, dict[str, Any]] = {
+    MAPPED: {"transport": SHARED_MEMORY},
+    COLOCATED: {"transport": P2P, "source_places": PLACES, "target_places": PLACES},
+    APART: {"transport": P2P},
+}
+
+
+def syncs() -> list[str]:
+    """What is wrong of whole syncs of a small model in float8, in each way, with kernels at both ends; and of damaged ones."""
+    wrong = []
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "head_dim": 8,
+    }
+    sizes |= {"ffn_hidden_size": 16, "vocab_size": 16, "max_position_embeddings": 64}
+    config = ModelConfig(
+        **sizes, family="qwen2", architecture="Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, norm_epsilon=1e-6,
+        rope_theta=1e6, rope_scaling=None, tie_word_embeddings=False, dtype="float32", hf={},
+    )  # fmt: skip
+    engines, generator = EngineLayout(1, num_engines=2), torch.Generator()
+    for way, more in SYNCS.items():
+        parallel = ParallelLayout(1) if way == MAPPED else ParallelLayout(2, tp=2)
+        for skip in (False, True) if way == APART else (False,):
+            sync = SyncPlan(
+                config, parallel, engines, torch.bfloat16, 2400, fp8_block=(8, 8), skip_unchanged=skip, **more
+            )
+            assert sync.way == way and len(sync.buckets) > 1
+            trainer = empty_shards(megatron_layout(config, parallel))
+            for tensor in (tensor for tensors in trainer for tensor in tensors.values()):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            found = []
+            for at_once in (False, True):
+                layout = with_scales(sglang_layout(config, engines), logical_tensors(config), (8, 8))
+                served = empty_shards(layout)
+                types = {item.local: item.dtype for share in sync.shares()[1] for specs in share.buckets
+                         for spec in specs for item in spec.slices}  # fmt: skip
+                served = [{n: t.to(getattr(torch, types[n])) for n, t in of.items()} for of in served]
+                with TemporaryDirectory() as folder, checksums(at_once), one_launch_at_a_time():
+                    transfer = Transfer(sync, trainer, served, Path(folder), at_once)
+                    held = dict.fromkeys(range(2)) if skip else None
+                    transfer.run(1, held)
+                    if skip:
+                        transfer.run(2, dict.fromkeys(range(2), 1))
+                    found.append([{name: tensor.clone() for name, tensor in of.items()} for of in served])
+                    if at_once and not refuses(transfer):
+                        wrong.append(f"{way}: damage was not found")
+                    transfer.close()
+            for before, after in zip(*found, strict=True):
+                wrong += [
+                    f"{way}: {n}" for n in before if not same(before[n], after[n]) or not before[n].any()
+                ]
+    return wrong
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@contextmanager
+def one_launch_at_a_time() -> Iterator[None]:
+    """Triton's interpreter is not made for threads, as which ranks run here."""
+    lock = threading.Lock()
+
+    def locked(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with lock:
+                return work(*arguments)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("read_slices", "write_slices", "checksums_of"):
+            stack.enter_context(mock.patch.object(gpu_buckets, name, locked(getattr(gpu_buckets, name))))
+        yield
+
+
+def checksums(at_once: bool) -> Any:
+    """A GPU's checksums, where slices are read one by one, too."""
+    return mock.patch.object(receiver, "checksum", packets.multilinear if at_once else packets.crc32)
+
+
+def refuses(transfer: Transfer) -> bool:
+    """Whether a version of which one byte was changed after it was packed is refused by name."""
+    outbox = transfer.outboxes[-1]
+    pack = outbox._pack
+
+    def damage(token: Any, *more: Any) -> None:
+        pack(token, *more)
+        if token[1] == 1:
+            spec = transfer.sources[-1].buckets[1][0]
+            outbox._slots[1 % len(outbox._slots)][spec.start + header_bytes(len(spec.slices))] ^= 1
+
+    outbox._pack = damage
+    try:
+        transfer.run(3)
+    except RefusedError as error:
+        return f"trainer rank {len(transfer.sources) - 1}, which sent it" in str(error)
+    return False
+
+
 class Operations(TorchDispatchMode):
     """Counts operations that compute something."""
 
@@ -166,7 +283,7 @@ def main() -> None:
     import triton
 
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
-    print(json.dumps({case.__name__: case() for case in (packing, taking, launches)}))
+    print(json.dumps({case.__name__: case() for case in (packing, taking, syncs, launches)}))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ def test_slices_are_written_and_verified_and_faults_are_found(found: dict[str, A
 
 
 @needs_triton
+def test_whole_syncs_are_those_of_slices_one_by_one_and_damage_is_found(found: dict[str, Any]) -> None:
+    assert found["syncs"] == []
+
+
+@needs_triton
 def test_launches_do_not_grow_with_the_bucket(found: dict[str, Any]) -> None:
     of_two_layers, of_six_layers = found["launches"]
     assert of_two_layers == of_six_layers

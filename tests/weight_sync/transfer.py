@@ -35,12 +35,21 @@ class Transfer:
     """
 
     def __init__(
-        self, sync: SyncPlan, trainer: Sequence[Tensors], engine: Sequence[Tensors], folder: Path
+        self,
+        sync: SyncPlan,
+        trainer: Sequence[Tensors],
+        engine: Sequence[Tensors],
+        folder: Path,
+        at_once: bool = False,
     ) -> None:
+        """`at_once`: with the kernels of a GPU, interpreted."""
         self.trainer, self.engine = trainer, engine
         sources, targets = sync.shares()
         self.sources, self.targets = sources, [replace(target, padding={}) for target in targets]
         self.outboxes = [Outbox(share, str(folder), "127.0.0.1", "cpu", 20.0) for share in sources]
+        self._at_once = at_once
+        for outbox in self.outboxes:
+            outbox._at_once = at_once
         addresses = {outbox.address.rank: outbox.address for outbox in self.outboxes}
         hub = self.outboxes[0].address.hub
         for outbox in self.outboxes if hub is not None else ():
@@ -68,4 +77,5 @@ class Transfer:
     def _receive(self, rank: int, version: int) -> ReceiveReport:
         if self._receivers[rank] is None:
             self._receivers[rank] = Receiver(Shard(self.engine[rank]), self._told[rank], "session")
+            self._receivers[rank]._at_once = self._at_once
         return self._receivers[rank].receive(version)

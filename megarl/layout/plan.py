@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from megarl.layout.boxes import Box
+from megarl.layout.boxes import Box, Piece
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
-from megarl.layout.layouts import Holdings, Layout
+from megarl.layout.layouts import Holders, Layout
 from megarl.util.memory import collection_paused
 
 LINKS = ("local", "intra_node", "inter_node")
@@ -183,7 +183,8 @@ class Plan:
         }
         found: list[tuple[tuple[int, int, int], Copy]] = []
         for index, shard in enumerate(self.target.shards):
-            flows = [flow for flow in self._make_flows(index, held) if rank in self.candidates(flow).holder]
+            flows = self._make_flows(index, held)
+            flows = [flow for flow in flows if rank in self.candidates(flow.sources).holder]
             for target in shard.ranks if flows else ():
                 position = self.target.shards_of[target].index(index)
                 for flow in flows:
@@ -198,11 +199,21 @@ class Plan:
             self._flows[shard] = self._make_flows(shard)
         return self._flows[shard]
 
-    def candidates(self, flow: Flow) -> Candidates:
-        """The ranks that may send a flow."""
-        if flow.sources not in self._candidates:
-            self._candidates[flow.sources] = Candidates(self.source, flow.sources)
-        return self._candidates[flow.sources]
+    def bytes_from(self, shard: int) -> dict[tuple[int, ...], int]:
+        """Bytes that a target shard needs, by the source shards that hold them; its transfers are not worked out."""
+        found: dict[tuple[int, ...], int] = {}
+        for piece in self.target.shards[shard].pieces:
+            itemsize = self._itemsize(piece.tensor)
+            for common, holders in self._parts(shard, piece):
+                key = tuple([index for index, _ in holders])
+                found[key] = found.get(key, 0) + common.numel * itemsize
+        return found
+
+    def candidates(self, sources: tuple[int, ...]) -> Candidates:
+        """The ranks of source shards."""
+        if sources not in self._candidates:
+            self._candidates[sources] = Candidates(self.source, sources)
+        return self._candidates[sources]
 
     def account(self) -> Account:
         """The transition's bytes, without writing out its copies."""
@@ -264,21 +275,16 @@ class Plan:
     def _candidates(self) -> dict[tuple[int, ...], Candidates]:
         return {}
 
-    @cached_property
-    def _holdings(self) -> Holdings:
-        return Holdings(self.source)
-
     def _make_flows(self, shard: int, tensors: Collection[str] | None = None) -> list[Flow]:
         """The flows of a target shard; of `tensors` only, unless all are known already."""
         if shard in self._flows:
             return self._flows[shard]
         flows: dict[tuple[int, ...], Flow] = {}
-        owner = f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
         for order, piece in enumerate(self.target.shards[shard].pieces):
             if tensors is not None and piece.tensor not in tensors:
                 continue
             itemsize = self._itemsize(piece.tensor)
-            for common, holders in self._holdings.parts(piece, owner):
+            for common, holders in self._parts(shard, piece):
                 key = tuple([index for index, _ in holders])
                 flow = flows.get(key)
                 if flow is None:
@@ -288,17 +294,23 @@ class Plan:
                     flow.transfers.append(Transfer.between(order, box, box.numel * itemsize, held, piece))
         return list(flows.values())
 
+    def _parts(self, shard: int, piece: Piece) -> list[tuple[Box, Holders]]:
+        """The parts of a target shard's piece, each with its holders."""
+        return self.source.holdings.parts(
+            piece, f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
+        )
+
     def _split(self, box: Box, itemsize: int) -> Iterable[Box]:
         return (box,) if self.max_copy_bytes is None else box.split(max(1, self.max_copy_bytes // itemsize))
 
     def _routes(self, flow: Flow) -> dict[int, Route]:
         if not flow.routes:
-            flow.routes.update(make_routes(flow, self.candidates(flow), self.target))
+            flow.routes.update(make_routes(flow, self.candidates(flow.sources), self.target))
         return flow.routes
 
     def _expand(self, flow: Flow, rank: int, only: int | None = None) -> Iterator[tuple[int, Copy]]:
         """A flow's copies into target rank `rank` (from source rank `only`), each after its place in the order."""
-        route, holder = self._routes(flow)[rank], self.candidates(flow).holder
+        route, holder = self._routes(flow)[rank], self.candidates(flow.sources).holder
         if only is not None and only not in route.senders:
             return
         senders = [(sender, holder[sender]) for sender in route.senders]

@@ -1,6 +1,7 @@
 """Fixtures that more than one room's tests use."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,12 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from megarl.util.memory import without_collection
 from tests.ranks import RankPool
 
+# Python keeps what it has compiled, and pytest the tests whose assertions it has rewritten, also where PYTHONDONTWRITEBYTECODE is set, as
+# in many images of containers: to do it again would take each process of each session as long as all other imports.
+sys.dont_write_bytecode = False
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent
@@ -41,6 +46,13 @@ def pytest_configure() -> None:
     # A shell starts what it puts in the background with Ctrl-C ignored, which processes inherit; tests send it.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What the tests import is never garbage: the collector need not search it, neither during the imports nor between tests."""
+    with without_collection():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

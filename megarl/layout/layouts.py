@@ -63,6 +63,10 @@ class Layout:
                 found[rank].append(index)
         return tuple(tuple(indices) for indices in found)
 
+    @cached_property
+    def holdings(self) -> "Holdings":
+        return Holdings(self)
+
     def pieces(self, rank: int) -> list[Piece]:
         """All that a rank holds."""
         return [piece for index in self.shards_of[rank] for piece in self.shards[index].pieces]
@@ -96,6 +100,8 @@ class Holdings:
         boxes = self._held.get(piece.tensor, {})
         if len(boxes) > 1 and piece.tensor not in self._disjoint:
             self._refuse_overlap(piece.tensor, boxes)
+        if piece.box in boxes:
+            return [(piece.box, boxes[piece.box])]
         parts, found = [], 0
         for box, holders in boxes.items():
             common = piece.box.intersect(box)

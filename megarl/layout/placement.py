@@ -57,9 +57,9 @@ def place_engines(
 def bytes_there(plan: Plan, shard: int) -> Counter:
     """Bytes that a target shard needs, by the places and the nodes of the source that hold them; None: in total."""
     there: Counter = Counter()
-    for flow in plan.flows(shard):
-        for where in plan.candidates(flow).near:
-            there[where] += flow.nbytes
+    for sources, nbytes in plan.bytes_from(shard).items():
+        for where in plan.candidates(sources).near:
+            there[where] += nbytes
     return there
 
 

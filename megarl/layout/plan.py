@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from megarl.layout.boxes import Box
+from megarl.layout.boxes import Box, Piece
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
-from megarl.layout.layouts import Holdings, Layout
+from megarl.layout.layouts import Holders, Layout
 from megarl.util.memory import collection_paused
 
 LINKS = ("local", "intra_node", "inter_node")
@@ -215,7 +215,9 @@ class Plan:
         }
         found: list[Delivery] = []
         for shard in range(len(self.target.shards)):
-            flows = [flow for flow in self._make_flows(shard, held) if rank in self.candidates(flow).holder]
+            flows = [
+                flow for flow in self._make_flows(shard, held) if rank in self.candidates(flow.sources).holder
+            ]
             found += self._deliver(flows, only=rank)
         return found
 
@@ -225,11 +227,21 @@ class Plan:
             self._flows[shard] = self._make_flows(shard)
         return self._flows[shard]
 
-    def candidates(self, flow: Flow) -> Candidates:
-        """The ranks that may send a flow."""
-        if flow.sources not in self._candidates:
-            self._candidates[flow.sources] = Candidates(self.source, flow.sources)
-        return self._candidates[flow.sources]
+    def bytes_from(self, shard: int) -> dict[tuple[int, ...], int]:
+        """Bytes that a target shard needs, by the source shards that hold them; its transfers are not worked out."""
+        found: dict[tuple[int, ...], int] = {}
+        for piece in self.target.shards[shard].pieces:
+            itemsize = self._itemsize(piece.tensor)
+            for common, holders in self._parts(shard, piece):
+                key = tuple([index for index, _ in holders])
+                found[key] = found.get(key, 0) + common.numel * itemsize
+        return found
+
+    def candidates(self, sources: tuple[int, ...]) -> Candidates:
+        """The ranks of source shards."""
+        if sources not in self._candidates:
+            self._candidates[sources] = Candidates(self.source, sources)
+        return self._candidates[sources]
 
     def account(self) -> Account:
         """The transition's bytes, without writing out its copies."""
@@ -318,21 +330,16 @@ class Plan:
     def _candidates(self) -> dict[tuple[int, ...], Candidates]:
         return {}
 
-    @cached_property
-    def _holdings(self) -> Holdings:
-        return Holdings(self.source)
-
     def _make_flows(self, shard: int, tensors: Collection[str] | None = None) -> list[Flow]:
         """The flows of a target shard; of `tensors` only, unless all are known already."""
         if shard in self._flows:
             return self._flows[shard]
         flows: dict[tuple[int, ...], Flow] = {}
-        owner = f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
         for order, piece in enumerate(self.target.shards[shard].pieces):
             if tensors is not None and piece.tensor not in tensors:
                 continue
             itemsize = self._itemsize(piece.tensor)
-            for common, holders in self._holdings.parts(piece, owner):
+            for common, holders in self._parts(shard, piece):
                 key = tuple([index for index, _ in holders])
                 flow = flows.get(key)
                 if flow is None:
@@ -342,13 +349,19 @@ class Plan:
                     flow.transfers.append(Transfer.between(order, box, box.numel * itemsize, held, piece))
         return list(flows.values())
 
+    def _parts(self, shard: int, piece: Piece) -> list[tuple[Box, Holders]]:
+        """The parts of a target shard's piece, each with its holders."""
+        return self.source.holdings.parts(
+            piece, f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
+        )
+
     def _split(self, box: Box, itemsize: int) -> Iterable[Box]:
         return (box,) if self.max_copy_bytes is None else box.split(max(1, self.max_copy_bytes // itemsize))
 
     def _routes(self, flow: Flow) -> list[Route]:
         if not flow.routes:
             flow.routes += make_routes(
-                flow, self.candidates(flow), self.target, self.previous, self.most_senders
+                flow, self.candidates(flow.sources), self.target, self.previous, self.most_senders
             )
         return flow.routes
 
@@ -370,7 +383,7 @@ class Plan:
         while first in self.previous:
             first = self.previous[first]
         (route,) = [route for route in self._routes(flow) if first in route.targets]
-        holder = self.candidates(flow).holder
+        holder = self.candidates(flow.sources).holder
         senders = [(sender, holder[sender]) for sender in route.senders]
         for transfer, at in zip(flow.transfers, route.share.sender_of, strict=True):
             source, which = senders[at]
@@ -385,7 +398,7 @@ class Plan:
         """The deliveries of a target shard's flows (from source rank `only`), in the order of its pieces."""
         found: list[tuple[int, Delivery]] = []
         for flow in flows:
-            holder = self.candidates(flow).holder
+            holder = self.candidates(flow.sources).holder
             for route in self._routes(flow):
                 if only is not None and only not in route.senders:
                     continue

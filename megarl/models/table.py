@@ -8,6 +8,9 @@ checkpoint, an ordinary layer behind two norms and a projection, with a final no
 (`mtp_copies`), which Megatron shares with it instead.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 from megarl.models.layers import (
@@ -30,6 +33,8 @@ EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
 _MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
+T = TypeVar("T")
+
 
 def _mtp_layers(config: ModelConfig) -> range:
     return range(config.num_layers, config.num_layers + config.num_mtp_layers)
@@ -44,13 +49,14 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
     """
     hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
     shapes: Shapes = {EMBEDDING: vocabulary}
+    layer_tensors = _once_a_kind(config, lambda layer: _layer_tensors(config, layer))
     for layer in range(config.num_layers):
-        shapes |= _layer_tensors(config, layer)
+        shapes |= _named(layer_tensors(layer), layer)
     for layer in _mtp_layers(config) if mtp else ():
         shapes |= {
             f"model.layers.{layer}.{weight.name}": weight.shape for weight in prediction_weights(config)
         }
-        shapes |= _layer_tensors(config, layer)
+        shapes |= _named(layer_tensors(layer), layer)
     shapes[FINAL_NORM] = (hidden,)
     if head == "value":
         shapes[VALUE_HEAD] = (1, hidden)
@@ -60,10 +66,30 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Shapes:
+    """Names after the layer's."""
     weights = attention_weights(config) + mlp_weights(config, layer)
     for expert in expert_weights(config) if is_mixture(config, layer) else ():
         weights += expert
-    return {f"model.layers.{layer}.{weight.name}": weight.shape for weight in weights}
+    return {weight.name: weight.shape for weight in weights}
+
+
+def _named(shapes: Shapes, layer: int) -> Shapes:
+    name = f"model.layers.{layer}."
+    return {name + tensor: shape for tensor, shape in shapes.items()}
+
+
+def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
+    """`make(layer)`, called once for all layers with a mixture and once for all others, which differ in their names alone: large
+    models have thousands of experts in dozens of layers."""
+    made: dict[bool, T] = {}
+
+    def of_layer(layer: int) -> T:
+        kind = is_mixture(config, layer)
+        if kind not in made:
+            made[kind] = make(layer)
+        return made[kind]
+
+    return of_layer
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
@@ -115,9 +141,10 @@ def megatron_pieces(
     pieces: list[Piece] = []
     if first_stage and part != "experts":
         pieces += _megatron_vocab(config, place, EMBEDDING, "0:embedding.word_embeddings.weight")
+    layer_pieces = _once_a_kind(config, lambda layer: _megatron_layer(config, place, layer, part))
     for chunk, numbers in enumerate(layers):
         for index, layer in enumerate(numbers):
-            pieces += _megatron_layer(config, place, layer, f"{chunk}:decoder.layers.{index}.", part)
+            pieces += _in_layer(layer_pieces(layer), layer, f"{chunk}:decoder.layers.{index}.")
     if last_stage and part != "experts":
         pieces += _megatron_end(config, place, head, len(layers) - 1, first_stage)
     if last_stage and mtp:
@@ -126,18 +153,22 @@ def megatron_pieces(
     return pieces
 
 
-def _megatron_layer(
-    config: ModelConfig, place: MegatronPlace, layer: int, local: str, part: str
-) -> list[Piece]:
+def _megatron_layer(config: ModelConfig, place: MegatronPlace, layer: int, part: str) -> list[Piece]:
+    """Names after the layer's, logical and local ones."""
     pieces: list[Piece] = []
-    name = f"model.layers.{layer}."
     if part != "experts":
         for table in (attention_weights(config), mlp_weights(config, layer)):
-            pieces += megatron_shards(table, name, local, place.tp, place.tp_rank)
+            pieces += megatron_shards(table, "", "", place.tp, place.tp_rank)
     if part != "dense" and is_mixture(config, layer):
         for expert in expert_weights(config, place.ep, place.ep_rank):
-            pieces += megatron_shards(expert, name, local, place.etp, place.etp_rank)
+            pieces += megatron_shards(expert, "", "", place.etp, place.etp_rank)
     return pieces
+
+
+def _in_layer(pieces: list[Piece], layer: int, local: str) -> list[Piece]:
+    """The pieces of a layer, by their names in it and the layer's own local name."""
+    name = f"model.layers.{layer}."
+    return [Piece(name + tensor, box, local + within, place) for tensor, box, within, place in pieces]
 
 
 def _megatron_vocab(config: ModelConfig, place: MegatronPlace, tensor: str, local: str) -> list[Piece]:
@@ -174,7 +205,7 @@ def _megatron_mtp(
         name, local = f"model.layers.{layer}.", f"{chunk}:mtp.layers.{index}."
         if part != "experts":
             pieces += megatron_shards(prediction_weights(config), name, local, place.tp, place.tp_rank)
-        pieces += _megatron_layer(config, place, layer, local + _MTP_LAYER, part)
+        pieces += _in_layer(_megatron_layer(config, place, layer, part), layer, local + _MTP_LAYER)
     return pieces
 
 
@@ -197,13 +228,9 @@ def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") ->
     pieces: list[Piece] = []
     if ends:
         pieces += _sglang_vocab(config, EMBEDDING, *attention)
+    layer_pieces = _once_a_kind(config, lambda layer: _sglang_layer(config, place, layer, part))
     for layer in range(config.num_layers):
-        name = f"model.layers.{layer}."
-        if part != "experts":
-            pieces += sglang_shards(attention_weights(config), name, *attention)
-            pieces += sglang_shards(mlp_weights(config, layer), name, place.tp, place.tp_rank)
-        if part != "dense" and is_mixture(config, layer):
-            pieces += _sglang_experts(config, place, name)
+        pieces += _in_layer(layer_pieces(layer), layer, f"model.layers.{layer}.")
     if ends:
         pieces.append(_replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
         if not config.tie_word_embeddings:
@@ -211,11 +238,23 @@ def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") ->
     return pieces
 
 
-def _sglang_experts(config: ModelConfig, place: SGLangPlace, name: str) -> list[Piece]:
-    """The routed experts of the layer `name`, stacked along a first dimension."""
+def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str) -> list[Piece]:
+    """Names after the layer's, logical and local ones."""
+    pieces: list[Piece] = []
+    if part != "experts":
+        attention = (place.attention_tp, place.attention_tp_rank)
+        pieces += sglang_shards(attention_weights(config), "", *attention)
+        pieces += sglang_shards(mlp_weights(config, layer), "", place.tp, place.tp_rank)
+    if part != "dense" and is_mixture(config, layer):
+        pieces += _sglang_experts(config, place)
+    return pieces
+
+
+def _sglang_experts(config: ModelConfig, place: SGLangPlace) -> list[Piece]:
+    """The routed experts of a layer, stacked along a first dimension."""
     pieces = []
     for index, expert in enumerate(expert_weights(config, place.ep, place.ep_rank)):
-        for piece in sglang_shards(expert, name, place.moe_tp, place.moe_tp_rank):
+        for piece in sglang_shards(expert, "", place.moe_tp, place.moe_tp_rank):
             start, size = piece.local_box
             pieces.append(piece._replace(local_box=Box((index, *start), (1, *size))))
     return pieces

@@ -46,9 +46,17 @@ def with_scales(layout: Layout, shapes: Mapping[str, tuple[int, ...]], block: Bl
     def quantised(shard: Shard) -> Shard:
         def make_pieces() -> list[Piece]:
             pieces = list(shard.pieces)
+            in_blocks: dict[
+                tuple[Box, Box, tuple[int, ...]], tuple[Box, Box]
+            ] = {}  # layers that are alike share one
             for piece in shard.pieces:
                 if is_quantised(piece.tensor):
-                    pieces.append(_scales_of(piece, shapes[piece.tensor], block, layout.name, shard.ranks[0]))
+                    key = piece.box, piece.local_box, shapes[piece.tensor]
+                    if key not in in_blocks:
+                        _refuse_cut_blocks(piece, key[2], block, f"{layout.name} rank {shard.ranks[0]}")
+                        in_blocks[key] = _in_blocks(piece.box, block), _in_blocks(piece.local_box, block)
+                    box, place = in_blocks[key]
+                    pieces.append(Piece(piece.tensor + SCALES, box, piece.local + SCALES, place))
             return pieces
 
         return Shard(shard.ranks, make_pieces)
@@ -56,22 +64,16 @@ def with_scales(layout: Layout, shapes: Mapping[str, tuple[int, ...]], block: Bl
     return replace(layout, shards=tuple(quantised(shard) for shard in layout.shards))
 
 
-def _scales_of(piece: Piece, shape: tuple[int, ...], block: Block, layout: str, rank: int) -> Piece:
+def _refuse_cut_blocks(piece: Piece, shape: tuple[int, ...], block: Block, owner: str) -> None:
     for dim, (start, size, extent, step) in enumerate(
         zip(piece.box.start, piece.box.size, shape, block, strict=True)
     ):
         end, local = start + size, piece.local_box.start[len(piece.local_box.start) - 2 + dim]
         if start % step or (end % step and end != extent) or local % step:
             raise ValueError(
-                f"rollout.quantization=fp8: {layout} rank {rank} holds {('rows', 'columns')[dim]} {start} to {end} of "
+                f"rollout.quantization=fp8: {owner} holds {('rows', 'columns')[dim]} {start} to {end} of "
                 f"{piece.tensor} from {local} of {piece.local}, which cuts a block of {step}; blocks must fit all shards"
             )
-    return Piece(
-        piece.tensor + SCALES,
-        _in_blocks(piece.box, block),
-        piece.local + SCALES,
-        _in_blocks(piece.local_box, block),
-    )
 
 
 def _in_blocks(box: Box, block: Block) -> Box:

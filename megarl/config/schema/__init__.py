@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeGuard
 
 
@@ -56,8 +57,9 @@ def optional_section(help: str) -> Any:
     return field(default=None, metadata={"help": help})
 
 
-def field_types(schema: type) -> dict[str, Any]:
-    """Field name -> type, with the annotations of the dataclass evaluated."""
+@cache
+def field_types(schema: type) -> Mapping[str, Any]:
+    """Field name -> type, with the annotations of the dataclass evaluated (once: this takes longer than all else that reads a key)."""
     return typing.get_type_hints(schema)
 
 

@@ -48,6 +48,20 @@ def engines_of(family):
     return [engine for engine in ENGINES if family not in DENSE_FAMILIES or engine[1] == 1]
 
 
+def engines_with(layout, family):
+    """Two of them: with each layout and with each family all come to their turn."""
+    engines, turn = engines_of(family), list(LAYOUTS).index(layout) + FAMILIES.index(family)
+    return [engines[(turn + step) % len(engines)] for step in (0, len(engines) // 2)]
+
+
+def test_each_engine_meets_each_layout_and_each_family():
+    met = [(name, family, engine) for name, family in CASES for engine in engines_with(name, family)]
+    for name in LAYOUTS:
+        assert {engine for layout, _, engine in met if layout == name} == set(ENGINES)
+    for family in FAMILIES:
+        assert {engine for _, other, engine in met if other == family} == set(engines_of(family))
+
+
 @lru_cache(maxsize=4)
 def loaded(folder, layout):
     """What each rank holds after it read the checkpoint."""
@@ -71,7 +85,7 @@ def test_hugging_face_to_megatron_and_back(tiny_model, family, name):
 def test_hugging_face_to_megatron_to_sglang(tiny_model, family, name):
     model = tiny_model(family)
     source = megatron_layout(model.config, LAYOUTS[name])
-    for tp, ep, dp in engines_of(family):
+    for tp, ep, dp in engines_with(name, family):
         target = sglang_layout(model.config, EngineLayout(tp=tp, ep=ep, dp=dp, num_engines=2))
         engines = empty_shards(target)
         run_plan(make_plan(source, target), loaded(model.folder, name), engines)

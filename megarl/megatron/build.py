@@ -25,7 +25,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
-from megarl.megatron.layer_spec import layer_modules, layer_spec
+from megarl.megatron.layer_spec import forget_routings, layer_modules, layer_spec
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
 from megarl.megatron.parallel import coords
@@ -185,6 +185,7 @@ def _build_chunk(
             vp_stage=vp_stage,
             **rope_arguments(config),
         )
+    forget_routings(model)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:

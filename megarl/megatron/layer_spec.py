@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -104,6 +105,32 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, last: bool) -> T
     if last and not config.sequence_parallel and not has_transformer_engine():
         spec.layer_specs[-1] = replace(spec.layer_specs[-1], module=LiveLayer)
     return spec
+
+
+# Tensors that the token dispatchers of megatron-core 0.19.2 keep of their last pass: probabilities with their graph, and maps of it.
+_OF_A_PASS = (
+    *("probs", "routing_map", "tokens_per_expert", "reversed_local_input_permutation_mapping"),
+    *("token_probs", "token_indices", "dispatched_probs", "dispatched_indices", "dispatched_routing_map"),
+)
+
+
+def forget_routings(model: GPTModel) -> None:
+    """Have each layer of experts release the tensors of a forward pass that its dispatcher keeps, as soon as the pass is over.
+
+    Every layer's would stay until its next pass. With recomputation the graph of the probabilities keeps a layer's input and its gradient:
+    at the end of a backward pass two inputs of every layer, where one layer's are needed.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(_forget_routing)
+
+
+def _forget_routing(layer: MoELayer, arguments: object, outputs: object) -> None:
+    dispatcher = layer.token_dispatcher
+    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        for name in _OF_A_PASS:
+            if getattr(holder, name, None) is not None:
+                setattr(holder, name, None)
 
 
 PACKAGE = "transformer_engine"

@@ -100,27 +100,10 @@ def train_step(
     return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok, loss_scale=scale)
 
 
-# State that the token dispatchers of megatron-core 0.19.2 keep of their last pass: probabilities with their graph, and maps of it.
-_OF_A_PASS = (
-    *("probs", "routing_map", "tokens_per_expert", "reversed_local_input_permutation_mapping"),
-    *("token_probs", "token_indices", "dispatched_probs", "dispatched_indices", "dispatched_routing_map"),
-)
-
-
 def forget_pass(chunks: Sequence[torch.nn.Module]) -> None:
-    """Release the tensors that modules keep of the last micro-batch.
-
-    With recomputation the graph of a dispatcher's probabilities keeps the layer's input and its gradient: two layers' inputs a
-    layer, on the device together with the engines until the next step.
-    """
+    """Release the stage's input of the last micro-batch, which decoders keep."""
     for chunk in unwrap(list(chunks)):
         chunk.decoder.input_tensor = None
-        for module in chunk.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
-                for name in _OF_A_PASS:
-                    if getattr(holder, name, None) is not None:
-                        setattr(holder, name, None)
 
 
 def _run_schedule(

@@ -57,12 +57,16 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _limits(options: argparse.Namespace, memory: float) -> tuple[int, int | None]:
-    """Bytes of a GPU, whose `memory` is in GiB, and the bytes of --reserve (None: by the processes on a GPU)."""
+def memory_limits(options: argparse.Namespace, memory: float) -> tuple[int, int | None]:
+    """Bytes of a GPU, whose `memory` is in GiB, and the bytes of --reserve (None: by the processes on a GPU).
+
+    Raises:
+        ValueError: one is negative; names its option.
+    """
     for name, value in (("gpu-memory", memory), ("reserve", options.reserve)):
         if value is not None and value < 0:
             raise ValueError(f"--{name} is {value:g} GiB; it must be at least 0")
-    return round(memory * GIB), reserve_bytes(options.reserve)
+    return round(memory * GIB), None if options.reserve is None else round(options.reserve * GIB)
 
 
 def run_memory(options: argparse.Namespace) -> None:
@@ -71,7 +75,7 @@ def run_memory(options: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option or key and a right value; the memory does not fit.
     """
-    limit, reserve = _limits(options, options.gpu_memory)
+    limit, reserve = memory_limits(options, options.gpu_memory)
     if options.html is not None:
         raise ValueError(f"--html {options.html} is of shadow ranks: give --dry-run, too")
     if options.max_nodes < 1:
@@ -101,11 +105,6 @@ def run_memory(options: argparse.Namespace) -> None:
         _print_json(memory_json(plan, keys))
     else:
         print_plan(Console(), config, plan, keys)
-
-
-def reserve_bytes(option: float | None) -> int | None:
-    """The bytes of --reserve, given in GiB; None: by the processes on a GPU."""
-    return None if option is None else round(option * GIB)
 
 
 def reserve_words(option: float | None) -> str:
@@ -168,7 +167,9 @@ def run_step(options: argparse.Namespace) -> None:
         ValueError: names the option or key and a right value.
     """
     gpu, assumed = find_hardware(options.hardware), read_assumptions(options.assume)
-    limit, reserve = _limits(options, gpu.memory_gib if options.gpu_memory is None else options.gpu_memory)
+    limit, reserve = memory_limits(
+        options, gpu.memory_gib if options.gpu_memory is None else options.gpu_memory
+    )
     # A layout that is searched for may stand in place of one that is not legal on these devices.
     config, inputs = read_inputs(options.recipe, options.overrides, check=not options.search)
     machine = Machine(gpu, assumed, config.trainer.n_gpus_per_node)

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
-from megarl.plan.commands import reserve_bytes
+from megarl.plan.commands import memory_limits
 from megarl.plan.inputs import PlanInputs, model_use, read_planned, roles_of
-from megarl.plan.memory import GIB, plan_of
+from megarl.plan.memory import plan_of
 from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.comparison import Comparison, compare
@@ -36,8 +36,8 @@ from megarl.util.files import whole_file
 CLASSES = "classes"
 MODULE = "megarl.shadow.process"
 NUM_LINES = 5
-# Of a shadow's process. glibc would keep freed blocks of up to 32 MiB in a heap that temporaries of a float8 model's strips break up:
-# 10 GiB where 0.4 are in use.
+# Of a shadow's process. glibc would come to keep freed blocks of up to 32 MiB in its heap (mallopt(3), M_MMAP_THRESHOLD); above a fixed
+# threshold they go back to the system.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": "262144"}
 
 
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: names the option or key, or the package that this machine lacks.
     """
+    limit, reserve = memory_limits(options, options.gpu_memory)
     problem = device.missing()
     if problem is not None:
         raise ValueError(f"--dry-run: {problem}")
@@ -59,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
     ranks = chosen_ranks(config, inputs, options.ranks)
     roles = list(dict.fromkeys(role for role, _ in ranks))
     together = all_ranks(config, inputs, roles) if options.agree else []
-    card = {"memory": round(options.gpu_memory * GIB)}
-    plan = plan_of(config, inputs, round(options.gpu_memory * GIB), reserve_bytes(options.reserve))
-    engines = isinstance(config, TrainConfig)
+    card = {"memory": limit}
+    plan = plan_of(config, inputs, limit, reserve)
+    engines = isinstance(config, TrainConfig) and not options.without_engines
     reports = run_ranks(
         options.recipe,
         options.overrides,

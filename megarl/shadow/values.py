@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 LARGEST = 1 << 23  # elements: larger tensors have no values
-LARGEST_CONSTANT = 4096  # elements of floats that a factory fills
+LARGEST_CONSTANT = 4096  # elements of floats that a factory fills, or leaves empty
 _VALUE = "_megarl_value"
 _LIKE = frozenset(  # their values do not depend on their inputs' values
     {
@@ -101,9 +101,10 @@ def follow(
         return
     unknown = name not in _LIKE and any(value_of(tensor) is None for tensor in inputs)
     large = any(tensor.numel() > LARGEST for tensor in outputs)
-    large_constant = (
-        not inputs and outputs[0].is_floating_point() and outputs[0].numel() > LARGEST_CONSTANT
-    ) or (outputs[0].requires_grad and outputs[0].numel() > LARGEST_CONSTANT)
+    # New weights, optimizer states and buffers: their values decide nothing, and would take as much memory as on the device.
+    large_constant = outputs[0].numel() > LARGEST_CONSTANT and (
+        outputs[0].requires_grad or (outputs[0].is_floating_point() and (not inputs or "empty" in name))
+    )
     if unknown or large or large_constant:
         if name == "topk" and outputs[1].numel() <= LARGEST:
             _choose(outputs[1], args[0].shape[-1], assume, choose)

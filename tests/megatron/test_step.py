@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.megatron.build import unwrap
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads import lm_head, value_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, unpack
 from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step
 from megarl.megatron.transformer_config import has_transformer_engine
+from tests.costs.models import build, make_models
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
+from tests.megatron.parity import batches
 from tests.ranks import RankError
 
 TEMPERATURE = 0.8
@@ -216,3 +218,38 @@ def test_the_last_mlp_has_live_positions_only(ranks, folders, layout: dict) -> N
         assert 0 < live < tokens
         last = tokens if "sp" in layout or (rank == 0 and "pp" in layout) else live
         assert rows == [tokens // parts] * (len(rows) - 1) + [last // parts]
+
+
+def _held_by_dispatchers(rank: int, world: int, folder: str) -> list[tuple[int, set[str]]]:
+    """When all layers' forward passes are over and at the end of a training step: how many layers have dispatchers, and names of the
+    tensors of a micro-batch that these hold."""
+    built = build(rank, world, folder, {}, head="value", recompute="full")
+    micro_batches = batches(built.layout)[:1]
+    layers = [module for module in built.chunks[0].modules() if hasattr(module, "token_dispatcher")]
+    found = []
+
+    def look() -> None:
+        held = {
+            name
+            for layer in layers
+            for name, value in vars(layer.token_dispatcher).items()
+            if isinstance(value, Tensor) and value.numel() >= micro_batches[0].num_tokens
+        }
+        found.append((len(layers), held))
+
+    def loss(outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        look()
+        return outputs.sum(), {"loss": outputs.sum()}
+
+    train_step(built.chunks, built.optimizer, built.scheduler, micro_batches, value_head, loss)
+    look()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_no_layer_holds_its_routing_when_its_pass_is_over(ranks, tmp_path: Path, family: str) -> None:
+    """Its graph would keep the input of each recomputed layer, and that input's gradient."""
+    folder = make_models(tmp_path, [family])[family]
+    (found,) = ranks.run(_held_by_dispatchers, folder, world=1)
+    layers = 4 if family == "qwen3_moe" else 3  # the other's first layer is dense
+    assert found == [(layers, set())] * 2

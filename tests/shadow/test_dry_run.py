@@ -7,7 +7,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.plan.inputs import read_inputs
-from megarl.shadow import device
+from megarl.shadow import device, dry_run
 from megarl.shadow.comparison import Comparison
 from megarl.shadow.dry_run import chosen_ranks
 from tests.shadow.conftest import RECIPE, overrides
@@ -53,6 +53,22 @@ def test_what_a_machine_lacks_is_said(
 def test_ranks_agree_in_a_dry_run_only(capsys) -> None:
     assert main(["plan", "memory", str(RECIPE), "--agree"]) == 2
     assert "give --dry-run --agree" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--reserve"])
+def test_negative_memory_is_refused_by_its_option(option: str, capsys) -> None:
+    assert main(["plan", "memory", str(RECIPE), "--dry-run", option, "-1"]) == 2
+    assert f"{option} is -1 GiB; it must be at least 0" in capsys.readouterr().err
+
+
+def test_engines_are_left_out_on_request(machine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        dry_run, "run_ranks", lambda recipe, keys, ranks, **options: asked.append(ranks) or []
+    )
+    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "1"]
+    assert main(arguments) == main([*arguments, "--without-engines"]) == 0
+    assert asked == [[("actor", 1), ("critic", 1), ("rollout", 0)], [("actor", 1), ("critic", 1)]]
 
 
 def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:

@@ -126,7 +126,7 @@ setup(
     },
     cmdclass={"build_py": BuildWithShipped},
     install_requires=CORE,
-    extras_require={"rollout": ROLLOUT, "dev": DEV},
+    extras_require={"rollout": ROLLOUT, "dev": DEV, "nixl": ["nixl[cu13]==1.5.1"]},
     entry_points={
         "console_scripts": ["megarl = megarl.cli.main:program"],
         # What SGLang's wheel lacks on a machine without a GPU; both are inert elsewhere.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,18 +148,22 @@ class _Launches(TorchDispatchMode):
         self.count = 0
 
     def __enter__(self) -> _Launches:
-        from triton.runtime.jit import JITFunction
+        self._patches = ExitStack()
+        if platform.device().type == "cuda":
+            from triton.runtime.jit import JITFunction
 
-        self._triton = patch.object(JITFunction, "run", self._launch)
-        self._triton.start()
+            run = JITFunction.run
+
+            def launch(*arguments: Any, **options: Any) -> Any:
+                self.count += 1
+                return run(*arguments, **options)
+
+            self._patches.enter_context(patch.object(JITFunction, "run", launch))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._triton.stop()
-
-    def _launch(self, *arguments: Any, **options: Any) -> None:
-        self.count += 1
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 A member whose packets are complete says so to each that receives some; these read them out of its slot and say when they have them. Where packets lie
 is in the plan, so a message is nothing but a number. There is no communicator: a member knows only its peers.
 
-Written against nixl 1.5.1, an optional package: `pip install nixl[cu13]`. Run on CPUs over TCP and shared memory; no GPU has run it.
+Written against nixl 1.5.1, an optional package: `pip install 'megarl[nixl]'`. Run on CPUs over TCP and shared memory; no GPU has run it.
 """
 
 import json
@@ -35,7 +35,7 @@ class NixlTransport:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise LinkError(
-                f"rollout.sync_transport=nixl needs the package nixl on every node (pip install 'nixl[cu13]'): {error}"
+                f"rollout.sync_transport=nixl needs the package nixl on every node (pip install 'megarl[nixl]'): {error}"
             ) from None
         self._member, self._kind = member, "DRAM" if device == "cpu" else "VRAM"
         self._thread = ThreadPoolExecutor(1, "nixl")

@@ -11,8 +11,9 @@ from megarl.util import packages
 from megarl.util.packages import KNOWN, PURPOSES, install_command, installed, pinned, require, requirements
 from tests.test_repository import ROOT, imports_of, modules, pins
 
-# Imported where the user asked for a data set of the Hub, with a message of its own; and for figures of a GPU's driver, where it is there.
-OPTIONAL = {"datasets", "pynvml"}
+# Imported where the user asked for a data set of the Hub or for a weight sync by NIXL, with a message of its own; and for figures of a GPU's
+# driver, where it is there.
+OPTIONAL = {"datasets", "nixl", "pynvml"}
 
 
 def normal(name: str) -> str:

@@ -70,9 +70,9 @@ class Exchange:
     ) -> list[tuple[Part, Message]]:
         if not first <= bucket < len(messages):
             return []
-        number = bucket % len(slots)
         found = []
         for message in messages[bucket]:
+            number = bucket % len(slots)  # a rank without messages may have no slot
             data = slots[number][message.start : message.start + message.nbytes]
             part = Part(message.peer, data, number, message.start, message.peer_start)
             found.append((part, message))

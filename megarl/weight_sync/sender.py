@@ -201,9 +201,7 @@ class Outbox:
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
                 before = bucket - len(self._slots)
-                if (
-                    travelling is not None and travelling <= before
-                ):  # there is one slot, as there is one bucket
+                if travelling is not None and travelling <= before:  # of a single bucket, in a single slot
                     self._complete((version, travelling), sent)
                     travelling = None
                 if before >= first:

@@ -57,8 +57,8 @@ from megarl.weight_sync.quantize import SCALES, Block, dtype_in_fp8, is_quantise
 
 AUTO, SHARED_MEMORY, P2P = "auto", "shared_memory", "p2p"  # rollout.sync_transport, which may be NIXL, too
 WAYS = MAPPED, COLOCATED, APART = "mapped", "colocated", "apart"
-# Trainer ranks from which an engine rank takes slices of one kind (those that the same trainer ranks hold), where the trainer has so
-# few shards that all of its kinds together have this many senders. NCCL keeps buffers for every peer.
+# Slices that several trainer ranks hold may come from any of them, to share the sends. NCCL keeps buffers for every peer: so an engine rank
+# takes slices of a trainer of n shards from FEW_PEERS / n of them at most (one at least).
 FEW_PEERS = 8
 # A small model's buckets are smaller than they may be, so that there are enough of them for packing, travelling and
 # writing to overlap, but not so small that the fixed cost of a bucket would matter.
@@ -258,30 +258,7 @@ class SyncPlan:
                 packed.append((source, targets, start, written))
             # Packets that trainer ranks receive for engine ranks lie after all those that they pack.
             for source, targets, start, written in packed:
-                sizes = tuple([item.nbytes for item in written])
-                received: dict[int, int] = {}  # by member that receives the packet, its offset there
-                for target in targets:
-                    host = self._hosts[target]
-                    holder: int | None
-                    if self.way == MAPPED or (self._near(source, target) and self.way == COLOCATED):
-                        holder, offset = source, start
-                    else:
-                        member = num_sources + target if self.way == APART else host
-                        assert member is not None
-                        holder = host if self.way == COLOCATED else None
-                        if member not in received:
-                            before = self._previous.get(target)
-                            sender = source if before is None else num_sources + before
-                            left = start if before is None else received[sender]
-                            offset = received[member] = members[member].place(bucket, written)
-                            members[sender].sends[bucket].append(Message(member, left, offset, sizes))
-                            members[member].receives[bucket].append(Message(sender, offset, left, sizes))
-                        offset = received[member]
-                    if holder is not None:
-                        trainers[holder].mapped[bucket].add(target)
-                        engines[target].mapped[bucket].add(holder)
-                    spec = PacketSpec(source, targets, holder, offset, written)
-                    engines[target].packets[bucket].append(spec)
+                self._hand_over(bucket, source, targets, start, written, trainers, engines)
         crosses = any(messages for member in members for messages in member.sends)
         factor = scaling(self.adapters) if self.adapters is not None else None
         common: dict[str, Any] = {"frozen": self.frozen, "skip_unchanged": self.skip_unchanged}
@@ -304,6 +281,43 @@ class SyncPlan:
             for rank, side in enumerate(engines)
         ]
         return leaving, arriving
+
+    def _hand_over(
+        self,
+        bucket: int,
+        source: int,
+        targets: tuple[int, ...],
+        start: int,
+        slices: tuple[Slice, ...],
+        trainers: list["_Side"],
+        engines: list["_Side"],
+    ) -> None:
+        """Enter into the sides how a packet, which lies at `start` of its source's slot, reaches its targets."""
+        sizes, num_sources = tuple([item.nbytes for item in slices]), len(trainers)
+        found: dict[int, int] = {source: start}  # by member that has the packet, its offset there
+        for target in targets:
+            host = self._hosts[target]
+            if self.way == MAPPED or (self.way == COLOCATED and self._near(source, target)):
+                holder, member = source, source
+            elif self.way == COLOCATED:
+                assert host is not None
+                holder, member = host, host
+            else:
+                holder, member = None, num_sources + target
+            if member not in found:
+                before = self._previous.get(target)
+                sender = source if before is None else num_sources + before
+                side = trainers[member] if member < num_sources else engines[member - num_sources]
+                other = trainers[sender] if sender < num_sources else engines[sender - num_sources]
+                found[member] = side.place(bucket, slices)
+                there, here = found[sender], found[member]
+                other.sends[bucket].append(Message(member, there, here, sizes))
+                side.receives[bucket].append(Message(sender, here, there, sizes))
+            if holder is not None:
+                trainers[holder].mapped[bucket].add(target)
+                engines[target].mapped[bucket].add(holder)
+            spec = PacketSpec(source, targets, holder, found[member], slices)
+            engines[target].packets[bucket].append(spec)
 
     def peers(self) -> list[int]:
         """By member of the exchange the number of others with which it exchanges messages in a complete version.

@@ -124,6 +124,23 @@ def test_each_side_takes_two_buckets_of_memory_at_most(tiny_model, start, family
         assert all(one.buffer_bytes == 0 for one in received)
 
 
+@pytest.mark.parametrize("way", [COLOCATED, APART])
+def test_a_trainer_rank_of_which_nothing_is_needed(tiny_model, start, way):
+    """Of twelve replicas a few send to the engine; the others are members of the exchange all the same."""
+    model, parallel, engines = tiny_model("qwen2"), ParallelLayout(world=12), EngineLayout(2)
+    more = ways(parallel, engines)[way]
+    if way == COLOCATED:  # the engine's devices hold everything: nothing crosses
+        more["target_places"] = tuple(reversed(more["source_places"]))[:2]
+    sync = make_sync(model, parallel, engines, **more)
+    assert sync.way == way
+    transfer = start(model, sync)
+    idle = [not any(share.buckets) for share in transfer.sources]
+    assert 0 < sum(idle) < 12
+    sent, _ = transfer.run(1)
+    assert [one.bytes_sent == 0 for one in sent] == idle
+    assert_holds(transfer, model.decoder, model.config.hf, engines)
+
+
 @pytest.mark.parametrize("transport", [AUTO, P2P])
 def test_what_leaves_the_trainer_does_not_grow_with_the_engines(tiny_model, start, transport):
     """Engines on nodes of their own: as planned, and as trainer ranks really send."""

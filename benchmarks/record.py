@@ -80,19 +80,26 @@ def step(report: dict[str, Any]) -> Rows:
 
 def weight_sync(report: dict[str, Any]) -> Rows:
     for result in report["results"]:
+        if "megarl" not in result:  # engines with devices of their own
+            way = result["megarl p2p"]
+            yield (
+                f"weight sync {result['case']}, {result['model_bytes'] / 1e6:.0f} MB, over gloo",
+                f"{way['median_seconds']:.2f} s; a trainer rank sends {way['bytes_sent_max'] / 1e6:.0f} MB to {way['peers_max']} peers at most",
+            )
+            continue
         ours, gathered, adapters = result["megarl"], result["full gather"], result["adapters"]
         yield (
             f"weight sync {result['case']}, {result['model_bytes'] / 1e6:.0f} MB: seconds; most that a device receives; extra memory",
             f"{ours['median_seconds']:.2f} s, {ours['bytes_received_max'] / 1e6:.0f} MB, {ours['extra_bytes_max'] / 1e6:.0f} MB"
             f" (full gather: {gathered['median_seconds']:.2f} s, {gathered['bytes_received_max'] / 1e6:.0f} MB,"
-            f" {gathered['extra_bytes_max'] / 1e6:.0f} MB); all of it over gloo {result['megarl p2p']['median_seconds']:.2f} s;"
+            f" {gathered['extra_bytes_max'] / 1e6:.0f} MB); between devices over gloo {result['megarl p2p']['median_seconds']:.2f} s;"
             f" adapters alone {adapters['median_seconds']:.3f} s, {adapters['bytes_total'] / 1e6:.1f} of {ours['bytes_total'] / 1e6:.1f} MB in all",
         )
 
 
 def plan_scale(report: dict[str, Any]) -> Rows:
     whole = [
-        sum(result[part] for part in ("placement", "account", "copies", "buckets"))
+        sum(result[part] for part in ("placement", "account", "slices", "buckets"))
         for result in report["results"]
     ]
     seconds, slowest = max(zip(whole, report["results"], strict=True), key=lambda pair: pair[0])

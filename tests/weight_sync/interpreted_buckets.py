@@ -236,19 +236,21 @@ def refuses(transfer: Transfer) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that compute something."""
+    """Counts operations that compute something, and values that are looked at, for which the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.waits = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += not func.is_view
+        looks = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero)
+        self.waits += func.overloadpacket in looks
         return func(*args, **(kwargs or {}))
 
 
-def counted(work: Callable[[], object]) -> int:
-    """Operations of `work`, launches of Triton's kernels, which do nothing, among them."""
+def counted(work: Callable[[], object]) -> list[int]:
+    """Operations of `work`, launches of Triton's kernels, which do nothing, among them; and waits of the host."""
     kernels, nothing = slice_kernels.kernels(), mock.MagicMock()
     with (
         mock.patch.object(kernels, "copy_slices", nothing),
@@ -256,10 +258,10 @@ def counted(work: Callable[[], object]) -> int:
         Operations() as operations,
     ):
         work()
-    return operations.count + nothing.__getitem__.call_count
+    return [operations.count + nothing.__getitem__.call_count, operations.waits]
 
 
-def launches() -> list[list[int]]:
+def launches() -> list[list[list[int]]]:
     """Operations of packing and of taking a bucket of 2 and of 6 layers, after the first version, with kernels as one each."""
     found = []
     for layers in (2, 6):

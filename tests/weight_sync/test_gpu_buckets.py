@@ -36,8 +36,9 @@ def test_whole_syncs_are_those_of_slices_one_by_one_and_damage_is_found(found: d
 
 
 @needs_triton
-def test_launches_do_not_grow_with_the_bucket(found: dict[str, Any]) -> None:
+def test_launches_do_not_grow_with_the_bucket_and_nothing_is_waited_for(found: dict[str, Any]) -> None:
     of_two_layers, of_six_layers = found["launches"]
     assert of_two_layers == of_six_layers
-    packing, taking = of_two_layers
+    (packing, waits), (taking, other_waits) = of_two_layers
     assert 0 < packing <= 10 and 0 < taking <= 14
+    assert waits == other_waits == 0

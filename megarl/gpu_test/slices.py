@@ -16,7 +16,7 @@ from megarl.weight_sync.quantize import read_scales, read_values
 from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_slices
 from megarl.weight_sync.slice_table import SliceRead, SliceTable
 
-BLOCK = (8, 12)
+BLOCK = (8, 36)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (FP8, torch.uint8, torch.int64)
 GUARD = 7  # bytes of a slot that no slice fills
@@ -132,7 +132,7 @@ def compared(listed: Listed, device: str) -> Iterator[Pair]:
     table = SliceTable.of_tensors(views, [read.offset for read in listed.reads])
     write_slices(table, slot)
     yield "parameters", _all_bytes(found), _all_bytes(tensors)
-    yield "checksums of parameters", as_int32(checksums_of(table)), as_int32(_sums(listed))
+    yield "checksums of parameters", two_numbers(checksums_of(table)), two_numbers(_sums(listed))
 
 
 def compared_reads(listed: Listed, slot: torch.Tensor, checksums: torch.Tensor) -> Iterator[Pair]:
@@ -140,10 +140,10 @@ def compared_reads(listed: Listed, slot: torch.Tensor, checksums: torch.Tensor) 
     for read, part in zip(*listed, strict=True):
         expected[read.offset : read.offset + part.nbytes] = _bytes(part)
     yield "slot", slot, expected
-    yield "checksums", as_int32(checksums), as_int32(_sums(listed))
+    yield "checksums", two_numbers(checksums), two_numbers(_sums(listed))
 
 
-def as_int32(checksums: torch.Tensor) -> torch.Tensor:
+def two_numbers(checksums: torch.Tensor) -> torch.Tensor:
     """64 bits as two numbers that float64 has exactly."""
     return torch.stack([checksums >> 32, checksums & 0xFFFFFFFF], -1).double()
 

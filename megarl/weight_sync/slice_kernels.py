@@ -1,15 +1,19 @@
 """Slices on a GPU, many in one launch: read into a slot with their checksums, written into parameters, or hashed where they lie.
 
-- bytes and checksums are those of the torch code: `copy_`, `read_values` and `read_scales` (quantize.py), `multilinear` (packets.py).
-  The exceptions: a NaN that is converted may have other bits; and on a GPU torch divides by 448 by multiplying with the rounded
-  reciprocal, which makes about half of all scales other in their last bit; here they are the quotients, as on a CPU;
-- the number of launches does not depend on the number of slices: one clears the checksums, one takes all slices that are converted, one
-  all that are quantised with the scales. The host waits for none of them;
-- what a launch has to know of its slices is in a `SliceTable`, which is made once and used for every version.
+Guarantees:
+
+- bytes and checksums are those of the torch code, `copy_`, `read_values`, `read_scales` and `multilinear`, as a CPU computes them; a
+  NaN that is converted stays one;
+- the number of launches does not depend on the number of slices, and the host does not wait: one clears the checksums, one takes
+  all slices that are converted, one all that are quantised, with the scales;
+- the addresses and sizes that a launch needs are brought to the device once (`SliceTable`), and again only when they have changed.
+
+On a GPU torch itself (2.13) divides by a number like 448 by multiplying with its rounded reciprocal (BinaryDivTrueKernel.cu): 55 % of
+its scales differ in the last bit from the quotients, which are what a CPU and these kernels have.
 
 A program takes a tile of a few thousand elements of one slice, or one block of quantised weights; hashes of tiles are added by atomic
 additions of integers, whose sum does not depend on their order. The kernels (`triton_kernels`) are imported and compiled with the first
-launch. They were interpreted and compared on a CPU, and compiled for sm_90; no GPU has run them yet.
+launch. They were interpreted on a CPU, and compiled for sm_90; no GPU has run them yet.
 """
 
 from types import ModuleType

@@ -3,8 +3,8 @@
 Each program takes the tile that `tiles` names: a number of a row of the table, of int64, whose columns are the fields of `CopyRow` or
 `BlockRow`. Addresses are bytes, int64; strides count elements.
 
-Numbers are rounded in integer arithmetic wherever the hardware, Triton's interpreter and torch differ: a float8 cast saturates in
-torch (2.13, torch/headeronly/util/Float8_e4m3fn.h), and the interpreter (Triton 3.7.1) cuts bfloat16 off instead of rounding it.
+Float8 and bfloat16 are rounded in integer arithmetic, as torch 2.13 does it (torch/headeronly/util/Float8_e4m3fn.h: ties to even, infinity
+and all above 448 to 448): Triton's interpreter (3.7.1) cuts bfloat16 off, and its float8 loses what rounding carries into the exponent.
 """
 
 import triton

@@ -144,8 +144,30 @@ def test_rows_that_are_all_of_the_memory_are_one_row_of_words() -> None:
     ]
 
 
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none"
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
+@needs_gpu
+def test_the_host_does_not_wait() -> None:
+    one = slices.drawn(0, "cuda", 8)
+    slot = torch.empty(one.end, dtype=torch.uint8, device="cuda")
+    checksums = torch.empty(len(one.reads), dtype=torch.int64, device="cuda")
+    views = [torch.empty_like(part, device="cuda") for part in one.expected]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        slice_kernels.read_slices(SliceTable.of_reads(one.reads, slices.BLOCK), slot, checksums)
+        table = SliceTable.of_tensors(views, [read.offset for read in one.reads])
+        slice_kernels.write_slices(table, slot)
+        slice_kernels.checksums_of(table)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("seed", range(20))
 def test_on_a_gpu(seed: int) -> None:
     for name, found, expected in slices.compared(slices.drawn(seed, "cuda", 8), "cuda"):

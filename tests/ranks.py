@@ -192,8 +192,9 @@ class RankPool:
 
 
 def _serve(connections: list[Connection], logs: list[str]) -> None:
-    """Import what every rank needs, then fork the ranks: one import instead of one per rank."""
+    """Import what every rank needs, or most, then fork the ranks: one import instead of one per rank."""
     import torch
+    from transformers import Qwen2ForCausalLM  # noqa: F401
 
     import megarl.megatron.build
     import megarl.megatron.optimizer  # noqa: F401

@@ -102,13 +102,14 @@ def test_rank_0_can_listen_on_the_rendezvous_port(start_group):
 
 
 def test_groups_share_devices_and_start_at_the_same_time(pool, tmp_path):
-    """Two groups on all devices of one pool; the second is made while the constructors of the first run."""
-    groups = []
+    """Two groups on the same devices of one pool; the second is made while the constructors of the first run."""
+    groups, both = [], tmp_path / "both"
     try:
         for role in ("actor", "critic"):
-            options = {"start_seconds": 3.0}
-            groups.append(WorkerGroup(role, "tests.cluster.workers:Rank", pool, len(pool), options, tmp_path))
-            assert ray.wait(groups[-1].started, timeout=0)[0] == []
+            options = {"start_with": str(both)}
+            groups.append(WorkerGroup(role, "tests.cluster.workers:Rank", pool, 2, options, tmp_path))
+        assert ray.wait(groups[0].started + groups[1].started, timeout=0)[0] == []
+        both.touch()
         ports = {info.master_port for group in groups for info in wait(group.call("get_info"), groups)}
         assert len(ports) == 2
     finally:
@@ -173,8 +174,9 @@ def test_a_pool_says_what_the_cluster_lacks(pool):
     spare.close()
 
 
-def test_a_pool_says_soon_that_it_waits(pool):
-    """Nodes may still join a cluster, so that it waits; the user is told at once which devices are missing."""
+def test_a_pool_says_soon_that_it_waits(pool, monkeypatch):
+    """Nodes may still join a cluster, so that it waits; the user is told before it gives up which devices are missing."""
+    monkeypatch.setattr("megarl.cluster.pool._MESSAGE_AFTER", 0.5)
     said = []
     begun = time.monotonic()
 
@@ -182,15 +184,15 @@ def test_a_pool_says_soon_that_it_waits(pool):
         said.append((text, time.monotonic() - begun))
 
     with pytest.raises(
-        ValueError, match=r"'big' asks for 1 node.* could not give them within 5 s\. Ask for less"
+        ValueError, match=r"'big' asks for 1 node.* could not give them within 2\.5 s\. Ask for less"
     ):
-        ResourcePool("big", 1, 8, timeout=5, say=say)
+        ResourcePool("big", 1, 8, timeout=2.5, say=say)
     ((text, seconds),) = said
     assert (
         "1 node(s) with 8 process slots (Ray CPUs) each; the cluster has by node: 127.0.0.1: 6; now free: 2"
         in text
     )
-    assert text.endswith("Waiting for them, 5 s at most.") and seconds < 4.5
+    assert text.endswith("Waiting for them, 2.5 s at most.") and seconds < 2.0
 
 
 def test_devices_are_sorted_as_numbers():

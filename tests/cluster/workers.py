@@ -32,11 +32,13 @@ IMPORTED = frozenset(sys.modules)  # when a rank's class is
 class Rank:
     """Does what the tests ask for."""
 
-    def __init__(self, info: RankInfo, start_seconds: float = 0.0, fail_rank: int | None = None) -> None:
+    def __init__(self, info: RankInfo, start_with: str | None = None, fail_rank: int | None = None) -> None:
+        """The constructor ends when the file `start_with` is there."""
         self.info = info
         self.calls: list[Any] = []
         self.peer: socket.socket | None = None
-        time.sleep(start_seconds)
+        while start_with is not None and not os.path.exists(start_with):
+            time.sleep(0.01)
         if info.rank == fail_rank:
             raise ValueError(f"no weights for rank {info.rank}")
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 NODE = Path(__file__).resolve().parents[2] / "launch/slurm/node.sh"
-# Its servers answer; the first starts are given up after that, as on a machine that stands still for seconds.
+# Its servers answer; the first starts are given up after that, when its devices are waited for, as on a machine that stands still.
 RAY = """#!{python}
-import pathlib, socket, sys, time
+import os, pathlib, socket, sys, time
 starts = pathlib.Path("{folder}/starts")
 if sys.argv[1] == "start":
     with starts.open("a") as file:
@@ -20,16 +20,20 @@ if sys.argv[1] == "start":
     port = int(sys.argv[sys.argv.index("--port") + 1])
     servers = [socket.create_server(("127.0.0.1", port + more)) for more in (0, 1)]
     given_up = len(starts.read_text().splitlines()) <= {bad}
-    time.sleep(4 if given_up else 1000)
+    end = time.monotonic() + 1000
+    while time.monotonic() < end and not (given_up and os.path.exists(f"{folder}/asked-{{port}}")):
+        time.sleep(0.05)
     sys.exit(1)
 """
-# In place of what asks Ray for the job's devices: they are there after a while, if the head still is.
+# In place of what asks Ray for the job's devices: they are there, but for those of a head that is given up, which never come.
 PYTHON = """#!{python}
-import os, socket, sys, time
+import os, pathlib, socket, sys, time
 if not sys.argv[1].endswith("wait_for_devices.py"):
     os.execv("{python}", ["python3", *sys.argv[1:]])
-time.sleep(8)
 host, port = sys.argv[2].split(":")
+given_up = len(pathlib.Path("{folder}/starts").read_text().splitlines()) <= {bad}
+pathlib.Path(f"{folder}/asked-{{port}}").touch()
+time.sleep(1000 if given_up else 0)
 socket.create_connection((host, int(port)))
 """
 # Never joins: the head that it was told of is gone.

@@ -200,10 +200,15 @@ def test_a_task_of_an_array_is_started_again_alone(slurm: Slurm, sweep: list[str
 
 @pytest.fixture(scope="module")
 def trained(slurm: Slurm, task: Path) -> tuple[str, Path]:
-    """A run of the quickstart over both nodes, from its submission to its end: (the job, the run folder)."""
+    """A run of the quickstart over both nodes, from its submission to its end: (the job, the run folder).
+
+    Actor and critic have a pipeline stage on each node.
+    """
     run = slurm.work / "ppo"
     job = slurm.launch(
-        PPO, "--cpu", "--nodes", "2", "--interface", "eth0", "trainer.n_gpus_per_node=2", "data.train_batch_size=8",
+        PPO, "--cpu", "--nodes", "2", "--interface", "eth0", "trainer.n_gpus_per_node=1", "data.train_batch_size=8",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.test_freq=-1", "trainer.total_training_steps=2",
         f"data.train_files={task}/data/train.parquet", f"data.val_files={task}/data/test.parquet",
         f"actor_rollout_ref.model.path={task}/model", f"trainer.default_local_dir={run}",
@@ -219,7 +224,7 @@ def test_the_quickstart_runs_across_both_nodes(slurm: Slurm, trained: tuple[str,
     output = slurm.output(job)
     assert "step 2/2" in output  # its output is streamed
     assert "megarl ended with exit code 0" in output
-    assert "2 of 2 nodes have 2 CPUs (10.78.0.1: 2, 10.78.0.2: 2)" in slurm.log(job, name="n1")
+    assert "2 of 2 nodes have 1 CPUs (10.78.0.1: 1, 10.78.0.2: 1)" in slurm.log(job, name="n1")
     assert "stopping the worker at 10.78.0.2" in slurm.log(job, name="n2")
 
 

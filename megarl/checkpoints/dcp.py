@@ -278,7 +278,7 @@ def write_metadata(folder: Path, contents: Contents) -> Path:
 def _by_key(tensors: list[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """Tensors of the same key as one, with the chunks of all."""
     chunks: dict[str, list[Chunk]] = {}
-    facts = {}
+    facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for key, tensor in tensors:
         chunks.setdefault(key, []).extend(tensor.chunks)
         shape, dtype = facts.setdefault(key, tensor[:2])

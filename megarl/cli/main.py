@@ -97,8 +97,9 @@ def _write_out() -> None:
 
 def _plain_words(error: Exception) -> str:
     """The message; of a file's error such as "/data/run/metrics.jsonl: No space left on device"."""
-    has_file = isinstance(error, OSError) and error.filename is not None
-    return f"{error.filename}: {error.strerror}" if has_file else str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _read(schema: type[C], options: argparse.Namespace) -> tuple[C, dict[str, str]]:

@@ -20,6 +20,7 @@ import io
 import os
 import re
 import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ class Worker:
     def __init__(self) -> None:
         self._user: Any = None
         self._log_path = ""
-        self._port_holder = None
+        self._port_holder: socket.socket | None = None
         self._spans = Spans()
         self._signatures: dict[str, inspect.Signature] = {}  # of the user's methods
         self._around: Callable[[str], AbstractContextManager[object]] = nullcontext

@@ -68,10 +68,12 @@ def frees_engines(config: TrainConfig, gpus: Collection[str]) -> bool:
     policy = config.actor_rollout_ref
     if policy.rollout.free_cache_engine is not None:
         return policy.rollout.free_cache_engine
-    roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
+    pools: list[str | None] = [policy.actor.resource_pool, policy.ref.resource_pool]
+    if config.critic is not None:
+        pools.append(config.critic.resource_pool)
     if config.reward_model.enable:
-        roles.append(config.reward_model)
-    return any(_with_engines(config, role.resource_pool, gpus) for role in roles)
+        pools.append(config.reward_model.resource_pool)
+    return any(_with_engines(config, pool, gpus) for pool in pools)
 
 
 def leaves(config: TrainConfig, switch: bool | None, pool: str, gpus: Collection[str]) -> bool:

@@ -9,7 +9,6 @@ A user adds one, in a file that the recipe names in `plugins`, as a function
 or as a class over `Sampler`, which can read `data.sampler` and learn from the scores of each step.
 """
 
-import inspect
 import json
 import math
 from abc import ABC, abstractmethod
@@ -82,7 +81,7 @@ def make_sampler(config: SamplerConfig, shuffle: bool) -> Sampler:
     """
     name = config.name or ("random" if shuffle else "sequential")
     entry, config = SAMPLERS[name], replace(config, name=name)
-    return entry(config) if inspect.isclass(entry) else FunctionSampler(config, entry)
+    return entry(config) if isinstance(entry, type) else FunctionSampler(config, entry)
 
 
 def epoch_order(sampler: Sampler, table: pa.Table, seed: int, epoch: int) -> np.ndarray:

@@ -187,10 +187,9 @@ def _samples(tables: Mapping[int, pa.Table], config: Mapping[str, Any]) -> list[
         order = np.argsort(-scores, kind="stable")
         places = np.unique(np.linspace(0, len(order) - 1, min(_NUM_SAMPLES, len(order))).astype(int))
         for row in table.take(pa.array(order[places])).to_pylist():
-            texts = [_shortened(read(row[name])) for name in ("prompt_ids", "response_ids")]
-            found.append(
-                Sample(step, float(row.get("score", np.nan)), *texts, _shortened(row["ground_truth"] or ""))
-            )
+            prompt, response = (_shortened(read(row[name])) for name in ("prompt_ids", "response_ids"))
+            truth = _shortened(row["ground_truth"] or "")
+            found.append(Sample(step, float(row.get("score", np.nan)), prompt, response, truth))
     return found
 
 

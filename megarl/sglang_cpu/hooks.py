@@ -167,9 +167,9 @@ class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
             import torch
 
             if not hasattr(torch.ops.torchvision, "nms"):
-                type(self).library = torch.library.Library("torchvision", "FRAGMENT")
+                type(self).library = library = torch.library.Library("torchvision", "FRAGMENT")
                 for name in ("nms", "qnms"):
-                    self.library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                    library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return None
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megarl.shadow import device
 from megarl.shadow.requests import Request
@@ -22,7 +23,7 @@ def main() -> None:
 
     from megarl.shadow import cuda, transformer_engine
 
-    running: list[object] = []  # the runner, once it is there
+    running: list[Any] = []  # the runner, once it is there
 
     def current():
         return running[0].shadow if running else None

@@ -12,6 +12,8 @@ import torch
 
 from megarl.cluster.ranks import RankInfo
 from megarl.config import (
+    DPOConfig,
+    RMConfig,
     TrainConfig,
     TuningConfig,
     full_kl_in_reward,
@@ -103,7 +105,7 @@ def build_worker(config: Config, role: str, rank: int, world_size: int) -> Model
     info = RankInfo(rank, world_size, 0, "127.0.0.1", 1, role, "", ("0",), "")
     if isinstance(config, TuningConfig):
         spec = _unread(_tuning_spec(config))
-        if role == "rm":
+        if isinstance(config, RMConfig):
             return ShadowRM(info, spec, config.model.head_init)
         return (ShadowSFT if role == "sft" else ShadowDPO)(info, spec)
     if role == "critic":
@@ -305,5 +307,5 @@ def _fit(config: TuningConfig, worker: ModelWorker, batch: Batch) -> None:
     elif isinstance(worker, RMWorker):
         worker.train_rankings(batch.table, batch.shares)
     else:
-        assert isinstance(worker, DPOWorker)
+        assert isinstance(worker, DPOWorker) and isinstance(config, DPOConfig)
         worker.train_preferences(batch.table, batch.shares, config.dpo)

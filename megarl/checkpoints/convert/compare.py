@@ -118,7 +118,7 @@ def compare_adapters(a: str, b: str) -> Comparison:
         for fact in ("scaling", "use_dora"):
             values = [getattr(reader.facts, fact) for reader in (first, second)]
             if values[0] != values[1]:
-                different.append(Difference(fact, *map(str, values), None))
+                different.append(Difference(fact, str(values[0]), str(values[1]), None))
         different += _scalings(first, second)
         shared = sorted(first.names & second.names)
         tensors = [_difference(name, first.read(name), second.read(name)) for name in shared]
@@ -156,4 +156,6 @@ def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | Non
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
     parts = zip(a.flatten().split(_SLICE), b.flatten().split(_SLICE), strict=True)
-    return Difference(name, *types, max((x.double() - y.double()).abs().max().item() for x, y in parts))
+    return Difference(
+        name, types[0], types[1], max((x.double() - y.double()).abs().max().item() for x, y in parts)
+    )

@@ -140,7 +140,7 @@ class MegatronTarget:
         (folder / "latest_checkpointed_iteration.txt").write_text(CHECKPOINT)
 
 
-TARGETS = {"hf": HFTarget, "megatron": MegatronTarget}
+TARGETS: dict[str, type[HFTarget] | type[MegatronTarget]] = {"hf": HFTarget, "megatron": MegatronTarget}
 
 
 READ_ELEMENTS = 16 << 20  # no more of a Hugging Face tensor is read at a time

@@ -134,7 +134,8 @@ def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
 
 def walk_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
     """Every key of a configuration: (dotted key, field, value); a section that is null or empty is a key."""
-    kinds = field_types(config.__class__)
+    schema: type = type(config)
+    kinds = field_types(schema)
     for member in fields(config):
         key, value = f"{prefix}{member.name}", getattr(config, member.name)
         if is_dataclass(value):

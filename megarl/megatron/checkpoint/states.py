@@ -139,7 +139,8 @@ def set_schedule(scheduler: OptimizerParamScheduler, count: int) -> None:
 def random_states() -> dict[str, Any]:
     """The random states of torch on the host and the device, of Megatron's streams and the adapters', of Python and of numpy: tensors and
     plain types, which load without unpickling anything else."""
-    kind, keys, at, has_gauss, gauss = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, at, has_gauss, gauss = state
     states = {
         "torch": torch.get_rng_state(),
         "streams": get_cuda_rng_tracker().get_states(),

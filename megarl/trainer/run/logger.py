@@ -18,7 +18,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -120,7 +120,7 @@ class SwanlabTracker(Tracker):
             self.swanlab.finish(state="crashed", error=f"{type(error).__name__}: {error}")
 
 
-TRACKERS: dict[str, type[Tracker]] = {
+TRACKERS: dict[str, Callable[[ModuleType, TrackedRun, Path], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "swanlab": SwanlabTracker,

@@ -210,7 +210,7 @@ class InFlight:
 
     def _suffice(self, step: int, there: Sequence[InFlightPrompt | FinishedGroup]) -> bool:
         """Whether a step can take its batch from `there`, and later steps everything else before it is too old."""
-        every = [*self.prompts.values(), *self.ready]
+        every: list[InFlightPrompt | FinishedGroup] = [*self.prompts.values(), *self.ready]
         if len(there) < self.num_prompts:
             return False
         for later in range(self.max_staleness + 1):
@@ -254,14 +254,14 @@ def load_in_flight(state: InFlight, folder: Path) -> pa.Table | None:
     if (folder / _ASKED).exists():
         table = read_arrow(folder / _ASKED)
         prompts = table.drop_columns(["name", "number", "version"])
-        for row, (uid, *facts) in enumerate(_facts(table)):
-            state.prompts[uid] = InFlightPrompt(uid, *facts, prompts.slice(row, 1))
+        for row, (uid, name, number, version) in enumerate(_facts(table)):
+            state.prompts[uid] = InFlightPrompt(uid, name, number, version, prompts.slice(row, 1))
     if (folder / _GROUPS).exists():
         scored = _as_scored(read_arrow(folder / _TRAJECTORIES))
         prompt_uids = np.array(scored.table["prompt_uid"].to_pylist())
         groups = [
-            FinishedGroup(uid, *facts, scored.take(np.flatnonzero(prompt_uids == uid)))
-            for uid, *facts in _facts(read_arrow(folder / _GROUPS))
+            FinishedGroup(uid, name, number, version, scored.take(np.flatnonzero(prompt_uids == uid)))
+            for uid, name, number, version in _facts(read_arrow(folder / _GROUPS))
         ]
         state.ready, state.dropped = groups[: counts["ready"]], groups[counts["ready"] :]
     return read_arrow(folder / _DRAWN) if (folder / _DRAWN).exists() else None

@@ -361,8 +361,8 @@ class ModelWorker:
             if part in self.parts:
                 self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
-        for part in self.reserved:  # the first step makes the optimizer's states
-            part.reserve()
+        for reserved in self.reserved:  # the first step makes the optimizer's states
+            reserved.reserve()
         self.reserved = []
         why = partial(find_source, self.chunks, batches, head, loss, names)
         check_update(result, self.spec.optim.min_loss_scale, why)

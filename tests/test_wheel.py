@@ -78,7 +78,7 @@ def test_the_metadata_say_what_it_is(wheel: Path) -> None:
     assert "Typing :: Typed" in classifiers and "Programming Language :: Python :: 3.12" in classifiers
     required = [text for text in told.get_all("Requires-Dist") if "extra ==" not in text]
     assert any(text.startswith("torch==") for text in required)
-    assert sorted(told.get_all("Provides-Extra")) == ["dev", "rollout"]
+    assert sorted(told.get_all("Provides-Extra")) == ["dev", "nixl", "rollout"]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,7 +92,11 @@ def measure(train: str, rollout: str, rank: int = 300) -> Measured:
     num_buckets = len(plan.buckets(BUCKET))
     lap("buckets")
     received = [sum(by_link.values()) for by_link in account.received]
-    sent = [sum(by_link.values()) for by_link in account.sent_by_link]
+    packed: Counter[int] = (
+        Counter()
+    )  # a source has a slice in its bucket once, however many ranks it sends it to
+    for one in plan.deliveries:
+        packed[one.source_rank] += plan.bytes_of(one)
     return Measured(
         train,
         rollout,
@@ -100,7 +105,7 @@ def measure(train: str, rollout: str, rank: int = 300) -> Measured:
         num_slices=num_slices,
         num_copies=sum(len(one.target_ranks) for one in plan.deliveries),
         num_buckets=num_buckets,
-        fewest_buckets=-(-max(*received, *sent) // BUCKET),
+        fewest_buckets=-(-max(*received, *packed.values()) // BUCKET),
     )
 
 

@@ -182,7 +182,7 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     slices = replace(sync, adapters=adapters).leaving(worker.info.rank)
     buckets = _buckets(slices, sync.bucket_limit)
-    packed = max(spec.nbytes for (spec,) in buckets)
+    packed = max((spec.nbytes for (spec,) in buckets), default=0)  # of a replica others may send everything
     # Where engines share the devices, slots also have room for packets of other ranks: for as many bytes as leave.
     received = packed if sync.way == COLOCATED else 0
     share = SyncShare(

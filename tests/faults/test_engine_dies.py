@@ -36,7 +36,8 @@ from megarl.trainer.stages.rollouts import generate
 SAMPLING = SamplingParams(max_new_tokens=64, seed=7, ignore_eos=True)
 OVERRIDES = [
     "critic=null", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.sync_transport=p2p",  # so that trainer ranks exchange slices, as on GPUs
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
     "actor_rollout_ref.actor.megatron.param_offload=true", "actor_rollout_ref.rollout.free_cache_engine=true",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.num_engines=2",

@@ -100,3 +100,24 @@ def test_an_engine_on_two_nodes(task, tmp_path):
     answers = read_trajectories(tmp_path / "rollouts" / "val-000002.parquet")
     assert greedy_differences(tmp_path / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
     assert greedy_differences(task / "model", answers) != (0, pytest.approx(0.0, abs=1e-4))
+
+
+@pytest.mark.slow
+def test_engines_apart_get_the_same_from_each_other_whatever_carries_it(task, tmp_path):
+    """Two actor ranks, two engines with devices of their own, the second of which gets everything from the first one."""
+    weights = []
+    for transport in ("auto", "p2p", "nixl"):
+        run = tmp_path / transport
+        succeed(
+            "train", *PPO, *on(task, run), *SMALL, "trainer.n_gpus_per_node=4", "trainer.mode=one_step_off",
+            "resource_pools={train: {n_gpus_per_node: 2}, serve: {n_gpus_per_node: 2}}",
+            "actor_rollout_ref.actor.resource_pool=train", "actor_rollout_ref.rollout.resource_pool=serve",
+            "algorithm.rollout_correction.rollout_is=token", f"actor_rollout_ref.rollout.sync_transport={transport}",
+        )  # fmt: skip
+        first, _ = steps(run)
+        assert first["training/rollout_log_prob_diff_max"] < 1e-4
+        assert (first["sync/engine_buffer_bytes_max"] > 0) == (transport != "auto")
+        assert first["sync/bytes_max_per_rank"] == first["sync/bytes_total"] / 2
+        weights.append(load_file(run / "hf" / "model.safetensors"))
+    for found in weights[1:]:
+        assert all(torch.equal(found[name], values) for name, values in weights[0].items())

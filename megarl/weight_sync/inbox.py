@@ -44,6 +44,7 @@ class Inbox:
         """`hub`: where the members of the exchange meet, of which this rank is one if its share says so."""
         self._share, self._device, self._closed = share, device, False
         self._slots: list[torch.Tensor] = []
+        self._first = 0  # bucket of the version that arrives
         self._sources = {
             rank: MappedSource(call(addresses[rank], share.rank, timeout)) for rank in share.near
         }

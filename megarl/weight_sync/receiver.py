@@ -286,6 +286,7 @@ class Receiver:
     def _take_bucket(
         self, token: Token, received: ReceiveReport, refusal: RefusedError | None
     ) -> RefusedError | None:
+        """Take a bucket slice by slice; returns the first difference, or `refusal`."""
         taken: list[tuple[int, torch.Tensor]] = []
         differences: list[torch.Tensor] = []
         begun = time.perf_counter()

@@ -182,6 +182,7 @@ class Member:
         with self._news:
             if self._problem is not None:
                 raise LinkError(self._problem)
+            self._values[key] = value
         try:
             _send(self._connection, SET, self.number, key, value)
         except OSError:
@@ -207,6 +208,11 @@ class Member:
             raise LinkError(
                 self._problem or f"not all members of the weight sync came within {self.timeout:g} s"
             )
+
+    def knows(self, key: str) -> bool:
+        """Whether this member has set a key, or got it; the hub is not asked."""
+        with self._news:
+            return key in self._values
 
     def wait_for_word(self) -> str | None:
         """How the exchange has ended, as the hub says soon after a communicator has noticed that it has; None: it says nothing."""
@@ -289,3 +295,6 @@ class MemberStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self._member.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._member.knows(key) for key in keys)

@@ -313,12 +313,12 @@ class Outbox:
         if token[1] not in self._packed:
             self._packed[token[1]] = PackedBucket(specs, self._share.fp8_block, slot.device)
         packed, counts = self._packed[token[1]], [len(spec.slices) for spec in specs]
-        if all(sums is None for sums in known):
-            packed.pack(token, parameters, slot)
-            return list(packed.checksums.clone().split(counts)), [[True] * count for count in counts]
-        flags = packed.pack(token, parameters, slot, known)
-        assert flags is not None
-        return list(packed.checksums.clone().split(counts)), [part.tolist() for part in flags.split(counts)]
+        nothing_known = all(sums is None for sums in known)
+        flags = packed.pack(token, parameters, slot, None if nothing_known else known)
+        # Only where unchanged slices are left out the host waits here, to learn which.
+        values = iter([True] * sum(counts) if flags is None else flags.tolist())
+        follows = [[next(values) for _ in range(count)] for count in counts]
+        return list(packed.checksums.clone().split(counts)), follows
 
     def _known_checksums(
         self, bucket: int, specs: Sequence[PacketSpec], held: Mapping[int, int | None] | None

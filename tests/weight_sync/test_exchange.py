@@ -12,7 +12,7 @@ import torch
 from megarl.weight_sync import group_transport, hub
 from megarl.weight_sync.exchange import Exchange
 from megarl.weight_sync.group_transport import GroupTransport, agree
-from megarl.weight_sync.hub import GONE, Hub, Member
+from megarl.weight_sync.hub import GONE, Hub, Member, MemberStore
 from megarl.weight_sync.links import LinkError
 from megarl.weight_sync.packets import HEADER, ExchangeShare, Message, header_bytes
 from megarl.weight_sync.transport import Part
@@ -67,6 +67,14 @@ def test_a_value_reaches_who_asks_before_and_after_it_is_set(join) -> None:
     asked = in_thread(lambda: second.get("key"))
     first.set("key", b"\x00value" * 20_000)
     assert asked() == b"\x00value" * 20_000 == join(2).get("key") == first.get("key")
+
+
+def test_the_store_of_a_process_group_is_checked_without_waiting(join) -> None:
+    first, second = MemberStore(join(0)), MemberStore(join(1))
+    assert not first.check(["key"])
+    first.set("key", b"value")
+    assert first.check(["key"]) and not first.check(["key", "other"]) and not second.check(["key"])
+    assert second.get("key") == b"value" and second.check(["key"])
 
 
 def test_a_key_that_nobody_sets_is_an_error_in_time(join) -> None:

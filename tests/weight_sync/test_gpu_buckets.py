@@ -1,23 +1,15 @@
 """A bucket on a GPU: packed and taken at once by kernels, interpreted on a CPU (`interpreted_buckets`), as it is slice by slice."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.weight_sync.test_slice_kernels import needs_triton
+from tests.weight_sync.test_slice_kernels import cases, needs_triton
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.weight_sync.interpreted_buckets"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return cases("interpret", tmp_path_factory.mktemp("triton"), "interpreted_buckets")
 
 
 @needs_triton

@@ -21,11 +21,11 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def cases(how: str, folder: Path) -> dict[str, Any]:
-    """What each case found."""
+def cases(how: str, folder: Path, module: str = "interpreted_slices") -> dict[str, Any]:
+    """What each case of a module found."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder)}
     environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
-    command = [sys.executable, "-m", "tests.weight_sync.interpreted_slices", how]
+    command = [sys.executable, "-m", f"tests.weight_sync.{module}", how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -130,7 +130,7 @@ LARGE = (  # take 20 s of a core or more
     "recipe", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in ON_GPUS]
 )
 def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) -> None:
-    plan = report(capsys, "plan", f"recipes/{recipe}.yaml")
+    plan = report(capsys, "plan", "sync", f"recipes/{recipe}.yaml")
     assert plan["reshard"]["max_received"] <= plan["full_gather"]["max_received"]
     alone = "single_gpu" in recipe
     assert (plan["full_gather"]["max_received"] == 0) == alone

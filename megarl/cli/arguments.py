@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.config.schema.launch import add_launch
 from megarl.config.schema.models import DTYPES
 
-PLAN_MEMORY, PLAN_STEP = "plan memory", "plan step"  # commands of two words
+PLANS = PLAN_SYNC, PLAN_MEMORY, PLAN_STEP = "plan sync", "plan memory", "plan step"  # commands of two words
 DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"
 
 FIRST = """\
@@ -192,10 +192,6 @@ def _convert(command: _Command) -> None:
 
 
 def _plan_sync(command: _Command) -> None:
-    others = (
-        f"{PLAN_MEMORY}: memory; {PLAN_STEP}: these, pipeline and estimated seconds, --search for layouts"
-    )
-    command.description = f"{command.description} ({others})"
     text = "of `megarl train`: YAML file, or recipe:NAME; or --model, --train, --rollout, --devices"
     command.recipe(text, nargs="?")
     command.option("--model", "PATH", "Hugging Face folder, or its config.json, or recipe:models/NAME")
@@ -295,7 +291,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Command], None]]] = {
         "compare two checkpoints, or two folders of adapters",
         _convert,
     ),
-    "plan": (
+    PLAN_SYNC: (
         "what a weight sync will move: bytes by link, buckets, seconds, beside gathering every full tensor",
         _plan_sync,
     ),
@@ -317,3 +313,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Command], None]]] = {
     ),
 }
 """By command, in the order of the help text: one line about it, and the function that adds its options."""
+
+
+def help_of(commands: Sequence[str]) -> str:
+    """A line about each command."""
+    return "\n".join(f"megarl {command}: {_COMMANDS[command][0]}" for command in commands)

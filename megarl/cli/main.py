@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from megarl import __version__
-from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, Runner, make_parser
+from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, PLAN_SYNC, PLANS, Runner, help_of, make_parser
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, check_config, resolve
 from megarl.config.loading import TRAINING, load_with_origins
 from megarl.config.loading.hub import fetch_models
@@ -39,18 +39,25 @@ SCHEMAS = TRAINING | {"eval": EvalConfig}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in RUNNERS:
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in {"plan", *RUNNERS}:
         advice = aliases()["commands"].get(arguments[0])
-        guess = did_you_mean(arguments[0], RUNNERS) or f"; there are {', '.join(RUNNERS)}"
+        guess = did_you_mean(arguments[0], ["plan", *RUNNERS]) or f"; there are {', '.join(RUNNERS)}"
         hint = guess if advice is None else f": {advice}"
         print(f"error: megarl has no command {arguments[0]!r}{hint}", file=sys.stderr)
         return 2
-    if " ".join(arguments[:2]) in (PLAN_MEMORY, PLAN_STEP):
-        arguments[:2] = [" ".join(arguments[:2])]
-    elif arguments[:1] == ["plan"] and len(arguments) > 1 and not Path(arguments[1]).exists():
-        words = [command.removeprefix("plan ") for command in (PLAN_MEMORY, PLAN_STEP)]
-        if arguments[1].isalpha() and (hint := did_you_mean(arguments[1], words)):
-            print(f"error: megarl plan has no command and no file {arguments[1]!r}{hint}", file=sys.stderr)
+    if arguments[:1] == ["plan"]:
+        words = [command.removeprefix("plan ") for command in PLANS]
+        word = arguments[1] if len(arguments) > 1 else ""
+        if word in ("-h", "--help"):
+            print(help_of(PLANS))
+            return 0
+        if word in words:
+            arguments[:2] = [f"plan {word}"]
+        elif word and (Path(word).exists() or not word.isalpha()):
+            arguments[0] = PLAN_SYNC  # a recipe or options, without a command
+        else:
+            hint = did_you_mean(word, words) or f"; there are {', '.join(words)}"
+            print(f"error: megarl plan has no command {word!r}{hint}", file=sys.stderr)
             return 2
     parser = make_parser(__version__, RUNNERS)
     options, unknown = parser.parse_known_args(arguments)
@@ -281,7 +288,7 @@ RUNNERS: dict[str, Runner] = {
     "make-task": _make_task,
     "verify": _verify,
     "convert": _passed_to("megarl.checkpoints.convert.command"),
-    "plan": _passed_to("megarl.plan.commands", "run_sync"),
+    PLAN_SYNC: _passed_to("megarl.plan.commands", "run_sync"),
     PLAN_MEMORY: _plan_memory,
     PLAN_STEP: _passed_to("megarl.plan.commands", "run_step"),
     "doctor": _doctor,

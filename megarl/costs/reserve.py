@@ -17,7 +17,7 @@
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
 
 The communicator of weight syncs is not in it: one of each trainer rank, apart also of each engine rank, with buffers for the peers that
-`megarl plan` counts.
+`megarl plan sync` counts.
 """
 
 from collections.abc import Sequence

@@ -127,7 +127,7 @@ class Outbox:
             slots: the slots of this process; None: the outbox makes its own, and frees them when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
-        self._at_once = device != "cpu"  # whether a bucket is packed by kernels
+        self._at_once = device != "cpu"  # whether kernels may pack a bucket
         self._memory = slots if slots is not None else Slots(device)
         self._own_slots = self._memory if slots is None else None
         self._closed = False
@@ -168,14 +168,16 @@ class Outbox:
         parameters: Mapping[str, torch.Tensor],
         held: Mapping[int, int | None] | None = None,
         complete: bool = True,
+        in_memory: bool = True,
     ) -> SendReport:
         """Send this rank's share of a version; returns when all of it has left and was taken.
 
         Args:
-            parameters: this rank's local tensors by name; asked for one at a time.
+            parameters: this rank's local tensors by name.
             held: the verified version that each engine rank holds (None: none), where the share leaves out unchanged slices: those
                 that have not changed since that version are not sent again.
             complete: false: without the buckets whose weights training does not change (`SyncShare.frozen`).
+            in_memory: whether the tensors exist; false: each is made when it is asked for, so they are asked for one at a time.
 
         Raises:
             LinkError: names the rank that is gone or silent; all connections are given up.
@@ -197,6 +199,7 @@ class Outbox:
                     self._offer_slots(channel)
                 self._offered = True
             num_buckets, first = len(share.buckets), 0 if complete else share.frozen
+            at_once = self._at_once and in_memory
             travelling: int | None = None  # the bucket whose packets are on their way between members
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
@@ -207,7 +210,7 @@ class Outbox:
                 if before >= first:
                     self._wait_taken((version, before), sent)
                 if bucket < num_buckets:
-                    self._pack((version, bucket), parameters, held, sent)
+                    self._pack((version, bucket), parameters, held, at_once, sent)
                 if travelling is not None:  # it travelled while this bucket was packed
                     self._complete((version, travelling), sent)
                     travelling = None
@@ -279,16 +282,16 @@ class Outbox:
         token: Token,
         parameters: Mapping[str, torch.Tensor],
         held: Mapping[int, int | None] | None,
+        at_once: bool,
         sent: SendReport,
     ) -> None:
-        """Pack the packets of a bucket into its slot."""
+        """Pack the packets of a bucket into its slot; at once: by kernels over all of its slices."""
         begun = time.perf_counter()
         version, bucket = token
         specs = self._share.buckets[bucket]
         known = self._known_checksums(bucket, specs, held)
         slot = self._slots[bucket % len(self._slots)] if specs else torch.empty(0)
-        # Tensors that are made when they are asked for are read one at a time.
-        if self._at_once and specs and isinstance(parameters, dict):
+        if at_once and specs:
             found, follows = self._pack_at_once(token, parameters, slot, known)
         else:
             found, follows = _pack_one_by_one(token, specs, parameters, slot, known, self._share.fp8_block)

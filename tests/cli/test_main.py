@@ -99,7 +99,13 @@ def test_an_unknown_command_gets_the_one_that_was_meant_or_all(capsys) -> None:
     assert main(["trian", PPO]) == 2
     assert capsys.readouterr().err == "error: megarl has no command 'trian'; did you mean train?\n"
     assert main(["plan", "memry", "recipe:quickstart_ppo"]) == 2
-    assert "has no command and no file 'memry'; did you mean memory?" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: megarl plan has no command 'memry'; did you mean memory?\n"
+    assert main(["plan", "--help"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "megarl plan sync", "megarl plan memory", "megarl plan step"
+    ]  # fmt: skip
+    assert main(["plan"]) == 2
+    assert "has no command ''; there are sync, memory, step" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert (
         "megarl has no command 'xyz'; there are train, sft, rm, dpo, eval, config, "

@@ -144,7 +144,7 @@ def model(tmp_path: Path) -> str:
 
 
 def plan(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
-    assert main(["plan", *arguments, "--json"]) == 0
+    assert main(["plan", "sync", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -227,7 +227,7 @@ def test_in_float8_projections_are_a_byte_and_have_scales(model, capsys) -> None
 
 
 def test_the_table_has_both_ways(model, capsys) -> None:
-    assert main(["plan", "--model", model, *sizes()]) == 0
+    assert main(["plan", "sync", "--model", model, *sizes()]) == 0
     out = capsys.readouterr().out
     for words in ("Qwen2ForCausalLM", "8 ranks: TP2 PP2 CP1 DP2", "4 engines: TP2", "shard to shard", "full gather",
                   "same node", "other nodes", "buckets"):  # fmt: skip
@@ -254,5 +254,5 @@ def test_the_table_has_both_ways(model, capsys) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(arguments, message, model, capsys) -> None:
-    assert main(["plan", *(argument.replace("{}", model) for argument in arguments)]) == 2
+    assert main(["plan", "sync", *(argument.replace("{}", model) for argument in arguments)]) == 2
     assert re.search(message, capsys.readouterr().err)

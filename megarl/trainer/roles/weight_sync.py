@@ -44,10 +44,14 @@ def connect(run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, 
     of_engines = [written[first : first + parts] for first in range(0, len(written), parts)]
     run.wait(engines.call_each("connect", [(list(chain(*inboxes)),) for inboxes in of_engines]))
 
+    exchanges = [share.exchange for share in (*sources, *targets) if share.exchange is not None]
+    peers = max((len(exchange.peers) for exchange in exchanges), default=0)
+
     def facts(complete: bool) -> VersionFacts:
         first = 0 if complete else plan.frozen
         received = tuple(plan.bytes_received(complete))
-        return VersionFacts(plan.account(complete), received, len(plan.buckets) - first)
+        account = plan.account(complete) | {"peers_max": peers}
+        return VersionFacts(account, received, len(plan.buckets) - first)
 
     adapters = facts(complete=False) if plan.adapters is not None else None
     return SyncFacts(facts(complete=True), adapters, tp, plan.skip_unchanged)

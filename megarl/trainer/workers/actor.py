@@ -229,7 +229,10 @@ class ActorWorker(ModelWorker):
         """
         assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()
-        return self.outbox.send(version, tensors, held, complete)
+        in_memory = (
+            merged and not self.spec.adapted
+        )  # merged tensors, and those held in float8, are made on access
+        return self.outbox.send(version, tensors, held, complete, in_memory)
 
 
 def pack_weighted(

@@ -88,9 +88,9 @@ def test_plans_from_anywhere(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "memory", "recipe:deepseek_llm_7b_ppo"]) == 0
     assert capsys.readouterr().out.startswith("recipe:models/deepseek-llm-7b: 8 devices in pool global")
     layout = ["--train", "tp2", "--rollout", "tp2", "--devices", "2"]
-    assert main(["plan", "--model", "recipe:models/qwen2.5-0.5b", *layout]) == 0
+    assert main(["plan", "sync", "--model", "recipe:models/qwen2.5-0.5b", *layout]) == 0
     assert "Qwen2ForCausalLM: 0.5B parameters" in capsys.readouterr().out
-    assert main(["plan", "--model", "recipe:models/qwen2.5-0.6b", *layout]) == 2
+    assert main(["plan", "sync", "--model", "recipe:models/qwen2.5-0.6b", *layout]) == 2
     assert "did you mean recipe:models/qwen2.5-0.5b?" in capsys.readouterr().err
 
 

@@ -45,7 +45,8 @@ def add_sums(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
 def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> dict[str, float]:
     """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
 
-    actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx).
+    actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of the tokens
+    of layers with replayed experts whose own choice was another one.
     critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
     better than a constant, below 0 a harmful one; left out where the returns do not vary.
     Without live tokens only the losses (0) are reported.
@@ -54,7 +55,10 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     out = {name: values[name] / num_updates for name in _PER_UPDATE if name in values}
     if values.get("actor/ptx_tokens", 0.0) > 0:
         out["actor/ptx_loss"] = values["actor/ptx_loss"] / values["actor/ptx_tokens"]
-    counted = (*_PER_UPDATE, "actor/tokens", "actor/ptx_loss", "actor/ptx_tokens")
+    if values.get("actor/routing_replayed", 0.0) > 0:
+        out["actor/routing_changed"] = values["actor/routing_changed"] / values["actor/routing_replayed"]
+    routing = ("actor/routing_changed", "actor/routing_replayed")
+    counted = (*_PER_UPDATE, "actor/tokens", "actor/ptx_loss", "actor/ptx_tokens", *routing)
     own = [name for name in values if name.startswith("actor/") and name not in counted]
     for name in dict.fromkeys([*_PER_TOKEN, *own]):
         tokens = values.get(name.split("/")[0] + "/tokens", 0.0)

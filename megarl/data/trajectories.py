@@ -11,6 +11,8 @@ Guarantees, each asserted by a test:
 - gathered rows are those of Arrow's own `take`, and a block of memory is given out again only when no array and no column
   that was made on it is left.
 
+The experts that tokens were routed to are a column where engines return them (routing.py): one entry for each token but the last.
+
 A token of a response that the policy did not choose, an environment's, is false in `response_mask` and 0 in
 `rollout_log_probs`.
 
@@ -38,6 +40,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megarl.data.files import open_parquet, write_parquet
+from megarl.data.routing import (
+    ROUTED_EXPERTS,
+    RoutingShape,
+    binary_values,
+    list_of_binary,
+    routing_column,
+)
 
 _PAGE = 2 << 20  # bytes of a huge page, which the kernel clears and maps at once
 _SPARE = 1.25  # a block is larger than its first array, as the next batch may be
@@ -86,7 +95,7 @@ def gather_lists(chunks: Sequence[pa.ListArray], rows: np.ndarray, blocks: Block
     ten times slower for rows of thousands.
 
     Args:
-        chunks: one at least, of numbers or booleans.
+        chunks: one at least, of numbers, booleans or binary values of fixed size.
         rows: int64, counted over all chunks.
         blocks: where numbers are copied to; None: to memory of their own.
     """
@@ -107,9 +116,13 @@ def gather_lists(chunks: Sequence[pa.ListArray], rows: np.ndarray, blocks: Block
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if offsets[-1] >= 2**31:
         raise ValueError(f"{offsets[-1]} values in one list column: Arrow's list offsets have 32 bits")
-    lists = [(chunk.values.to_numpy(), chunk.offsets.to_pylist()) for chunk in chunks]
+    binary = pa.types.is_fixed_size_binary(chunks[0].type.value_type)
+    read = binary_values if binary else pa.Array.to_numpy
+    lists = [(read(chunk.values), chunk.offsets.to_pylist()) for chunk in chunks]
     parts = [lists[chunk][0][lists[chunk][1][row] : lists[chunk][1][row + n]] for chunk, row, n in runs]
     flat = np.concatenate(parts, out=blocks.empty(int(offsets[-1]), parts[0].dtype))
+    if binary:
+        return list_of_binary(flat, offsets)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat), type=chunks[0].type)
 
 
@@ -171,6 +184,7 @@ class Generation:
     environment_notes: str = "{}"  # JSON
     prompt_ids: Sequence[int] | None = None  # None: the request's
     last_weight_version: int | None = None  # that chose the last token; None: the same
+    routed_experts: np.ndarray | None = None  # [prompt and response - 1, layers, top_k], see routing.py; None: unknown
 
 
 # Fields that become a column each.
@@ -199,8 +213,14 @@ def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
     return with_messages(requests, expanded)
 
 
-def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) -> pa.Table:
+def build_trajectories(
+    requests: pa.Table, generations: Iterable[Generation], routing: RoutingShape | None = None
+) -> pa.Table:
     """Join requests (from `expand_prompts`) with their generations, which may come in any order.
+
+    Args:
+        routing: what the generations say of experts; a trajectory that failed before the policy's first turn has any experts, since
+            no token of it counts. None: nothing.
 
     Returns:
         A table of `TRAJECTORY_SCHEMA`, validated, rows in the order of the requests.
@@ -243,6 +263,13 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
     ]
     columns["environment_score"] = [float("nan") if score is None else score for score in scores]
     table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
+    if routing is not None:
+        sizes = sequence_lengths(table) - 1
+        routed = [
+            routing.any_experts(size) if generation.routed_experts is None else generation.routed_experts
+            for generation, size in zip(ordered, sizes, strict=True)
+        ]
+        table = table.append_column(ROUTED_EXPERTS, routing_column(routed, routing))
     # The users of log-probs decide about values that are not finite.
     validate_trajectories(table, finite=False)
     return with_messages(table, requests)
@@ -296,7 +323,7 @@ def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
     Raises:
         ValueError: a column is missing, of another type or has nulls; uids repeat; a prompt or response is
             empty; a response-aligned list has another length than its response; log-probs are not finite; an
-            unknown finish reason. The first offending trajectory is named.
+            unknown finish reason; there are experts for more or fewer than all tokens but the last. The first offending trajectory is named.
     """
     check_schema(table, TRAJECTORY_SCHEMA)
     uids = table["uid"].to_pylist()
@@ -311,6 +338,9 @@ def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
         _refuse_rows(
             list_lengths(table, name) != lengths, uids, f"{name} has another length than response_ids"
         )
+    if ROUTED_EXPERTS in table.column_names:
+        wrong = list_lengths(table, ROUTED_EXPERTS) != sequence_lengths(table) - 1
+        _refuse_rows(wrong, uids, f"{ROUTED_EXPERTS} has no entry for each token but the last")
     log_probs, offsets = ragged(table, "rollout_log_probs")
     wrong = np.flatnonzero(~np.isfinite(log_probs)) if finite else []
     bad_rows = np.zeros(len(uids), dtype=np.bool_)
@@ -346,9 +376,10 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
 
 
 def response_columns(table: pa.Table) -> list[str]:
-    """Names of the response-aligned list columns: all list columns but the prompt's."""
+    """Names of the response-aligned list columns: all list columns but those of prompt or whole sequence."""
+    others = ("prompt_ids", ROUTED_EXPERTS)
     return [
-        field.name for field in table.schema if pa.types.is_list(field.type) and field.name != "prompt_ids"
+        field.name for field in table.schema if pa.types.is_list(field.type) and field.name not in others
     ]
 
 
@@ -440,11 +471,12 @@ def take(table: pa.Table, indices: Sequence[int] | np.ndarray, blocks: Blocks | 
 
 
 def _is_ragged(column: pa.ChunkedArray) -> bool:
-    """Whether a column has lists of numbers or booleans without nulls, as `gather_lists` needs them."""
+    """Whether a column has lists of numbers, booleans or binary values without nulls, as `gather_lists` needs them."""
     if not pa.types.is_list(column.type) or column.num_chunks == 0 or column.null_count:
         return False
     kind = column.type.value_type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+    known = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_fixed_size_binary)
+    if not any(is_kind(kind) for is_kind in known):
         return False
     return not any(chunk.values.null_count for chunk in column.chunks)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.data.balance import aligned_lengths, shared_tokens
+from megarl.data.routing import RoutingShape, routings
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +50,14 @@ class OtherHead:
 @dataclass
 class PackedBounds(PackedSeqParams):
     """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
-    sequences, which layers would otherwise have to ask the device for; and the prompts that sequences share (`PackedBatch.shared`)."""
+    sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); and the
+    experts that routers are to choose (router_replay.py)."""
 
     live: Tensor | None = None
     lengths: list[int] | None = None
     shared: list[int] | None = None
+    experts: Tensor | None = None
+    is_routed: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,8 @@ class PackedBatch:
         other: another model's head on the live positions, to be compared with; None: there is none.
         shared: int64 [sequences]; how many tokens before its own a sequence has in common with the nearest earlier one that
             shares none, and only that one holds; None: all have all theirs.
+        experts: uint8 or int16 [tokens, this rank's layers with experts, top_k]; the experts that routers are to choose; None: their own.
+        is_routed: bool [tokens]; where `experts` has some. At others, such as a sequence's last token, routers choose themselves.
     """
 
     input_ids: Tensor
@@ -94,6 +101,8 @@ class PackedBatch:
     cp_rank: int
     other: OtherHead | None = None
     shared: np.ndarray | None = None
+    experts: Tensor | None = None
+    is_routed: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +135,8 @@ class PackedBatch:
             live=self.live if live_only else None,
             lengths=self.aligned.tolist(),
             shared=None if self.shared is None else self.shared.tolist(),
+            experts=self.experts,
+            is_routed=self.is_routed,
         )
 
     def live_rows(self, hidden: Tensor) -> Tensor:
@@ -185,7 +196,10 @@ def spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 _ALIGNMENT = 64  # bytes: of each array's start in a micro-batch's buffer
 _FIELD = "fields."
-_TORCH = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32, "bool": torch.bool}
+_TORCH = {
+    **{"int64": torch.int64, "int32": torch.int32, "float32": torch.float32, "bool": torch.bool},
+    **{"uint8": torch.uint8, "int16": torch.int16},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,6 +272,14 @@ class MicroBatches(Sequence[PackedBatch]):
         return found.on_device()
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Which experts of trajectories are packed: those of this rank's layers, by their numbers among the layers with experts."""
+
+    shape: RoutingShape
+    layers: tuple[int, ...]
+
+
 class Alignment(TypedDict, total=False):
     """How sequences are aligned and cut over ranks; sizes are 1, and the others 0 and false, where they are not given.
 
@@ -278,6 +300,7 @@ def arrange_trajectories(
     fields: Sequence[str] = (),
     *,
     share_prompts: bool = False,
+    routing: Routing | None = None,
     **alignment: Unpack[Alignment],
 ) -> HostBatch:
     """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
@@ -286,6 +309,7 @@ def arrange_trajectories(
         table: columns `prompt_ids`, `response_ids`, `response_mask` and all in `fields`, one list a row.
         fields: names of columns with one value a response token.
         share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
+        routing: which experts of the trajectories are packed; None: none.
 
     Raises:
         ValueError: a column is missing, has nulls, or does not fit the responses; an empty prompt (its first
@@ -313,8 +337,14 @@ def arrange_trajectories(
     tokens = np.empty(lengths.sum(), np.int64)
     tokens[spans(starts, prompt_lengths)] = prompts
     tokens[spans(starts + prompt_lengths, counts)] = responses
-    mask = columns.pop("response_mask")
-    return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, **alignment)
+    mask, experts = columns.pop("response_mask"), None
+    if routing is not None:
+        assert not share_prompts, "models with experts do not share prompts"
+        experts, routed = routings(table, rows, routing.shape, routing.layers)
+        if not np.array_equal(routed, lengths - 1):
+            row = int(np.argmax(routed != lengths - 1))
+            raise ValueError(f"row {rows[row]}: {lengths[row]} tokens have {routed[row]} entries of experts, not one less")
+    return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, experts, **alignment)
 
 
 def arrange_sequences(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
@@ -380,6 +410,7 @@ def _arrange(
     mask: np.ndarray,
     fields: Mapping[str, np.ndarray] | None = None,
     shared: np.ndarray | None = None,
+    experts: np.ndarray | None = None,
     *,
     tp: int = 1,
     cp: int = 1,
@@ -393,6 +424,7 @@ def _arrange(
         lengths, before, counts: one value a sequence: its tokens, the ones before the first predictor, and the predicted ones.
         mask, fields: [sum of counts]; values of the predicted tokens.
         shared: see `PackedBatch`.
+        experts: [sum of lengths - 1, layers, top_k]; of all tokens but each sequence's last.
     """
     assert len(lengths) > 0, "a packed batch holds at least one sequence"
     aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
@@ -401,9 +433,9 @@ def _arrange(
     earlier = np.zeros_like(aligned) if shared is None else shared
     assert cp == 1 or not earlier.any(), "prompts are shared on one context parallel rank"
 
-    def spread(values: np.ndarray, dtype: type, places: np.ndarray) -> np.ndarray:
+    def spread(values: np.ndarray, dtype: npt.DTypeLike, places: np.ndarray) -> np.ndarray:
         """The values at these packed positions, 0 elsewhere: this rank's part."""
-        full = np.zeros(bounds[-1], dtype)
+        full = np.zeros((bounds[-1], *values.shape[1:]), dtype)
         full[places] = values
         return full[local]
 
@@ -418,6 +450,10 @@ def _arrange(
         "live": np.flatnonzero(own_mask),
         "cu_seqlens": bounds.astype(np.int32),
     }
+    if experts is not None:
+        places = spans(starts, lengths - 1)
+        arrays["experts"] = spread(experts, np.uint8 if experts.itemsize == 1 else np.int16, places)
+        arrays["is_routed"] = spread(np.ones(len(places), bool), bool, places)
     for name, values in (fields or {}).items():
         dtype = bool if values.dtype == bool else np.float32
         arrays[f"{_FIELD}{name}"] = spread(values, dtype, predictors)

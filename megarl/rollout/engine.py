@@ -73,6 +73,7 @@ class EngineConfig:
         deterministic: the bits of a response depend on weights, prompt and seed only, neither on other requests nor on the contents of
             the cache. On a CPU in float32 only.
         request_timeout: seconds within which an engine with requests must compute its next tokens, and calls end.
+        return_routed_experts: whether answers have the experts that each token was routed to (`Generation.routed_experts`).
     """
 
     model_path: str
@@ -97,6 +98,7 @@ class EngineConfig:
     stop_token_ids: tuple[int, ...] = ()
     adapters: AdapterConfig | None = None
     deterministic: bool = False
+    return_routed_experts: bool = False
 
     @property
     def ranks_per_node(self) -> int:

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import encode_texts, render_text
 from megarl.environments.environment import Environment, Observation, StepResult, Task, Turn
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
-Answer = Callable[[str, Sequence[int], SamplingParams], Awaitable[Generation]]
-"""(uid, token ids, sampling) -> the response: `SGLangEngine.answer`."""
+Answer = Callable[[str, Sequence[int], SamplingParams, int], Awaitable[Generation]]
+"""(uid, token ids, sampling, first token whose experts are asked for) -> the response: `SGLangEngine.answer`."""
 MAX_THREADS = 64  # of environments that are no coroutines, at a time
 _STAND_IN = "0f6d3c9aQ"  # occurs in no template, and none changes it
 _QUESTION = {"role": "user", "content": _STAND_IN + "?"}
@@ -190,7 +192,8 @@ class Player:
             number = draft.num_turns
             uid = draft.uid if number == 0 else f"{draft.uid}#{number}"
             request_sampling = replace(sampling, max_new_tokens=draft.room)
-            generation = await self._answer(uid, [*draft.prompt_ids, *draft.ids], request_sampling)
+            asked = [*draft.prompt_ids, *draft.ids]
+            generation = await self._answer(uid, asked, request_sampling, draft.num_routed)
             draft.add_turn(generation)
             ids = list(generation.response_ids)
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -251,6 +254,12 @@ class _Draft:
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     versions: tuple[int, int] | None = None  # of the weights that chose the first token and the last one
+    experts: list[np.ndarray] = field(default_factory=list)  # of the tokens, by turn, where the engine returns them
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens, from the first one on, whose experts are known."""
+        return sum(map(len, self.experts))
 
     @property
     def room(self) -> int:
@@ -265,6 +274,8 @@ class _Draft:
             first if self.versions is None else self.versions[0],
             first if last is None else last,
         )
+        if generation.routed_experts is not None:
+            self.experts.append(generation.routed_experts)
         self._add(generation.response_ids, generation.log_probs, True)
 
     def add_observation(self, ids: Sequence[int]) -> None:
@@ -317,6 +328,7 @@ class _Draft:
             environment_notes=json.dumps({"numbers": numbers, "error": error}),
             prompt_ids=None if self.prompt_ids == list(request_ids) else self.prompt_ids,
             last_weight_version=last,
+            routed_experts=np.concatenate(self.experts) if self.experts else None,
         )
 
 

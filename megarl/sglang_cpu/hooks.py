@@ -112,7 +112,12 @@ def _no_nccl() -> str:
     raise ValueError("no NCCL: SGLang runs on the CPU, over gloo")
 
 
+def _not_registered(buffer, registration_granularity_bytes=None) -> None:
+    """Leave host memory as it is: SGLang registers it with CUDA for its copies from the device, also where there is none (0.5.21)."""
+
+
 HOOKS = {
+    "sglang.srt.mem_cache.pool_host.common._cuda_host_register": ("REPLACE", _not_registered),
     "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp": ("AROUND", _unpadded_sizes),
     "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library": ("REPLACE", _no_nccl),
     "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": ("AROUND", _present_experts),

@@ -72,6 +72,12 @@ class ActorConfig:
         "plain torch attention only, no context parallelism, experts or dropout.",
         False,
     )
+    router_replay: str | None = option(
+        "rollout: routers choose the experts that the engine chose for each token when it generated the trajectory, in the pass for old "
+        "log-probs and in the updates; null: their own. For models with experts.",
+        None,
+        choices=("rollout",),
+    )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)
     clip_ratio: float = option(

@@ -29,6 +29,9 @@ from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megarl.data.routing import RoutingShape
+from megarl.models import read_model_config
+from megarl.models.layers import is_mixture
 from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 from megarl.rollout.engine import (
     AdapterConfig,
@@ -41,7 +44,7 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang.requests import Response, ask, check_prompt
+from megarl.rollout.sglang.requests import CapturedRouting, Response, ask, check_prompt
 from megarl.rollout.sglang.start import read_model, start_owned
 from megarl.weight_sync import served_model
 from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
@@ -50,6 +53,20 @@ Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
 # The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
+
+
+def captured_routing(model_path: str) -> CapturedRouting:
+    """How SGLang's answers name the experts of a model.
+
+    Raises:
+        ValueError: the model has no experts.
+    """
+    model = read_model_config(model_path)
+    if model.moe is None:
+        raise ValueError(f"{model_path}: the model has no experts, so an engine cannot return them")
+    layers = tuple(layer for layer in range(model.num_layers) if is_mixture(model, layer))
+    shape = RoutingShape(len(layers), model.moe.top_k, model.moe.num_experts)
+    return CapturedRouting(model.num_layers, layers, shape)
 
 
 class SGLangPart:
@@ -105,12 +122,18 @@ class SGLangEngine(SGLangPart):
         self._session = self._session_held = ""
         self._last_answer = 0.0
         self._gate = Gate()  # holds a request while SGLang works on it
+        self._routing = captured_routing(config.model_path) if config.return_routed_experts else None
         self._ends: frozenset[int] = frozenset()
 
     @property
     def weight_version(self) -> int | None:
         """The version that is served; None: none is, and `generate` refuses."""
         return self._version
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What generations say of experts; None: nothing."""
+        return None if self._routing is None else self._routing.shape
 
     @property
     def last_sign(self) -> float:
@@ -156,11 +179,17 @@ class SGLangEngine(SGLangPart):
         context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
 
-    async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """One response, for coroutines that `as_completed` or a `flight` runs. A request whose coroutine is cancelled is aborted."""
+    async def answer(
+        self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams, experts_from: int = 0
+    ) -> Generation:
+        """One response, for coroutines that `as_completed` or a `flight` runs. A request whose coroutine is cancelled is aborted.
+
+        Args:
+            experts_from: the first token of the prompt of which the generation has the experts, if the engine returns them.
+        """
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
-        response = Response(uid, sampling, self._ends)
+        response = Response(uid, sampling, self._ends, routing=self._routing, experts_start=experts_from)
         while True:
             async with self._gate.passed():
                 answer = await ask(
@@ -170,6 +199,7 @@ class SGLangEngine(SGLangPart):
                     uid,
                     self.config.stop_token_ids,
                     served_model.ADAPTER_NAME if self.config.adapters is not None else None,
+                    response.experts_from,
                 )
                 self._last_answer = time.monotonic()
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)

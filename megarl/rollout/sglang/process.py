@@ -177,6 +177,10 @@ HOOKS = {
         HookType.AROUND,
         scheduler_hooks.one_goes_first,
     ),
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts": (
+        HookType.AFTER,
+        scheduler_hooks.experts_as_bytes,
+    ),
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update": (
         HookType.AFTER,
         receiver.verify_after_update,

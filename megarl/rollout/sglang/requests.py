@@ -8,8 +8,10 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import zmq
 
+from megarl.data.routing import RoutingShape
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 
 
@@ -42,12 +44,14 @@ async def ask(
     uid: str,
     stop_token_ids: Sequence[int],
     adapter: str | None = None,
+    experts_from: int | None = None,
 ) -> dict[str, Any]:
     """SGLang's answer to a prompt. To cancel the task aborts the request.
 
     Args:
         manager: SGLang's TokenizerManager.
         adapter: the name of the adapter that answers; None: the model without any.
+        experts_from: the first token, of prompt and response, of which the answer has the experts; None: it has none.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -56,6 +60,8 @@ async def ask(
         sampling_params=sglang_sampling(sampling, uid, stop_token_ids),
         return_logprob=True,
         lora_path=adapter,
+        return_routed_experts=experts_from is not None,
+        routed_experts_start_len=experts_from or 0,
     )
     # Closed at once: until it is closed, the generator holds the lock that an update of the weights waits for (0.5.21).
     async with aclosing(manager.generate_request(request, None)) as answers:
@@ -69,12 +75,34 @@ def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence
     return {**arguments, "stop_token_ids": list(stop_token_ids), "sampling_seed": seed}
 
 
+@dataclass(frozen=True)
+class CapturedRouting:
+    """The experts in SGLang's answers: those of all layers of the model, as integers of 2 bytes (scheduler_hooks.py).
+
+    Attributes:
+        num_layers: of the model.
+        layers: numbers of those that have experts.
+    """
+
+    num_layers: int
+    layers: tuple[int, ...]
+    shape: RoutingShape
+
+    def read(self, captured: bytes) -> np.ndarray:
+        """[tokens, layers, top_k], in the type of `shape`."""
+        experts = np.frombuffer(captured, "<u2").reshape(-1, self.num_layers, self.shape.top_k)
+        return experts[:, list(self.layers)].astype(self.shape.dtype)
+
+
 @dataclass
 class Response:
     """A response in progress, in one piece or several; each piece comes from the weights that were served at its time.
 
     Attributes:
         ends: tokens that end the response.
+        routing: how answers name the experts of tokens; None: they do not.
+        experts_start: the first token, of prompt and response, whose experts are asked for.
+        experts: those of the tokens from there on, by piece; each from the weights of its piece.
         versions: versions of the weights that chose the first token and the last one.
     """
 
@@ -84,11 +112,19 @@ class Response:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: tuple[int, int] | None = None
+    routing: CapturedRouting | None = None
+    experts_start: int = 0
+    experts: list[np.ndarray] = field(default_factory=list)
 
     @property
     def rest(self) -> SamplingParams:
         """The sampling parameters of the remaining tokens. The noise of a token depends on its position in prompt and response."""
         return replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(self.ids))
+
+    @property
+    def experts_from(self) -> int | None:
+        """The first token whose experts are not known yet; None: they are not asked for."""
+        return None if self.routing is None else self.experts_start + sum(map(len, self.experts))
 
     def add(self, answer: dict[str, Any], version: int | None, interrupted: bool) -> Generation | None:
         """Take SGLang's answer to the last request; returns the complete response if the answer ended it, else None.
@@ -110,6 +146,12 @@ class Response:
                 f"{self.uid}: finished by {meta['finish_reason']}, served by versions {versions} instead of {version}"
             )
         assert [token for _, token, _ in meta.get("output_token_logprobs", [])] == ids
+        if ids and self.routing is not None:
+            if "routed_experts" in meta:
+                self.experts.append(self.routing.read(meta["routed_experts"]))
+            else:  # SGLang put the request back into its queue, and forgot them: it is asked for these tokens again
+                assert reason == "abort", meta["finish_reason"]
+                ids = []
         if ids:
             self.ids += ids
             self.log_probs += [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
@@ -120,7 +162,16 @@ class Response:
             return None
         assert self.versions is not None, "a response has a token"
         first, last = self.versions
-        return Generation(self.uid, self.ids, self.log_probs, reason, first, last_weight_version=last)
+        experts = np.concatenate(self.experts) if self.routing is not None else None
+        return Generation(
+            self.uid,
+            self.ids,
+            self.log_probs,
+            reason,
+            first,
+            last_weight_version=last,
+            routed_experts=experts,
+        )
 
     def _end(self) -> str | None:
         """Why an interrupted response has ended all the same (SGLang 0.5.21 reports "abort" also at a response's end); None: it goes on."""
@@ -130,7 +181,7 @@ class Response:
             return "length"
         # Penalties count tokens of the response, and SGLang would take this piece for a part of the prompt: begin anew.
         if self.sampling.has_penalties:
-            self.ids, self.log_probs, self.versions = [], [], None
+            self.ids, self.log_probs, self.versions, self.experts = [], [], None, []
         return None
 
 

@@ -30,12 +30,14 @@ def engine_config(
     synced: bool,
     releasable: bool = False,
     adapters: AdapterConfig | None = None,
+    return_routed_experts: bool = False,
 ) -> EngineConfig:
     """
     Args:
         synced: whether it waits for weights; others serve those of the model folder.
         releasable: whether its memory can be released.
         adapters: the adapters that it serves next to the weights; None: none.
+        return_routed_experts: whether trajectories have the experts of their tokens.
     """
     device, dtype = "cuda" if use_gpu else "cpu", rollout_dtype(rollout, use_gpu)
     return EngineConfig(
@@ -58,6 +60,7 @@ def engine_config(
         stop_token_ids=rollout.stop_token_ids,
         adapters=adapters,
         deterministic=is_deterministic(rollout, device, dtype, adapters is not None),
+        return_routed_experts=return_routed_experts,
     )
 
 
@@ -78,6 +81,7 @@ def synced_engine(
         use_gpu=use_gpu,
         synced=True,
         releasable=freed,
+        return_routed_experts=policy.actor.router_replay is not None,
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
     )
 

@@ -45,6 +45,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
         lora=policy.model.lora,
         share_prompts=_share_prompts(config),
+        replays_routing=policy.actor.router_replay is not None,
     )
     arguments: dict[str, Any] = {
         "spec": spec,

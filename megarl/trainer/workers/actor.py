@@ -25,6 +25,7 @@ from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.offload import assert_resident, weights_of
 from megarl.megatron.packing import OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
+from megarl.megatron.router_replay import take_counts
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
 from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
@@ -73,11 +74,11 @@ class ActorWorker(ModelWorker):
         return self.compute_columns(table, shares, self.pack_share, head, [column])
 
     def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
-        """The reference's log-probs of the responses as `column`, at the sampling temperature."""
+        """The reference's log-probs of the responses as `column`, at the sampling temperature; its routers choose themselves."""
         assert self.reference is not None
-        head = self.lm_head(temperature=self.temperature)
+        head, pack = self.lm_head(temperature=self.temperature), partial(self.pack_share, replayed=False)
         with self._without_adapters():
-            return self.compute_columns(table, shares, self.pack_share, head, [column], self.reference)
+            return self.compute_columns(table, shares, pack, head, [column], self.reference)
 
     def compute_both_log_probs(
         self, table: pa.Table, shares: list[Share], ref_shares: list[Share]
@@ -101,8 +102,10 @@ class ActorWorker(ModelWorker):
         """The batches with the reference's hidden states and head, from which the exact KL to it is computed with the log-probs."""
         assert self.reference is not None
         assert_resident(self.reference)
+        # Its routers choose themselves, also where it is the policy's own model without adapters.
+        unrouted = [replace(batch, experts=None, is_routed=None) for batch in batches]
         with self._without_adapters():
-            hidden = forward_only(self.reference, batches, hidden_head)
+            hidden = forward_only(self.reference, unrouted, hidden_head)
         if self.coords.pp != self.layout.pp - 1:
             return batches
         weight = head_weight(self.reference[-1])
@@ -186,8 +189,9 @@ class ActorWorker(ModelWorker):
                 assert examples is not None
                 batches = [*batches, *pack_ptx(self, examples, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
+            take_counts(self.replays)  # those of other passes
             result = self.train(batches, head, loss, names)
-            steps.append({**result.stats, **result.numbers()})
+            steps.append({**result.stats, **result.numbers(), **self._routing_counts()})
             if first is not None:
                 steps[-1] |= reported_difference(
                     result.stats, largest_on_ranks(first), result.stats["actor/tokens"]
@@ -233,6 +237,15 @@ class ActorWorker(ModelWorker):
             merged and not self.spec.adapted
         )  # merged tensors, and those held in float8, are made on access
         return self.outbox.send(version, tensors, held, complete, in_memory)
+
+    def _routing_counts(self) -> dict[str, float]:
+        """Of the last step, over all ranks: tokens of layers that were replayed, and those of them whose own choice was another one."""
+        if self.routing is None:
+            return {}
+        counts = take_counts(self.replays).to(platform.device())
+        torch.distributed.all_reduce(counts)
+        changed, replayed = counts.tolist()
+        return {"actor/routing_changed": changed, "actor/routing_replayed": replayed}
 
 
 def pack_weighted(

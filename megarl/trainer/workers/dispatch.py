@@ -27,6 +27,7 @@ from megarl.data.balance import (
     shared_tokens,
     sums_of,
 )
+from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.trajectories import (
     Blocks,
     append_column,
@@ -53,6 +54,7 @@ class ModelSpec:
         plugins: the user's files, as absolute paths, that the ranks import before anything is looked up by name.
         lora: the adapters that are trained instead of the weights, if their rank is not 0.
         share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
+        replays_routing: whether routers choose the experts that the engine chose.
     """
 
     path: str
@@ -64,6 +66,7 @@ class ModelSpec:
     plugins: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
     share_prompts: str | None = None
+    replays_routing: bool = False
 
     @property
     def adapted(self) -> bool:
@@ -110,7 +113,7 @@ class MicroBatching:
 
 
 # The columns of trajectories that ranks read: to compute columns, and to learn.
-READ = ("uid", "prompt_ids", "response_ids", "response_mask")
+READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS)
 LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
 Plan = list[list[list[list[int]]]]

@@ -54,7 +54,7 @@ class EngineWorker:
         assert len(rows) == requests.num_rows, "requests have different uids"
         for generations in self.engine.as_completed(self._answers(requests, sampling), apart):
             part = take(requests, [rows[generation.uid] for generation in generations])
-            yield build_trajectories(part, generations)
+            yield build_trajectories(part, generations, self.engine.routing)
 
     def launch(self, parts: list[tuple[pa.Table, SamplingParams]]) -> None:
         """Begin to answer requests, each table with its own sampling; they continue between calls, and `land` returns finished ones.
@@ -86,7 +86,7 @@ class EngineWorker:
         if not generations:
             return None
         requests = pa.concat_tables([self._launched.pop(generation.uid) for generation in generations])
-        return build_trajectories(requests.combine_chunks(), generations)
+        return build_trajectories(requests.combine_chunks(), generations, self.engine.routing)
 
     def in_flight(self) -> list[str]:
         """The uids of requests that were launched and have not landed."""

@@ -66,12 +66,14 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import (
     MicroBatches,
     PackedBatch,
+    Routing,
     arrange_sequences,
     arrange_texts,
     arrange_trajectories,
     unpack,
 )
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
+from megarl.megatron.router_replay import RouterReplay, replay_routings, routing_of
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import COMPANIONS, read_model_config
@@ -132,6 +134,11 @@ class ModelWorker:
         if spec.share_prompts is not None:
             model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
             check_model(spec.share_prompts, model, self.layout, dropout)
+        self.replays: list[RouterReplay] = []
+        self.routing: Routing | None = None
+        if spec.replays_routing:
+            self.replays = replay_routings(self.chunks)
+            self.routing = routing_of(self.config, self.chunks)
         # Adapters come before the wrapper for training, so that only they get gradients and optimizer states.
         if spec.adapted:
             self._adapt()
@@ -288,10 +295,19 @@ class ModelWorker:
             with_entropy=with_entropy,
         )
 
-    def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> MicroBatches:
-        """This rank's part of each micro-batch of trajectories."""
-        share_prompts = self.spec.share_prompts is not None
-        return self._pack(arrange_trajectories, table, share, fields=fields, share_prompts=share_prompts)
+    def pack_share(
+        self, table: pa.Table, share: Share, fields: Sequence[str] = (), replayed: bool = True
+    ) -> MicroBatches:
+        """This rank's part of each micro-batch of trajectories.
+
+        Args:
+            replayed: with the engine's experts, if the model replays them.
+        """
+        how = {
+            "share_prompts": self.spec.share_prompts is not None,
+            "routing": self.routing if replayed else None,
+        }
+        return self._pack(arrange_trajectories, table, share, fields=fields, **how)
 
     def pack_examples(self, table: pa.Table, share: Share) -> MicroBatches:
         """This rank's part of each micro-batch of SFT examples."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
 from tests.rollout.sglang.test_determinism import assert_alone_as_together
+from tests.routing import experts_of
 
 TP, NUM_TOKENS = 2, 12
 EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "glm4_moe": 2}
@@ -67,6 +69,7 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
         max_total_tokens=512,
         enable_memory_saver=True,
         deterministic=OBSTACLE is None,
+        return_routed_experts=EXPERT_PARALLEL[request.param] > 1,
     )
     engine = EngineProcess(config, folder.parent / "engine.log").start()
     yield Family(request.param, folder, engine)
@@ -96,6 +99,19 @@ def assert_serves(engine: EngineProcess, folder: Path) -> None:
 
 def test_answers_as_hugging_face(family):
     assert_serves(family.engine, family.folder)
+
+
+def test_experts_are_those_of_hugging_face(family):
+    """Of every token but the last, also of those that the engine's cache has from an earlier request."""
+    if EXPERT_PARALLEL[family.name] == 1:
+        pytest.skip("the model has no experts")
+    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
+    prompts = [[*prompt, *PROMPTS[3]] for prompt in PROMPTS]
+    for _ in range(2):
+        for prompt, answer in zip(prompts, family.engine.call("generate", prompts, UIDS, GREEDY), strict=True):
+            expected = experts_of(model, [*prompt, *answer.response_ids])[:-1]
+            assert answer.routed_experts.dtype == np.uint8
+            assert np.array_equal(np.sort(answer.routed_experts, -1), expected)
 
 
 def test_memory_is_as_planned(family):

@@ -111,6 +111,12 @@ def fit_problems(
             problems += _megatron_problems(key, megatron, facts)
     if rollout is not None and model is not None and _positive(rollout[1]):
         problems += _rollout_problems(*rollout, model)
+    if isinstance(config, TrainConfig) and model is not None and model.moe is None:
+        replayed = config.actor_rollout_ref.actor.router_replay
+        if replayed is not None:
+            problems.append(
+                f"{POLICY}.actor.router_replay={replayed}: the model has no experts; set it to null"
+            )
     if model is not None:
         problems += _context_problems(config, model)
     return problems

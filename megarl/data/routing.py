@@ -50,10 +50,15 @@ def routing_column(routings: Sequence[np.ndarray], shape: RoutingShape) -> pa.Li
     Args:
         routings: one a trajectory, [tokens - 1, layers, top_k] of the shape's dtype.
     """
+    return list_of_binary(*routing_values(routings, shape))
+
+
+def routing_values(routings: Sequence[np.ndarray], shape: RoutingShape) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of all trajectories, [total] of a void type, and the offsets of each trajectory's, int64 [trajectories + 1]."""
     offsets = np.cumsum([0, *(len(routing) for routing in routings)])
     flat = np.concatenate([np.empty((0, shape.layers, shape.top_k), shape.dtype), *routings])
     assert flat.dtype == shape.dtype, (flat.dtype, shape)
-    return list_of_binary(flat.reshape(-1).view(f"V{shape.token_bytes}"), offsets)
+    return flat.reshape(-1).view(f"V{shape.token_bytes}"), offsets
 
 
 def list_of_binary(flat: np.ndarray, offsets: np.ndarray) -> pa.ListArray:

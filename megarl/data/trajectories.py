@@ -184,7 +184,9 @@ class Generation:
     environment_notes: str = "{}"  # JSON
     prompt_ids: Sequence[int] | None = None  # None: the request's
     last_weight_version: int | None = None  # that chose the last token; None: the same
-    routed_experts: np.ndarray | None = None  # [prompt and response - 1, layers, top_k], see routing.py; None: unknown
+    routed_experts: np.ndarray | None = (
+        None  # [prompt and response - 1, layers, top_k], see routing.py; None: unknown
+    )
 
 
 # Fields that become a column each.
@@ -378,9 +380,7 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
 def response_columns(table: pa.Table) -> list[str]:
     """Names of the response-aligned list columns: all list columns but those of prompt or whole sequence."""
     others = ("prompt_ids", ROUTED_EXPERTS)
-    return [
-        field.name for field in table.schema if pa.types.is_list(field.type) and field.name not in others
-    ]
+    return [field.name for field in table.schema if pa.types.is_list(field.type) and field.name not in others]
 
 
 def list_lengths(table: pa.Table, name: str) -> npt.NDArray[np.int64]:

@@ -156,17 +156,31 @@ def unpack(batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | Non
     Returns: for each sequence an array [counts[i]] (the response, for trajectories) of the values' dtype.
     """
     assert values.shape == (batch.num_tokens,), (values.shape, batch.num_tokens)
-    local = values.detach().contiguous()
-    if batch.cp > 1:
-        assert cp_group is not None and cp_group.size() == batch.cp
-        shards = [torch.empty_like(local) for _ in range(batch.cp)]
-        dist.all_gather(shards, local, group=cp_group)
-        stacked = torch.stack(shards).cpu().numpy()
-        whole = np.empty(stacked.size, stacked.dtype)
-        whole[zigzag(np.cumsum([0, *batch.aligned]), batch.cp)] = stacked
-    else:
-        whole = local.cpu().numpy()
+    whole = _all_positions(batch, values, cp_group)
     return np.split(whole[spans(batch.first, batch.counts)], np.cumsum(batch.counts)[:-1])
+
+
+def unpack_tokens(
+    batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | None = None
+) -> list[np.ndarray]:
+    """As `unpack`, but values [tokens, ...] of all tokens of each sequence, predicted or not: [lengths[i], ...]."""
+    assert values.shape[0] == batch.num_tokens, (values.shape, batch.num_tokens)
+    whole, starts = _all_positions(batch, values, cp_group), np.cumsum(batch.aligned) - batch.aligned
+    return [whole[start : start + length] for start, length in zip(starts, batch.lengths, strict=True)]
+
+
+def _all_positions(batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | None) -> np.ndarray:
+    """The values [tokens, ...] of all context-parallel ranks, in the order of the packed sequences."""
+    local = values.detach().contiguous()
+    if batch.cp == 1:
+        return local.cpu().numpy()
+    assert cp_group is not None and cp_group.size() == batch.cp
+    shards = [torch.empty_like(local) for _ in range(batch.cp)]
+    dist.all_gather(shards, local, group=cp_group)
+    stacked = torch.stack(shards).cpu().numpy()
+    whole = np.empty((stacked.shape[0] * stacked.shape[1], *stacked.shape[2:]), stacked.dtype)
+    whole[zigzag(np.cumsum([0, *batch.aligned]), batch.cp)] = stacked
+    return whole
 
 
 def zigzag(bounds: np.ndarray, cp: int) -> np.ndarray:
@@ -343,7 +357,9 @@ def arrange_trajectories(
         experts, routed = routings(table, rows, routing.shape, routing.layers)
         if not np.array_equal(routed, lengths - 1):
             row = int(np.argmax(routed != lengths - 1))
-            raise ValueError(f"row {rows[row]}: {lengths[row]} tokens have {routed[row]} entries of experts, not one less")
+            raise ValueError(
+                f"row {rows[row]}: {lengths[row]} tokens have {routed[row]} entries of experts, not one less"
+            )
     return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, experts, **alignment)
 
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -25,7 +27,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.data.routing import RoutingShape
-from megarl.megatron.packing import Routing
+from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.megatron.packing import PackedBatch, unpack_tokens
+from megarl.megatron.parallel import context_parallel_group
 from megarl.models import ModelConfig
 from megarl.models.layers import is_mixture
 
@@ -36,11 +40,13 @@ class RouterReplay:
     """The choice of one layer's router, in the place of Megatron's object of that name.
 
     Attributes:
+        recorded: the router's choices since recording began, one a pass, [this rank's tokens, top_k]; None: they are not recorded.
         counts: float64 [2]; tokens whose own choice was another one, and all tokens whose choice was replayed, since the last reset.
     """
 
     def __init__(self) -> None:
         self.layer_number: int | None = None  # Megatron sets it
+        self.recorded: list[Tensor] | None = None
         self.counts: Tensor | None = None
         self._experts: Tensor | None = None  # [this rank's tokens, top_k]
         self._is_routed: Tensor | None = None  # bool [this rank's tokens]
@@ -65,6 +71,8 @@ class RouterReplay:
         """
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.recorded is not None:
+            self.recorded.append(own.to(torch.int16))
         if self._experts is None or self._is_routed is None:
             return values, own
         assert self._experts.shape == own.shape, (self._experts.shape, own.shape)
@@ -76,28 +84,36 @@ class RouterReplay:
         return scores.gather(1, experts), experts
 
 
-def routed_layers(chunks: Sequence[GPTModel]) -> list[tuple[int, TransformerLayer]]:
-    """This rank's layers that have experts, each with its number from 0 in the model, in the order of the chunks."""
-    return [
-        (layer.layer_number - 1, layer)
-        for chunk in chunks
-        for layer in chunk.decoder.layers
-        if isinstance(layer.mlp, MoELayer)
-    ]
+def _routed_layers(chunks: Sequence[GPTModel]) -> list[TransformerLayer]:
+    """This rank's layers that have experts, in the order of the chunks."""
+    return [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
 
-def routing_of(config: ModelConfig, chunks: Sequence[GPTModel]) -> Routing:
-    """What a batch needs of the experts of trajectories for this rank's layers."""
+def routing_shape(config: ModelConfig) -> RoutingShape:
+    """What the model's trajectories say of experts."""
     assert config.moe is not None
+    layers = sum(is_mixture(config, layer) for layer in range(config.num_layers))
+    return RoutingShape(layers, config.moe.top_k, config.moe.num_experts)
+
+
+def layers_of_stages(config: ModelConfig, layout: ParallelLayout) -> list[tuple[int, ...]]:
+    """By pipeline stage the numbers, among the layers with experts, of its own ones, chunk by chunk."""
     numbers = [layer for layer in range(config.num_layers) if is_mixture(config, layer)]
-    shape = RoutingShape(len(numbers), config.moe.top_k, config.moe.num_experts)
-    return Routing(shape, tuple(numbers.index(number) for number, _ in routed_layers(chunks)))
+    return [
+        tuple(
+            numbers.index(layer)
+            for chunk in layers_of(layout, config.num_layers, stage)
+            for layer in chunk
+            if layer in numbers
+        )
+        for stage in range(layout.pp)
+    ]
 
 
 def replay_routings(chunks: Sequence[GPTModel]) -> list[RouterReplay]:
     """Have the routers of a model choose the experts of each batch that has some (`PackedBatch.experts`)."""
     replays = []
-    for index, (_, layer) in enumerate(routed_layers(chunks)):
+    for index, layer in enumerate(_routed_layers(chunks)):
         replay = RouterReplay()
         layer.mlp.router.router_replay = replay
         layer.register_forward_pre_hook(partial(_give, replay, index), with_kwargs=True)
@@ -121,6 +137,63 @@ def _give(
         )
         experts, is_routed = experts.chunk(tp)[rank], is_routed.chunk(tp)[rank]
     replay.give(experts, is_routed)
+
+
+def start_recording(replays: Sequence[RouterReplay]) -> None:
+    """Record the routers' choices until `take_recorded`."""
+    for replay in replays:
+        replay.recorded = []
+
+
+def take_recorded(
+    replays: Sequence[RouterReplay],
+    batches: Sequence[PackedBatch],
+    layers: Sequence[Sequence[int]],
+    shape: RoutingShape,
+    layout: ParallelLayout,
+) -> list[np.ndarray] | None:
+    """The recorded choices of a forward pass over `batches`: by sequence [tokens - 1, layers, top_k], as trajectories have them.
+
+    Called on all ranks of a model; a collective over tensor, context and pipeline parallel ranks.
+
+    Args:
+        layers: by pipeline stage, the numbers of its layers among those with experts, in the order of its replays.
+
+    Returns: None on ranks that are not of the last stage.
+    """
+    found: list[np.ndarray] = []
+    most = max(map(len, layers))
+    passes = [replay.recorded or [] for replay in replays]
+    for replay in replays:
+        replay.recorded = None
+    for number, batch in enumerate(batches):
+        # Gathers take equal shapes: stages with fewer layers send zeros for the others.
+        tokens = batch.num_tokens // (layout.tp if layout.sp else 1)
+        mine = torch.zeros((tokens, most, shape.top_k), dtype=torch.int16, device=batch.input_ids.device)
+        for index, own in enumerate(passes):
+            mine[:, index] = own[number]
+        if layout.sp:
+            mine = _gathered(mine, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
+        of_stages = mine[None]
+        if layout.pp > 1:
+            of_stages = _gathered(mine, parallel_state.get_pipeline_model_parallel_group())
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            continue
+        whole = torch.empty((mine.shape[0], shape.layers, shape.top_k), dtype=torch.int16, device=mine.device)
+        for stage, numbers in enumerate(layers):
+            whole[:, list(numbers)] = of_stages[stage][:, : len(numbers)]
+        group = context_parallel_group() if layout.cp > 1 else None
+        found += unpack_tokens(batch, whole.view(torch.uint8), group)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return [experts[:-1].view(np.int16).astype(shape.dtype) for experts in found] if last else None
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks of a group, [ranks, ...]; as bytes, which every backend carries."""
+    bytes_of = tensor.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(bytes_of) for _ in range(group.size())]
+    dist.all_gather(parts, bytes_of, group=group)
+    return torch.stack(parts).view(tensor.dtype)
 
 
 def take_counts(replays: Sequence[RouterReplay]) -> Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,18 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import unwrap, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import PackedBatch, arrange_trajectories
+from megarl.megatron.packing import PackedBatch, Routing, arrange_trajectories
 from megarl.megatron.parallel import coords
-from megarl.megatron.router_replay import replay_routings, routing_of, take_counts
+from megarl.megatron.router_replay import (
+    layers_of_stages,
+    replay_routings,
+    routing_shape,
+    start_recording,
+    take_counts,
+    take_recorded,
+)
 from megarl.megatron.step import forward_only, train_step
-from megarl.models import read_model_config
+from megarl.models import ModelConfig, read_model_config
 from tests.megatron.parity import TOLERANCE, VOCAB, load_model, loss_of, sequences, train_hugging_face
 from tests.megatron.test_families import FAMILIES, STEADY, hugging_face, make_family
 from tests.ranks import RankPool
@@ -38,10 +44,8 @@ class Forced:
     own: list[np.ndarray]  # the experts that the model itself chooses, by trajectory, in ascending order
 
 
-def shape_of(folder: str) -> RoutingShape:
-    config = read_model_config(folder)
-    layers = config.num_layers - len(config.moe.dense_layers)
-    return RoutingShape(layers, config.moe.top_k, config.moe.num_experts)
+def routing_on_rank(config: ModelConfig, layout: ParallelLayout) -> Routing:
+    return Routing(routing_shape(config), layers_of_stages(config, layout)[coords().pp])
 
 
 def draw_experts(shape: RoutingShape) -> list[np.ndarray]:
@@ -104,7 +108,7 @@ def forced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Forced]:
     def make(name: str) -> Forced:
         folder = tmp_path_factory.mktemp("forced")
         make_family(folder, FAMILIES[name])
-        shape = shape_of(str(folder))
+        shape = routing_shape(read_model_config(str(folder)))
         experts = draw_experts(shape)
         model = hugging_face(str(folder), FAMILIES[name])
         own = [experts_of(model, ids)[:-1] for ids in sequences()]
@@ -137,7 +141,7 @@ def _train(
     """(Global loss, gradient norm) of two steps, and the counts of this rank."""
     layout = ParallelLayout(world=world, **sizes)
     config, chunks = load_model(rank, folder, layout, **options)
-    replays, routing = replay_routings(chunks), routing_of(config, chunks)
+    replays, routing = replay_routings(chunks), routing_on_rank(config, layout)
     chunks = wrap_for_training(chunks)
     optimizer, scheduler = build_optimizer(chunks, STEADY)
     head, history = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
@@ -187,7 +191,7 @@ def _count(
 ) -> tuple[list[float], list[Any], list[Any]]:
     layout = ParallelLayout(world=world, **sizes)
     config, chunks = load_model(rank, folder, layout, trainable=False)
-    replays, routing = replay_routings(chunks), routing_of(config, chunks)
+    replays, routing = replay_routings(chunks), routing_on_rank(config, layout)
     head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
     replayed = forward_only(unwrap(chunks), batches_of(table, layout, routing), head)
     counts = take_counts(replays).tolist()
@@ -199,7 +203,7 @@ def _count(
 def test_choices_that_differ_are_counted(ranks: RankPool, forced: Callable[[str], Forced]) -> None:
     """With the model's own experts none differs and the log-probs are its own, bit for bit; with drawn ones as many as numpy counts."""
     case = forced("deepseek_v3")
-    shape = shape_of(case.folder)
+    shape = routing_shape(read_model_config(case.folder))
     total = sum(len(experts) for experts in case.own) * shape.layers
     own = table_of([experts.astype(shape.dtype) for experts in case.own], shape)
     results = ranks.run(_count, case.folder, own, {"ep": 2}, world=2)
@@ -211,3 +215,36 @@ def test_choices_that_differ_are_counted(ranks: RankPool, forced: Callable[[str]
     first = sum((a[:, 0] != b[:, 0]).any(-1).sum() for a, b in zip(drawn, case.own, strict=True))
     assert found[0][1] == total and found[0][0] >= first > 0
     assert not all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found[1], found[2], strict=True))
+
+
+def _record(
+    rank: int, world: int, folder: str, table: pa.Table, sizes: dict[str, Any]
+) -> tuple[int, list[np.ndarray] | None]:
+    layout = ParallelLayout(world=world, **sizes)
+    config, chunks = load_model(rank, folder, layout, trainable=False)
+    replays = replay_routings(chunks)
+    batches = batches_of(table, layout, None)
+    start_recording(replays)
+    forward_only(unwrap(chunks), batches, lm_head(vocab_size=VOCAB, chunk_tokens=16))
+    of_stages = layers_of_stages(config, layout)
+    return coords().dp, take_recorded(replays, batches, of_stages, routing_shape(config), layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_moe", "tp2_sp_cp2_ep2"), ("qwen3_moe", "pp2_vpp2"), ("deepseek_v3", "pp2_ep2")],
+)
+def test_recorded_choices_are_those_of_hugging_face(
+    ranks: RankPool, forced: Callable[[str], Forced], family: str, name: str
+) -> None:
+    """On every rank of the last stage, of the sequences of its data parallel rank."""
+    case, (world, sizes) = forced(family), GRID[name]
+    dp = ParallelLayout(world=world, **sizes).dp
+    results = ranks.run(_record, case.folder, case.table, sizes, world=world)
+    assert sum(found is not None for _, found in results) == world // sizes.get("pp", 1)
+    for data_rank, found in results:
+        if found is not None:
+            own = case.own[data_rank::dp]
+            assert len(found) == len(own)
+            for experts, expected in zip(found, own, strict=True):
+                assert np.array_equal(np.sort(experts, -1), expected)

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
+from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.trajectories import read_trajectories
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+REPLAY, RECORDED = (f"actor_rollout_ref.actor.router_replay={mode}" for mode in ("rollout", "trainer"))
 GRPO = [
     "critic=null",
     "algorithm.adv_estimator=grpo",
@@ -40,14 +42,14 @@ class Case:
 
 
 CASES = [
-    # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer
+    # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer, replayed routing
     Case(
         "deepseek_v3", 3,
         (
             "trainer.n_gpus_per_node=4", f"{ACTOR}.expert_model_parallel_size=2",
             f"{ACTOR}.num_layers_in_first_pipeline_stage=2", "critic.megatron.expert_model_parallel_size=2",
             "critic.megatron.num_layers_in_last_pipeline_stage=2", f"{ROLLOUT}.expert_parallel_size=2",
-            f"{ROLLOUT}.sync_transport=p2p", "actor_rollout_ref.model.mtp=keep",
+            f"{ROLLOUT}.sync_transport=p2p", "actor_rollout_ref.model.mtp=keep", REPLAY,
         ),
         num_mtp_layers=1,
     ),
@@ -58,7 +60,8 @@ CASES = [
             *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
             f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", f"{ACTOR}.grad_offload=true",
-            f"{ACTOR}.optimizer_offload=true",
+            f"{ACTOR}.optimizer_offload=true", "algorithm.rollout_correction.rollout_is=token",
+            RECORDED,
         ),
     ),
     # experts over data parallel ranks, two engines
@@ -101,9 +104,14 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
         "trainer.test_freq=2", "actor_rollout_ref.actor.optim.lr=1e-2",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0", *case.overrides,
     )  # fmt: skip
+    replays = bool({REPLAY, RECORDED} & {*case.overrides})
     for step in steps(out):
         assert (step["actor/ratio_mean"], step["actor/ppo_kl"], step["actor/pg_clipfrac"]) == (1.0, 0.0, 0.0)
         assert step["training/rollout_log_prob_diff_max"] < 2e-5
+        # In float32 engine, old log-probs and update choose the same experts themselves.
+        assert step.get("actor/routing_changed") == (0.0 if replays else None)
+    kept = read_trajectories(out / "rollouts" / "step-000001.parquet")
+    assert (ROUTED_EXPERTS in kept.column_names) == replays
     assert_trained(model, out / "hf", case.layers)
     answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
     assert set(answers["weight_version"].to_pylist()) == {3}

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.batches import trajectories_per_step
 from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, reference_in_actor
-from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
+from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, CriticModelConfig, TrainConfig
 from megarl.config.schema.models import LoraConfig, MegatronConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.run import TRACKERS
@@ -72,7 +72,7 @@ def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     yield from registered_problems(config, "algorithm.adv_estimator", algorithm.adv_estimator, ADV_ESTIMATORS)
     yield from _loss_problems(config, config.actor_rollout_ref.actor)
-    yield from _correction_problems(algorithm)
+    yield from _correction_problems(config)
     yield from _idle_problems(config)
     estimator = f"algorithm.adv_estimator={algorithm.adv_estimator!r}"
     if algorithm.adv_estimator == "gae" and config.critic is None:
@@ -143,8 +143,13 @@ def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
         )
 
 
-def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    section, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+def _correction_problems(config: TrainConfig) -> Iterator[str]:
+    section, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if section.bypass_mode and config.actor_rollout_ref.actor.router_replay == "trainer":
+        yield (
+            f"{POLICY}.actor.router_replay=trainer with {key}.bypass_mode=true: there is no pass for old log-probs whose experts could "
+            "be replayed; choose rollout"
+        )
     if section.bypass_mode:
         for name in ("rollout_is", "rollout_rs"):
             if getattr(section, name) is not None:

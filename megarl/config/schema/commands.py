@@ -73,10 +73,10 @@ class ActorConfig:
         False,
     )
     router_replay: str | None = option(
-        "rollout: routers choose the experts that the engine chose for each token when it generated the trajectory, in the pass for old "
-        "log-probs and in the updates; null: their own. For models with experts.",
+        "For models with experts. rollout: routers choose the experts that the engine chose for each token when it generated it, in the "
+        "pass for old log-probs and in the updates; trainer: the updates choose those of the pass for old log-probs; null: neither.",
         None,
-        choices=("rollout",),
+        choices=("rollout", "trainer"),
     )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)

@@ -81,7 +81,7 @@ def synced_engine(
         use_gpu=use_gpu,
         synced=True,
         releasable=freed,
-        return_routed_experts=policy.actor.router_replay is not None,
+        return_routed_experts=policy.actor.router_replay == "rollout",
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
     )
 

@@ -13,6 +13,7 @@ from megarl.config import (
     MegatronConfig,
     OptimConfig,
     TrainConfig,
+    needs_old_log_probs,
     needs_reference,
     reference_in_actor,
     trajectories_per_mini_batch,
@@ -45,7 +46,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
         lora=policy.model.lora,
         share_prompts=_share_prompts(config),
-        replays_routing=policy.actor.router_replay is not None,
+        router_replay=_router_replay(config),
     )
     arguments: dict[str, Any] = {
         "spec": spec,
@@ -93,6 +94,12 @@ def _spec(
     **more: Any,
 ) -> ModelSpec:
     return ModelSpec(path, head, megatron, optim, num_updates, config.trainer.collective_timeout, **more)
+
+
+def _router_replay(config: TrainConfig) -> str | None:
+    """What routers replay. A step of one update has no earlier pass to record, and its own choices are those that it would be given."""
+    mode = config.actor_rollout_ref.actor.router_replay
+    return None if mode == "trainer" and not needs_old_log_probs(config) else mode
 
 
 def _share_prompts(config: TrainConfig) -> str | None:

@@ -23,7 +23,7 @@ from megarl.megatron.build import unwrap
 from megarl.megatron.heads import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.offload import assert_resident, weights_of
-from megarl.megatron.packing import OtherHead, PackedBatch
+from megarl.megatron.packing import MicroBatches, OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.router_replay import take_counts
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
@@ -69,9 +69,10 @@ class ActorWorker(ModelWorker):
         return [{**found, "sync_buffers": self.outbox.buffer_bytes if self.outbox is not None else 0}]
 
     def compute_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
-        """The policy's log-probs of the responses as `column`, at the sampling temperature."""
+        """The policy's log-probs of the responses as `column`, at the sampling temperature; where the updates are to replay its routers'
+        choices, these as ROUTED_EXPERTS."""
         head = self.lm_head(temperature=self.temperature)
-        return self.compute_columns(table, shares, self.pack_share, head, [column])
+        return self.compute_columns(table, shares, self._pack_policy, head, [column], record=self._records)
 
     def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The reference's log-probs of the responses as `column`, at the sampling temperature; its routers choose themselves."""
@@ -92,11 +93,19 @@ class ActorWorker(ModelWorker):
         """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
         the reference's log-probs as `ref_log_probs`, all at the sampling temperature."""
         head = self.lm_head(temperature=self.temperature)
-        names = [column, "full_kl", "ref_log_probs"]
-        return self.compute_columns(table, shares, self._pack_with_reference, head, names)
+        names, pack = [column, "full_kl", "ref_log_probs"], self._pack_with_reference
+        return self.compute_columns(table, shares, pack, head, names, record=self._records)
+
+    @property
+    def _records(self) -> bool:
+        """Whether the pass for old log-probs records the routers' choices, for the updates to replay."""
+        return self.spec.router_replay == "trainer"
+
+    def _pack_policy(self, table: pa.Table, share: Share) -> MicroBatches:
+        return self.pack_share(table, share, replayed=not self._records)
 
     def _pack_with_reference(self, table: pa.Table, share: Share) -> Sequence[PackedBatch]:
-        return self.with_reference_head(self.pack_share(table, share))
+        return self.with_reference_head(self._pack_policy(table, share))
 
     def with_reference_head(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
         """The batches with the reference's hidden states and head, from which the exact KL to it is computed with the log-probs."""

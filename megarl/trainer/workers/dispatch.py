@@ -27,7 +27,7 @@ from megarl.data.balance import (
     shared_tokens,
     sums_of,
 )
-from megarl.data.routing import ROUTED_EXPERTS
+from megarl.data.routing import ROUTED_EXPERTS, list_of_binary
 from megarl.data.trajectories import (
     Blocks,
     append_column,
@@ -54,7 +54,8 @@ class ModelSpec:
         plugins: the user's files, as absolute paths, that the ranks import before anything is looked up by name.
         lora: the adapters that are trained instead of the weights, if their rank is not 0.
         share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
-        replays_routing: whether routers choose the experts that the engine chose.
+        router_replay: "rollout": routers choose the experts that trajectories came with; "trainer": those that `compute_log_probs`
+            has recorded; None: their own.
     """
 
     path: str
@@ -66,7 +67,7 @@ class ModelSpec:
     plugins: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
     share_prompts: str | None = None
-    replays_routing: bool = False
+    router_replay: str | None = None
 
     @property
     def adapted(self) -> bool:
@@ -253,6 +254,10 @@ def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = No
     assert np.array_equal(np.sort(rows), np.arange(table.num_rows)), "each row is computed exactly once"
     order = np.argsort(rows)
     for name in parts[0][1]:
+        if name == ROUTED_EXPERTS:  # of all tokens but the last, in a type of their own
+            lists = pa.chunked_array([list_of_binary(*columns[name]) for _, columns in parts])
+            table = table.append_column(name, take(pa.table({name: lists}), order, blocks)[name])
+            continue
         flats = [(np.asarray(columns[name][0], np.float32), columns[name][1]) for _, columns in parts]
         lists = pa.table({name: pa.chunked_array([from_ragged(*flat) for flat in flats])})
         table = append_column(table, name, take(lists, order, blocks)[name].chunk(0))

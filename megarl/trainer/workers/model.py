@@ -32,6 +32,7 @@ from megarl.checkpoints.hf.export import Bundle, ExportPlan, read_companions
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
+from megarl.data.routing import ROUTED_EXPERTS, routing_values
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
@@ -73,7 +74,14 @@ from megarl.megatron.packing import (
     unpack,
 )
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
-from megarl.megatron.router_replay import RouterReplay, replay_routings, routing_of
+from megarl.megatron.router_replay import (
+    RouterReplay,
+    layers_of_stages,
+    replay_routings,
+    routing_shape,
+    start_recording,
+    take_recorded,
+)
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import COMPANIONS, read_model_config
@@ -136,9 +144,10 @@ class ModelWorker:
             check_model(spec.share_prompts, model, self.layout, dropout)
         self.replays: list[RouterReplay] = []
         self.routing: Routing | None = None
-        if spec.replays_routing:
+        if spec.router_replay is not None:
             self.replays = replay_routings(self.chunks)
-            self.routing = routing_of(self.config, self.chunks)
+            of_stages = layers_of_stages(self.config, self.layout)
+            self.routing = Routing(routing_shape(self.config), of_stages[self.coords.pp])
         # Adapters come before the wrapper for training, so that only they get gradients and optimizer states.
         if spec.adapted:
             self._adapt()
@@ -330,18 +339,26 @@ class ModelWorker:
         head: Callable,
         names: Sequence[str],
         chunks: list[torch.nn.Module] | None = None,
+        record: bool = False,
     ) -> RowColumns | None:
         """Pack this rank's share and run it forward; the head's outputs [tokens, len(names)] as response-aligned columns.
 
         Args:
             chunks: the model; None: this rank's own.
+            record: with the experts that the routers choose, as the column ROUTED_EXPERTS.
 
         Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
         """
         share, chunks = shares[self.coords.dp], self.chunks if chunks is None else chunks
         batches = pack(table, share)
         assert_resident(chunks)
-        outputs = forward_only(unwrap(chunks), batches, head)
+        if record:
+            start_recording(self.replays)
+        outputs, experts = forward_only(unwrap(chunks), batches, head), None
+        if record:
+            assert self.routing is not None
+            of_stages = layers_of_stages(self.config, self.layout)
+            experts = take_recorded(self.replays, batches, of_stages, self.routing.shape, self.layout)
         if self.coords.pp != self.layout.pp - 1:
             return None
         lists: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -352,7 +369,10 @@ class ModelWorker:
         if self.coords.tp or self.coords.cp:
             return None
         rows = [row for micro in share for row in micro]
-        return rows, {name: from_lists(values, np.float32) for name, values in lists.items()}
+        columns = {name: from_lists(values, np.float32) for name, values in lists.items()}
+        if experts is not None:
+            columns[ROUTED_EXPERTS] = routing_values(experts, self.routing.shape)
+        return rows, columns
 
     def train(
         self,

@@ -108,7 +108,9 @@ def test_experts_are_those_of_hugging_face(family):
     model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
     prompts = [[*prompt, *PROMPTS[3]] for prompt in PROMPTS]
     for _ in range(2):
-        for prompt, answer in zip(prompts, family.engine.call("generate", prompts, UIDS, GREEDY), strict=True):
+        for prompt, answer in zip(
+            prompts, family.engine.call("generate", prompts, UIDS, GREEDY), strict=True
+        ):
             expected = experts_of(model, [*prompt, *answer.response_ids])[:-1]
             assert answer.routed_experts.dtype == np.uint8
             assert np.array_equal(np.sort(answer.routed_experts, -1), expected)

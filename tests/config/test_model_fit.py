@@ -199,6 +199,16 @@ def test_why_an_engine_does_not_fit() -> None:
     ]
 
 
+def test_replayed_routing_needs_experts(train: Callable[..., TrainConfig]) -> None:
+    for mode in ("rollout", "trainer"):
+        config = train(f"actor_rollout_ref.actor.router_replay={mode}")
+        found = lines_of(lambda config=config: check_models(config, Facts()))
+        assert found == [
+            f"actor_rollout_ref.actor.router_replay={mode}: the model has no experts; set it to null"
+        ]
+        check_models(config, Facts(moe=MOE))
+
+
 def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> None:
     check_models(train(), Facts())
     config = train("actor_rollout_ref.ref.megatron={tensor_model_parallel_size: 4}")

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
 from megarl.megatron.packing import (
     HostBatch,
     MicroBatches,
     PackedBatch,
+    Routing,
     arrange_sequences,
     arrange_texts,
     arrange_trajectories,
@@ -38,6 +40,42 @@ def trajectories(draw: st.DrawFn) -> pa.Table:
             }
         )
     return trajectory_table(rows)
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+@pytest.mark.parametrize(("cp", "sp"), [(1, False), (2, False), (2, True)])
+def test_experts_lie_at_their_tokens(num_experts: int, cp: int, sp: bool) -> None:
+    """At all tokens but each sequence's last, also where context parallel ranks have chunks of it; the layers that are asked for."""
+    shape, generator = RoutingShape(3, 2, num_experts), np.random.default_rng(1)
+    lengths, tp = [(3, 4), (1, 1), (2, 6)], 2 if sp else 1
+    tokens = [generator.integers(1, 900, sum(length)).tolist() for length in lengths]
+    experts = [generator.integers(0, num_experts, (len(ids) - 1, 3, 2)).astype(shape.dtype) for ids in tokens]
+    rows = [
+        {"prompt_ids": ids[:prompt], "response_ids": ids[prompt:], "response_mask": [True] * response}
+        for ids, (prompt, response) in zip(tokens, lengths, strict=True)
+    ]
+    table = trajectory_table([{**row, "advantages": [0.0] * len(row["response_ids"])} for row in rows])
+    table = table.append_column(ROUTED_EXPERTS, routing_column(experts, shape))
+    expected = {}  # tokens of these sequences are different: each has its experts by its id and position
+    for ids, own in zip(tokens, experts, strict=True):
+        expected |= {(token, place): own[place][[2, 0]] for place, token in enumerate(ids[:-1])}
+    found = 0
+    for cp_rank in range(cp):
+        batch = arrange_trajectories(
+            table, [0, 1, 2], routing=Routing(shape, (2, 0)), tp=tp, cp=cp, cp_rank=cp_rank, sequence_parallel=sp
+        ).on_device()  # fmt: skip
+        assert batch.experts.dtype == (torch.uint8 if num_experts == 8 else torch.int16)
+        assert batch.packed_seq_params().experts is batch.experts
+        for at in range(batch.num_tokens):
+            key = (int(batch.input_ids[0, at]), int(batch.position_ids[0, at]))
+            assert bool(batch.is_routed[at]) == (key in expected)
+            if key in expected:
+                assert np.array_equal(batch.experts[at].numpy(), expected[key])
+                found += 1
+    assert found == len(expected)
+    short = table.set_column(4, ROUTED_EXPERTS, routing_column([experts[0][1:], *experts[1:]], shape))
+    with pytest.raises(ValueError, match="row 0: 7 tokens have 5 entries of experts, not one less"):
+        arrange_trajectories(short, [0, 1, 2], routing=Routing(shape, (0,)))
 
 
 def trajectory_table(rows: list[dict]) -> pa.Table:

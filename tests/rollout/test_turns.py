@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ class Policy:
     words: list[str]
     asked: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
 
-    async def answer(self, uid, ids, sampling):
+    async def answer(self, uid, ids, sampling, experts_from=0):
         await asyncio.sleep(0)
         turn = len([None for asked, _, _ in self.asked if asked.partition("#")[0] == uid.partition("#")[0]])
         self.asked.append((uid, list(ids), sampling))
@@ -133,6 +134,24 @@ def test_turns_have_noise_of_their_own_and_share_the_tokens():
     assert len(generation.response_ids) <= 100
 
 
+def test_experts_of_all_tokens_but_the_last_are_asked_for_once():
+    """Those of a turn come with the next one, and with them those of the environment's words."""
+    asked = []
+
+    async def answer(uid, ids, sampling, experts_from):
+        said = [*ids_of("a b"), END]
+        asked.append((experts_from, len(ids) + len(said) - 1))
+        experts = np.arange(*asked[-1], dtype=np.int16)[:, None, None]
+        return Generation(uid, said, [0.0] * len(said), "stop", VERSION, routed_experts=experts)
+
+    script = Script(say("more"), StepResult(done=True))
+    player = Player(lambda: script, MultiTurnConfig(), TOKENIZER, answer)
+    found = asyncio.run(player.play(task(), PROMPT, SamplingParams(max_new_tokens=200), VERSION))
+    assert found.num_turns == 2 and asked[0][0] == 0 and asked[1][0] == asked[0][1]
+    whole = len(PROMPT) + len(found.response_ids) - 1
+    assert found.routed_experts[:, 0, 0].tolist() == list(range(whole))
+
+
 @given(st.integers(1, 80))
 @settings(deadline=None, max_examples=40)
 def test_no_response_is_longer_than_it_may_be(tokens):
@@ -200,7 +219,7 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
     stop = ids_of("7")[-1]
     policy = Policy(["7"])
 
-    async def answer(uid, ids, sampling):
+    async def answer(uid, ids, sampling, experts_from):
         generation = await policy.answer(uid, ids, sampling)
         return Generation(uid, generation.response_ids[:-1], generation.log_probs[:-1], "stop", VERSION)
 
@@ -268,7 +287,7 @@ def test_one_that_answers_when_all_is_over_harms_nobody(monkeypatch):
 
 
 def test_what_the_engine_raises_is_no_fault_of_the_environment():
-    async def answer(uid, ids, sampling):
+    async def answer(uid, ids, sampling, experts_from):
         raise EngineError("gone")
 
     player = Player(Calculator, MultiTurnConfig(), TOKENIZER, answer)

@@ -1,7 +1,7 @@
 """Every family in a real SGLang engine on the CPU, in float32, against Hugging Face's own model."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
 from tests.rollout.sglang.test_determinism import assert_alone_as_together
+from tests.rollout.sglang.test_interruption import interrupt_often, take_off
 from tests.routing import experts_of
 
 TP, NUM_TOKENS = 2, 12
@@ -114,6 +115,21 @@ def test_experts_are_those_of_hugging_face(family):
             expected = experts_of(model, [*prompt, *answer.response_ids])[:-1]
             assert answer.routed_experts.dtype == np.uint8
             assert np.array_equal(np.sort(answer.routed_experts, -1), expected)
+
+
+def test_experts_of_responses_that_were_interrupted(family):
+    """In the middle of their prompts' and of their own tokens; they go on with the same weights."""
+    if EXPERT_PARALLEL[family.name] == 1:
+        pytest.skip("the model has no experts")
+    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
+    sampling = replace(GREEDY, max_new_tokens=60)
+    family.engine.call(take_off, PROMPTS, UIDS, sampling)
+    found, open_ones = family.engine.call(interrupt_often, 0.03)
+    # The weights that the engine loaded from files are there still: only the cache was away.
+    assert any(open_ones) and len(found) == len(PROMPTS)
+    for answer in found:
+        expected = experts_of(model, [*PROMPTS[UIDS.index(answer.uid)], *answer.response_ids])[:-1]
+        assert np.array_equal(np.sort(answer.routed_experts, -1), expected)
 
 
 def test_memory_is_as_planned(family):

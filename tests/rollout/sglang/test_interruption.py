@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from megarl.data.routing import RoutingShape
 from megarl.rollout.engine import EngineError, SamplingParams
-from megarl.rollout.sglang.requests import Response
+from megarl.rollout.sglang.requests import CapturedRouting, Response
 from tests.rollout.invariance import needs_invariance
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_greedy, hf_log_probs
 
@@ -133,9 +134,38 @@ def test_a_response_may_be_whole_when_it_is_interrupted(ids, ignore_eos, reason)
 
 
 def test_what_a_penalty_has_to_see_is_not_cut():
-    response = Response("a", SamplingParams(max_new_tokens=6, presence_penalty=0.5), frozenset([9]))
-    assert response.add(piece("abort", [4, 5]), 3, interrupted=True) is None
+    sampling = SamplingParams(max_new_tokens=6, presence_penalty=0.5)
+    response = Response("a", sampling, frozenset([9]), routing=ROUTING, experts_start=1)
+    assert response.add(with_experts(piece("abort", [4, 5]), 3), 3, interrupted=True) is None
     assert response.ids == [] and response.rest.max_new_tokens == 6
+    assert response.experts == [] and response.experts_from == 1
+
+
+# Of three layers the second and the third have experts, of which a token has two.
+ROUTING = CapturedRouting(3, (1, 2), RoutingShape(2, 2, 8))
+
+
+def with_experts(answer, num_tokens):
+    """The answer, with experts of its tokens: layer and place of each, as SGLang's scheduler sends them."""
+    layers = np.arange(3, dtype="<u2")[None, :, None] + np.zeros((num_tokens, 1, 2), "<u2")
+    answer["meta_info"]["routed_experts"] = layers.tobytes()
+    return answer
+
+
+def test_pieces_bring_the_experts_of_tokens_not_known_yet():
+    """Of a prompt of 4 tokens, whose first 2 are known from earlier: an interrupted piece, one that lost them, and the last one."""
+    response = Response(
+        "a", SamplingParams(max_new_tokens=6), frozenset([9]), routing=ROUTING, experts_start=2
+    )
+    assert response.experts_from == 2
+    assert response.add(with_experts(piece("abort", [4, 5]), 3), 3, interrupted=True) is None
+    assert response.experts_from == 5  # of 6 tokens the last one has not passed through the model
+    lost = piece("abort", [6])  # it was put back into SGLang's queue, and aborted there
+    assert response.add(lost, 3, interrupted=True) is None
+    assert response.ids == [4, 5] and response.experts_from == 5
+    whole = response.add(with_experts(piece("stop", [6, 9]), 2), 3, interrupted=False)
+    assert whole.response_ids == [4, 5, 6, 9] and whole.routed_experts.shape == (5, 2, 2)
+    assert whole.routed_experts.dtype == np.uint8 and (whole.routed_experts == [[[1, 1], [2, 2]]]).all()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
 from megarl.config import TrainConfig, is_single_update
+from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
+from megarl.megatron.router_replay import routing_shape
+from megarl.models import read_model_config
 from megarl.trainer.workers.model import Share
 
 VOCABULARY = 1000  # token ids are below
@@ -88,9 +91,19 @@ def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[B
             },
         }
     )
+    if config.actor_rollout_ref.actor.router_replay is not None:
+        shape = routing_shape(read_model_config(config.actor_rollout_ref.model.path))
+        experts = [_draw_experts(shape, prompt + length - 1, random) for length in responses]
+        table = table.append_column(ROUTED_EXPERTS, routing_column(experts, shape))
     copies = 1 if fill.uneven else fill.dp
     counts = LossCounts(copies * sum(responses), copies * len(responses))
     return Batch(table, fill.shares(micro_batches)), counts
+
+
+def _draw_experts(shape: RoutingShape, num_tokens: int, random: np.random.Generator) -> np.ndarray:
+    """Different experts for each token of a layer, evenly: neighbours in number, from any on."""
+    first = random.integers(0, shape.num_experts, (num_tokens, shape.layers, 1))
+    return ((first + np.arange(shape.top_k)) % shape.num_experts).astype(shape.dtype)
 
 
 def examples(fill: Fill, micro_batches: int) -> Batch:

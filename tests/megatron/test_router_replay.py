@@ -1,14 +1,17 @@
 """Routers that choose given experts: loss and gradients are those of Hugging Face's model with the same experts, in every layout."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
@@ -215,6 +218,45 @@ def test_choices_that_differ_are_counted(ranks: RankPool, forced: Callable[[str]
     first = sum((a[:, 0] != b[:, 0]).any(-1).sum() for a, b in zip(drawn, case.own, strict=True))
     assert found[0][1] == total and found[0][0] >= first > 0
     assert not all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found[1], found[2], strict=True))
+
+
+def with_twins(source: Path, target: Path, seed: int) -> Path:
+    """A copy of a model in which each second expert's router weights are those of the one before it, but for 1e-6 of noise."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        weight = tensors[name].clone()
+        weight[1::2] = weight[::2] + 1e-6 * torch.randn(weight[::2].shape, generator=generator)
+        tensors[name] = weight
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@torch.no_grad()
+def test_where_experts_are_nearly_equal_only_replay_keeps_the_log_probs(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Hugging Face's model stands for the engine. The trainer's weights differ by 1e-6, as kernels do by their rounding."""
+    make_family(tmp_path / "drawn", FAMILIES["qwen3_moe"])
+    engine, trainer = (
+        with_twins(tmp_path / "drawn", tmp_path / name, seed) for seed, name in enumerate("ab")
+    )
+    model = hugging_face(str(engine), FAMILIES["qwen3_moe"])
+    shape = routing_shape(read_model_config(str(engine)))
+    experts = [experts_of(model, ids)[:-1].astype(shape.dtype) for ids in sequences()]
+    counts, replayed, own = ranks.run(_count, str(trainer), table_of(experts, shape), {}, world=1)[0]
+    assert counts[0] > 0.1 * counts[1], "choices are others"
+    expected = []
+    for ids in sequences():
+        log_probs = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+        expected.append(log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    differences = []
+    for outputs in (replayed, own):
+        found = torch.cat([output[:, 0] for output in outputs])
+        live = torch.cat([torch.arange(len(ids)) < len(ids) - 1 for ids in sequences()])
+        differences.append((found[live] - torch.cat(expected)).abs().max().item())
+    assert differences[0] < 1e-4 and differences[1] > 1e-2, differences
 
 
 def _record(

@@ -80,6 +80,20 @@ def test_experts_and_latent_attention_take_no_more_than_was_planned(
         assert -0.02 < row.difference < 0.3, row
 
 
+@pytest.mark.parametrize("mode", ["rollout", "trainer"])
+def test_routers_replay_experts_without_waiting_for_the_device(machine, experts: Path, mode: str) -> None:
+    keys = [
+        *expert_overrides(experts),
+        f"actor_rollout_ref.actor.router_replay={mode}",
+        "algorithm.rollout_correction.rollout_is=token",
+    ]
+    (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=2, num_processes=1)
+    for phase in ("evaluate", "update"):
+        assert not [line for line in report["waits"][phase] if "get_replay_topk" in line or "_give" in line]
+    for row in peaks([report], keys):
+        assert -0.02 < row.difference < 0.3, row
+
+
 def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
     for (role, rank), report in reports.items():
         workspaces = sum(size for (_, _, line), size in report["kept_by"] if line.startswith(WORKSPACE))

@@ -83,7 +83,7 @@ def play_turns(engine, uids, sampling):
     """Three turns of at most 6 tokens each, as if an end token had ended them."""
     tokenizer = train_tokenizer(["again"], 300)
 
-    async def answer(uid, ids, sampling):
+    async def answer(uid, ids, sampling, experts_from=0):
         asked = dataclasses.replace(sampling, max_new_tokens=min(6, sampling.max_new_tokens))
         generation = await engine.answer(uid, ids, asked)
         return dataclasses.replace(generation, finish_reason="stop")

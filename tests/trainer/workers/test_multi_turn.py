@@ -48,6 +48,7 @@ class FakeEngine:
     """Asks the calculator first, then answers by what it was told; sample 1 answers at once."""
 
     weight_version = 4
+    routing = None
 
     def __init__(self, tokenizer):
         self.tokenizer, self.loop, self.checked = tokenizer, asyncio.new_event_loop(), []
@@ -58,7 +59,7 @@ class FakeEngine:
     def as_completed(self, coroutines, apart=0.0):
         return as_completed(self.loop, coroutines, timeout=60, apart=apart)
 
-    async def answer(self, uid, ids, sampling):
+    async def answer(self, uid, ids, sampling, experts_from=0):
         prompt, _, told = self.tokenizer.decode(ids).partition("<|im_start|>tool\n")
         a, b = re.findall(r"\d+", prompt)[:2]
         text = f"#### {told.partition('<')[0]}" if told or "/1" in uid else f"<<{a}+{b}>>"
@@ -169,7 +170,7 @@ def test_without_an_environment_there_is_one_turn(model):
     worker = EngineWorker.__new__(EngineWorker)
     worker.players = None
 
-    async def answer(uid, ids, sampling):
+    async def answer(uid, ids, sampling, experts_from=0):
         return Generation(uid, [5, 6], [-1.0, -2.0], "length", 4)
 
     worker.engine = FakeEngine(tokenizer)

@@ -118,6 +118,22 @@ def generation(report: dict[str, Any]) -> Rows:
             )
 
 
+def sampling(report: dict[str, Any]) -> Rows:
+    most = max(row["requests"] for row in report["results"])
+    found = {row["way"]: row for row in report["results"] if row["requests"] == most}
+    ours = found.pop("megarl")
+
+    def figure(row: dict[str, Any]) -> str:
+        return f"{row['launches']} launches, {row['bytes'] / 1e9:.2f} GB, {row['memory'] / 1e6:,.1f} MB"
+
+    others = "; ".join(f"{way}: {figure(row)}" for way, row in found.items())
+    yield (
+        f"sampling a decode step by seed on a GPU, {most} requests of {report['vocabulary']:,} logits, counted in a shadow: launches; "
+        "bytes read and written; memory beside the logits",
+        f"{figure(ours)} ({others})",
+    )
+
+
 def peers(report: dict[str, Any]) -> Rows:
     for label, result in report["results"].items():
         versions = report["versions_of"][label]
@@ -165,6 +181,7 @@ RECORDINGS = {
     "packing": Recording("packing.py", (), packing, packing),
     "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch, first(dispatch)),
     "generation": Recording("generation.py", (), generation),
+    "sampling": Recording("sampling.py", (), sampling, sampling),
     "chaos": Recording("chaos.py", ("--kills", "200"), chaos, chaos, out="--json", asked=True),
 }
 

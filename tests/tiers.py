@@ -50,6 +50,7 @@ BY_NAME: Mapping[str, str] = {
     "rewards/sandbox/": PROCESSES,
     "rewards/test_registry.py::test_what_a_worker_imports": PROCESSES,
     "rollout/sglang/": ENGINE,
+    "rollout/sglang/test_sampling_kernels.py": PROCESSES,
     "rollout/test_sync_of_adapters.py": ENGINE,
     "rollout/test_streams.py": ENGINE,
     "sglang_cpu/test_fp8.py": ENGINE,

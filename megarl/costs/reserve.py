@@ -11,7 +11,8 @@
 - An engine's CUDA graphs, as SGLang 0.5.21 reckons itself (`reserve_for_graph_mb` in arg_groups/memory_hook.py): 2 MiB for each request of
   the largest decode graph, 8 MiB for each of 58 prefill graphs, or 1.5 GiB with latent attention.
 - An engine's sampler: with a seed for each request it has, for each of them and each token of the vocabulary, logits,
-  probabilities and log-probs in float32, a hash of 4 bytes and two float64 (`multinomial_with_seed` in layers/sampler.py, 0.5.21).
+  probabilities and log-probs in float32, a hash of 4 bytes and two float64 (`multinomial_with_seed` in layers/sampler.py, 0.5.21). Validation
+  with top_k or top_p takes that; training rollouts, which megarl's own kernels sample, take the logits alone.
 - Workspaces: of cuBLAS 32 MiB for each handle and stream on Hopper (torch; two of them), of Transformer Engine 32 MiB for GEMMs and four more
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.

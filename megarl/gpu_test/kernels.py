@@ -3,8 +3,9 @@
 Transformer Engine's kernels are the ones that models use here (megarl/megatron/layer_spec.py); the sizes are small models'.
 
 The only Triton kernel of megatron-core 0.19.2 in use is the rotary embedding of latent attention (`apply_rope_fusion` in
-megarl/megatron/transformer_config.py); megarl's own are those of the weight sync. On a GPU they are compiled; with TRITON_INTERPRET=1,
-set before anything imports Triton, they are interpreted on a CPU: `python -m megarl.gpu_test.kernels` prints those checks as JSON lines.
+megarl/megatron/transformer_config.py); megarl's own are those of the weight sync and of sampling. On a GPU they are compiled; with
+TRITON_INTERPRET=1, set before anything imports Triton, they are interpreted on a CPU: `python -m megarl.gpu_test.kernels` prints those
+checks as JSON lines.
 """
 
 from __future__ import annotations
@@ -349,6 +350,51 @@ def _slices(device: str) -> Iterator[Compared]:
                 yield Compared(f"{name} {seed} x {times}", found, expected)
 
 
+def murmur3(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3_x86_32 (Appleby, public domain) of 64 bits of a seed, a position and a column: int64 [seeds, columns].
+
+    Products wrap at 64 bits, and their lower 32 are right.
+    """
+    low = 0xFFFFFFFF
+
+    def rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return ((x << bits) | (x >> (32 - bits))) & low
+
+    state = torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device)
+    for word in (seeds[:, None] & low, seeds[:, None] >> 32 & low, positions[:, None] & low, columns[None]):
+        mixed = rotated(word * 0xCC9E2D51 & low, 15) * 0x1B873593 & low
+        state = rotated(state ^ mixed, 13) * 5 + 0xE6546B64 & low
+    state = state ^ 16
+    state = (state ^ state >> 16) * 0x85EBCA6B & low
+    state = (state ^ state >> 13) * 0xC2B2AE35 & low
+    return state ^ state >> 16
+
+
+def _draws(device: str) -> Iterator[Compared]:
+    """Tokens by seed and their log-probs. The tolerance is of the largest token, so that none may differ by 1."""
+    from megarl.rollout.sglang.sampling import draw
+
+    sizes = [(3, 5000)] if device == "cpu" else [(1, 151936), (8, 151936), (256, 151936), (5, 129281)]
+    for rows, vocabulary in sizes:
+        generator = torch.Generator().manual_seed(rows)
+        logits = (torch.randn(rows, vocabulary, generator=generator) * 3).to(device)
+        logits[:, ::7] = -torch.inf
+        temperatures = torch.linspace(0.5, 2, rows)[:, None].to(device)
+        seeds = torch.randint(0, 2**63 - 1, (rows,), generator=generator).to(device)
+        places = torch.arange(rows, device=device) * 31
+        columns = torch.arange(vocabulary, device=device)
+        uniform = murmur3(seeds, places, columns).double() / (2**32 - 1)
+        noise = -(-uniform.log()).clamp(2.0**-32, torch.finfo(torch.float64).max).log()
+        for given in (logits, logits.bfloat16()):
+            scaled = (given.float() / temperatures).double()
+            expected = (scaled + noise).argmax(-1)
+            log_probs = scaled.log_softmax(-1).gather(1, expected[:, None])[:, 0]
+            found = draw(given, temperatures, seeds, places)
+            name = f"{rows} x {vocabulary}, {str(given.dtype).removeprefix('torch.')}"
+            yield Compared(f"tokens of {name}", found[0], expected)
+            yield Compared(f"log-probs of {name}", found[1], log_probs)
+
+
 TRITON: dict[str, tuple[Case, float]] = {
     "rotary embedding of latent attention": (lambda device: _rotary(device, 0, 1), TRITON_TOLERANCE),
     "the same, the second of two context parallel ranks": (
@@ -356,6 +402,7 @@ TRITON: dict[str, tuple[Case, float]] = {
         TRITON_TOLERANCE,
     ),
     "slices of a weight sync": (_slices, 0.0),
+    "tokens drawn by seed": (_draws, 1e-6),
 }
 
 

@@ -30,9 +30,14 @@ def test_kernels_compute_what_torch_does() -> None:
     assert len(found) == len(TRITON)
     for check in found:
         assert check["ok"], check
-    rotary, second, slices = (check["figures"] for check in found)
+    rotary, second, slices, draws = (check["figures"] for check in found)
     assert set(rotary) == set(second) == PARTS
     assert {name.partition(" 0 x")[0] for name in slices if " 0 x" in name} == PARTS_OF_SLICES
+    assert set(draws) == {
+        f"{what} of 3 x 5000, {dtype}"
+        for what in ("tokens", "log-probs")
+        for dtype in ("float32", "bfloat16")
+    }
 
 
 def test_a_rank_has_a_chunk_from_each_end_of_every_sequence() -> None:

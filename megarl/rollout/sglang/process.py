@@ -4,7 +4,8 @@ Only engines that megarl starts are affected: SGLang lets a subclass of its `Eng
 its processes run (sglang 0.5.21).
 
 - The scheduler of each TP rank ends with its owner, from its first line on (before_import.py), and ignores the signals of a job's end.
-- Requests are sampled with their own seed: a response's noise does not depend on other requests.
+- Requests are sampled with their own seed: a response's noise does not depend on other requests. On a GPU two kernels draw the tokens
+  of requests that are sampled from all tokens (sampling.py).
 - The samples of a prompt share its prefill, and the first rank's scheduler reports when it last computed (scheduler_hooks.py).
 - On a CPU sequences are attended together, and decode steps have fewer operations (`cpu_engine_function`).
 - The TP ranks of an engine on one node meet through a file, those on several nodes through a TCP store at the address that they
@@ -32,7 +33,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang import scheduler_hooks
+from megarl.rollout.sglang import sampling, scheduler_hooks
 from megarl.rollout.sglang.before_import import (
     SchedulerMain,
     cpu_engine_function,
@@ -53,7 +54,7 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
     name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
-    for target, (kind, hook) in HOOKS.items():
+    for target, (kind, hook) in hooks(server_args.device).items():
         HookRegistry.register(target, hook, kind)
     if tp_rank == 0:
         beat = scheduler_hooks.Heartbeat.make(heartbeat_file(port_args)).beat_after
@@ -190,7 +191,14 @@ HOOKS = {
         served_model.remember_manager,
     ),
 }
+# On GPUs alone: on a CPU sampling has other noise (megarl/sglang_cpu/lean_decode.py).
+GPU_HOOKS = {"sglang.srt.layers.sampler.Sampler.forward": (HookType.AROUND, sampling.sample)}
 _END_OF_STEP = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+
+
+def hooks(device: str) -> dict[str, tuple]:
+    """Those of a scheduler on a device."""
+    return HOOKS | (GPU_HOOKS if device == "cuda" else {})
 
 
 class _NoDraining(SignalHandler):

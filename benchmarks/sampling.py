@@ -71,9 +71,19 @@ def counter(size: int) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             outputs = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-            makes_memory = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty)
-            if any(one.is_cuda for one in outputs) and not (makes_memory or func.is_view):
-                self.kernel(*tree_leaves((args, kwargs)), *outputs)
+            aten, operation = torch.ops.aten, func.overloadpacket
+            if (
+                func.is_view
+                or operation in (aten.empty, aten.new_empty)
+                or not any(one.is_cuda for one in outputs)
+            ):
+                return out
+            inputs = tree_leaves((args, kwargs))
+            if operation is aten.copy_:  # its output is not read
+                inputs = inputs[1:]
+            elif operation is aten.index:  # reads a number of each row
+                inputs = []
+            self.kernel(*inputs, *outputs)
             return out
 
     return Counter()
@@ -89,6 +99,10 @@ def measure(requests: int, way: str) -> dict[str, Any]:
     from megarl.shadow.mode import FakeMode, Shadow
 
     count = counter(requests * VOCABULARY)
+
+    def launch(kernel: JITFunction, *args: Any, **options: Any) -> None:
+        # The second kernel reads a logit of each row.
+        count.kernel(*(() if kernel is sampling.kernels().choose else args))
 
     def compiled(log_probs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         columns = torch.arange(log_probs.shape[1], device="cuda")
@@ -110,7 +124,7 @@ def measure(requests: int, way: str) -> dict[str, Any]:
         noise = compiled if way == "SGLang, compiled" else module.multinomial_with_seed
         with (
             mock.patch.object(module, "multinomial_with_seed", noise),
-            mock.patch.object(JITFunction, "run", lambda kernel, *args, **options: count.kernel(*args)),
+            mock.patch.object(JITFunction, "run", launch),
             shadow.tracker.phase("sample") as phase,
             count,
         ):

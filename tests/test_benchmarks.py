@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.costs.flops import LayerFlops, ModelFlops
+from megarl.shadow import device
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -76,6 +77,20 @@ def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Pa
     whole = 3 * 768 + 768 + 2 * 768 + 768
     assert figures["adapters"]["bytes_total"] == 4 * 16 * (cut + 2 * whole)
     assert figures["megarl"]["bytes_total"] >= figures["model_bytes"]
+
+
+def test_sampling_reads_each_logit_once_and_sglang_many_times(tmp_path: Path) -> None:
+    problem = device.missing()
+    if problem is not None:
+        pytest.skip(problem)
+    found = {row["way"]: row for row in report_of(tmp_path, "sampling.py", "--requests=8")["results"]}
+    ours = found.pop("megarl")
+    logits = 8 * 151936
+    assert ours["launches"] == 2 and ours["bytes"] == 4 * logits
+    assert ours["memory"] < 0.01 * ours["bytes"]
+    assert len(found) == 2
+    for row in found.values():
+        assert row["launches"] > 8 and row["bytes"] > 10 * ours["bytes"] and row["memory"] >= 8 * logits
 
 
 def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:

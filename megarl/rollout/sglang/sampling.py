@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 BLOCK = 4096  # columns of a program: at 152k columns a row has 38 programs, and 4 rows fill an H100
-WARPS = 4
+WARPS = 8  # 16 columns a thread: with more the code, which is unrolled, outgrows the caches of instructions
 
 
 def draw(

@@ -7,7 +7,7 @@ A column's score is its logit plus Gumbel noise -log(-log(u)), u = hash / (2**32
 rounded to it, all u above 1 - 2**-25, where the tokens come from that are drawn, would be 1. So float32 computes from 1 - u, which it
 has to 24 bits wherever it is small, and only nominates: its score is wrong by less than SLACK / 2. float64 decides among the
 nominated, one column of a block as a rule, by SGLang's own formula. All of it in float64 would take two logarithms of some
-40 operations for each logit, on GPUs that do 1 of them in the time of 2 of float32 (H100) or of 64 (B300, L40S).
+40 operations for each logit, on GPUs that do 1 of them in the time of 2 of float32 (H100) or of 64 (L40S).
 """
 
 import triton
@@ -71,7 +71,8 @@ def score_blocks(
     tl.store(sums + place, tl.sum(tl.exp(scaled - base), 0))
 
     rough = scaled - base + rough_noise(hashed(prefix, column.to(tl.uint32)))
-    nominated = (scaled > -float("inf")) & (rough >= tl.max(rough, 0) - SLACK)
+    # Beside an infinite logit all others are -inf; not one of them is nominated.
+    nominated = (rough > -float("inf")) & (rough >= tl.max(rough, 0) - SLACK)
     best = tl.full([], -float("inf"), tl.float64)
     chosen = tl.full([], 0, tl.int32) + num_columns
     candidate = tl.min(tl.where(nominated, column, num_columns), 0)

@@ -130,7 +130,7 @@ def scores_that_nearly_tie() -> dict[str, Any]:
     and whether float64 did."""
     from sglang.srt.layers import sampler
 
-    number, vocabulary = 96, 40
+    number, vocabulary = 40, 30
     rows = made(number, vocabulary, 33)._replace(temperatures=torch.ones(number, 1))
     hashed = sampler.murmur_hash32(rows.seeds, rows.positions, torch.arange(vocabulary)).double()
     noise = -torch.log(-torch.log(hashed / (2**32 - 1)))
@@ -181,9 +181,9 @@ def rows_alone() -> list[str]:
 
 
 def chi_square() -> dict[str, float]:
-    """Of 250 seeds at one position, and of 250 positions of one seed, over 4 tokens."""
+    """Of 120 seeds at one position, and of 120 positions of one seed, over 4 tokens."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    number, found = 250, {}
+    number, found = 120, {}
     many, one = torch.arange(number), torch.full((number,), 11)
     for name, seeds, positions in (("seeds", many, one), ("positions", one, many)):
         tokens, _ = sampling.draw(probs.log().repeat(number, 1), torch.ones(number, 1), seeds, positions)
@@ -248,15 +248,15 @@ def sampled(
 
 def in_sglangs_sampler() -> dict[str, Any]:
     """Tokens, log-probs and their types with the hook, beside SGLang's own."""
-    number, vocabulary = 150, 900
+    number, vocabulary = 60, 900
     rows = made(number, vocabulary, 35)
     ours, theirs = (sampled(rows, ours=ours) for ours in (True, False))
     assert (ours.draws, theirs.draws) == (1, 0)
     assert ours.tokens.dtype == theirs.tokens.dtype and ours.log_probs.dtype == theirs.log_probs.dtype
     assert ours.log_probs.shape == theirs.log_probs.shape and ours.tokens.shape == theirs.tokens.shape
-    without = sampled(rows, ours=True, logprob=False)
+    without = sampled(Rows(*(part[:3] for part in rows)), ours=True, logprob=False)
     assert without.log_probs is None and without.draws == 1
-    assert torch.equal(ours.tokens, without.tokens)
+    assert torch.equal(ours.tokens[:3], without.tokens)
     return {
         "equal": float((ours.tokens == theirs.tokens).float().mean()),
         "log-probs": float((ours.log_probs - theirs.log_probs).abs().max()),

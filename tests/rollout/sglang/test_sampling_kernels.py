@@ -54,7 +54,7 @@ def test_tokens_are_those_of_sglang_and_log_probs_those_of_torch(found: dict[str
 @needs_triton
 def test_float64_decides_between_scores_that_float32_cannot_tell_apart(found: dict[str, Any]) -> None:
     ties = found["scores_that_nearly_tie"]
-    assert ties["widest"] < 1e-6 and ties["float32 is wrong"] > 10  # of 96
+    assert ties["widest"] < 1e-6 and ties["float32 is wrong"] > 5  # of 40
     assert ties["differing"] == []
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.rollout.sglang import sampling
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.shadow import device
 
 needs_triton = pytest.mark.skipif(
@@ -143,10 +144,11 @@ def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
 
 
 def test_only_gpus_have_the_hook() -> None:
-    command = "from megarl.rollout.sglang.process import hooks; more = set(hooks('cuda')) - set(hooks('cpu')); print(*more)"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", command], capture_output=True, text=True, check=True
-    )
+    code = "from megarl.rollout.sglang.process import hooks; print(*(set(hooks('cuda')) - set(hooks('cpu'))))"
+    environment = {**os.environ, **sglang_environment("cpu", 1)}  # with which SGLang can be imported here
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "sglang.srt.layers.sampler.Sampler.forward"
 
 

@@ -58,7 +58,9 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     """
     table = run.put(columns_of(batch, READ))
     actor, ref, critic = roles.actor, roles.ref, roles.critic
-    calls: list[tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]] = []  # roles, group, method and arguments
+    calls: list[
+        tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]
+    ] = []  # roles, group, method and arguments
     wants_ref = ref is not None and needs_ref_log_probs(config)
     # One call where one group does both: each costs the controller time for every rank.
     both = wants_ref and ref.group is actor.group and needs_old_log_probs(config)
@@ -67,9 +69,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         shares = run.put(first_pass_plan(plan, actor.batching.epochs))
         if both:
             of_ref = run.put(forward_plan(batch, ref.layout, ref.batching, run.plans))
-            calls.append(
-                (("actor", "ref"), actor.group, ("compute_both_log_probs", table, shares, of_ref))
-            )
+            calls.append((("actor", "ref"), actor.group, ("compute_both_log_probs", table, shares, of_ref)))
         else:
             method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
             calls.append((("actor",), actor.group, (method, table, shares, "old_log_probs")))

@@ -210,7 +210,9 @@ def test_groups_that_share_a_gpu_are_in_different_turns():
 
     actor, critic, ref, judge = group("a", "b"), group("b", "c"), group("c", "d"), group("d", "e")
     assert gpu_turns([actor, critic, ref, judge]) == [[0, 2], [1, 3]]
-    assert gpu_turns([actor, actor, judge]) == [[0, 1, 2]]  # calls of the same processes come one after the other
+    assert gpu_turns([actor, actor, judge]) == [
+        [0, 1, 2]
+    ]  # calls of the same processes come one after the other
     assert gpu_turns([group("a"), group("a"), group("a")]) == [[0], [1], [2]]
     on_cpu = [group("a", gpu_id=None) for _ in range(3)]
     assert gpu_turns(on_cpu) == [[0, 1, 2]]

@@ -21,11 +21,11 @@ from megarl.cluster import (
     Watch,
     WorkerGroup,
     WorkerLost,
-    stream,
     wait,
     write_report,
 )
 from megarl.cluster.ranks import RankProcess
+from megarl.cluster.report import stacks_of
 from megarl.data.trajectories import Blocks, write_trajectories
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.run.logger import RunLogger
@@ -154,13 +154,9 @@ class Run:
             WaitTimeout: names the processes and a report of all.
         """
         if self.phase_timeout is not None and time.monotonic() - since > self.phase_timeout:
+            stacks_of(processes)  # written to the logs that the error names
             with self._reporting():
                 raise WaitTimeout(self.phase_timeout, processes, len(processes))
-
-    def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
-        """Tables from generator methods of all ranks, as they arrive; raises as `wait` does."""
-        with self._reporting():
-            yield from stream(streams, self.watched, self.phase_timeout, self.watch, self._spare)
 
     def revive(self, failure: WorkerLost) -> None:
         """Continue after an engine was lost while it generated; raises the failure if it cannot be replaced."""

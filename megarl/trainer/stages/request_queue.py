@@ -14,8 +14,8 @@ An engine has *room* by figures that cost nothing to know:
 The few that may wait fill the places that become free between two calls: a quarter of its places, or as many as became free between
 the last two; but no more than its share of the prompts that are left, so that at the end the last prompts go where there is room.
 
-The controller calls all engines together (`EngineWorker.land`), `APART` seconds for each engine of the run after the last time: a call
-takes new requests there and finished trajectories back.
+The controller calls all engines that have requests together (`EngineWorker.land`), `APART` seconds for each engine of the run after the
+last time: a call takes new requests there and finished trajectories back.
 
 Guarantees, each asserted by a test:
 - all requests of a prompt that are sent together go to one engine, the one with fewest requests of those that have room;
@@ -194,10 +194,11 @@ class RequestQueue:
             WorkerLost: an engine was lost that cannot be replaced.
             WaitTimeout: no trajectory came for longer than run.phase_timeout.
         """
+        working = {*self.engine_of.values()}  # with the requests that it gets now
         calls = {
             engine: self.engines.call_rank(engine, "land", self.apart, list(own))
             for engine, own in enumerate(parts)
-            if engine not in self.lost
+            if engine in working
         }
         answers: dict[int, Landed] = {}
         failure: WorkerLost | None = None

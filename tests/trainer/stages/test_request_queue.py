@@ -205,6 +205,8 @@ def test_all_are_answered_once():
     answered(engines, Run(engines))
     assert set(engines.answered.values()) == {1}
     engine_of = {uid: engine for engine, uids in engines.log for uid in uids}
+    # Ten answers, one a call: an engine that has no request is not called.
+    assert len(engines.log) == 10
     assert all(engine_of[f"p{number}/0"] == engine_of[f"p{number}/1"] for number in range(5))
 
 

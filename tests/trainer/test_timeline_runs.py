@@ -61,6 +61,7 @@ def test_facts_are_told(ppo_run, recorded):
     assert [span.facts for span in loop] == [
         {"step": step["step"], "tokens": step["perf/tokens"]} for step in metrics
     ]
+    assert all(0.0 <= step["perf/engines_idle"] < 1.0 for step in metrics)
     seconds = [(span.end - span.begin) / 1e9 for span in loop]
     assert seconds == pytest.approx([step["timing_s/step"] for step in metrics], abs=2e-3)
     # Calls that follow each other are one span, but where the machine stood still between them.

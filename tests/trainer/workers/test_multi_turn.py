@@ -58,8 +58,7 @@ class FakeEngine:
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)
 
-    async def answer(self, uid, ids, sampling):
-    routing = None
+    async def answer(self, uid, ids, sampling, experts_from=0):
         prompt, _, told = self.tokenizer.decode(ids).partition("<|im_start|>tool\n")
         a, b = re.findall(r"\d+", prompt)[:2]
         text = f"#### {told.partition('<')[0]}" if told or "/1" in uid else f"<<{a}+{b}>>"

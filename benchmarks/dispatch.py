@@ -49,7 +49,8 @@ from megarl.trainer.roles.types import SyncFacts, VersionFacts
 from megarl.trainer.roles.weight_sync import sync_weights
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import compute_batch_advantages, make_controls
-from megarl.trainer.stages.rollouts import APART, generate
+from megarl.trainer.stages.request_queue import APART
+from megarl.trainer.stages.rollouts import generate
 from megarl.trainer.stages.updates import evaluate_models, learning_columns, update
 from megarl.trainer.workers.dispatch import READ, MicroBatching, columns_of
 

@@ -4,7 +4,6 @@ They take what the controller really sends, and return columns of the real sizes
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from megarl.cluster.ranks import RankInfo
 from megarl.cluster.relays import RELAY, RelayedGroup, shares_of
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
 from megarl.layout.grid import ParallelLayout, coords_of
-from megarl.rollout.engine import SyncReport
+from megarl.rollout.engine import EngineCapacity, SyncReport
+from megarl.trainer.workers.dispatch import Landed
 from megarl.weight_sync.sender import SendReport
 
 ENGINE_RANKS = 8
@@ -119,11 +119,12 @@ class Ranks(Movable):
 
 
 class Engines(Movable):
-    """Rollout engines of ENGINE_RANKS ranks: responses of drawn lengths, in tables of some trajectories at a time."""
+    """Rollout engines of ENGINE_RANKS ranks: responses of drawn lengths, some trajectories a call."""
 
     def __init__(self, info: RankInfo, shortest: int, longest: int, at_once: int) -> None:
         self.lengths, self.at_once = (shortest, longest + 1), at_once
         self.version = 0  # of all engines that this process plays: they are synced together
+        self.waiting: dict[int, list[tuple[pa.Table, int]]] = {}  # by engine, requests as rows of tables
 
     def begin_update(self, version: int) -> int:
         held, self.version = self.version, version
@@ -137,15 +138,26 @@ class Engines(Movable):
         seconds = dict.fromkeys(("wait", "write", "verify"), (0.0,) * ENGINE_RANKS)
         return SyncReport(self.version, none, none, none, seconds, 0.0)
 
-    def stream(self, requests: pa.Table, sampling: Any, apart: float) -> Iterator[pa.Table]:
+    def capacity(self) -> EngineCapacity:
+        return EngineCapacity(1 << 20, 1 << 40)
+
+    def in_flight(self) -> list[str]:
+        return []
+
+    def land(self, seconds: float, parts: list[tuple[pa.Table, Any]]) -> Landed:
+        """Answers `at_once` of the requests that it has."""
+        waiting = self.waiting.setdefault(called_rank(), [])
+        for requests, _ in parts:
+            waiting += [(requests, row) for row in range(requests.num_rows)]
+        ended, self.waiting[called_rank()] = waiting[: self.at_once], waiting[self.at_once :]
+        if not ended:
+            return Landed(None, 0, 0.0)
         random = np.random.default_rng(called_rank())
-        for start in range(0, requests.num_rows, self.at_once):
-            part = take(requests, range(start, min(start + self.at_once, requests.num_rows)))
-            sizes = random.integers(*self.lengths, part.num_rows)
-            uids = part["uid"].to_pylist()
-            yield build_trajectories(
-                part, [_generation(uid, size) for uid, size in zip(uids, sizes, strict=True)]
-            )
+        part = pa.concat_tables([take(requests, [row]) for requests, row in ended]).combine_chunks()
+        sizes = random.integers(*self.lengths, part.num_rows)
+        uids = part["uid"].to_pylist()
+        generations = [_generation(uid, size) for uid, size in zip(uids, sizes, strict=True)]
+        return Landed(build_trajectories(part, generations), 0, seconds)
 
 
 def _generation(uid: str, size: int) -> Generation:

@@ -21,7 +21,7 @@ main thread. A machine that vanishes is noticed by Ray's health check.
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,7 @@ def wait(
     watch: Watch | None = None,
     spare: Watched | None = None,
     missing: Callable[[Sequence[RankProcess]], None] = lambda processes: None,
+    busy: Collection[str] = (),
 ) -> list[Any]:
     """Results of `refs`, in their order, while watching all processes of `groups`.
 
@@ -95,6 +96,7 @@ def wait(
         watch: looks for processes that hang; None: no such check.
         spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
         missing: called again and again with the processes that have not answered yet.
+        busy: marks of ranks that should be working also when they have answered: `watch` looks at them as at those that are waited for.
 
     Raises:
         WorkerDied: a process of `groups` died, or did before.
@@ -115,7 +117,7 @@ def wait(
             if isinstance(value, ray.exceptions.RayError):
                 raise _root_cause(ref, value, [*ready[number + 1 :], *pending], processes) from None
             results[ref] = value
-        if (loss := next(_losses(processes, pending, watch), None)) is not None:
+        if (loss := next(_losses(processes, pending, watch, busy), None)) is not None:
             raise loss
         missing(_waited_for(pending, processes))
         if not pending:
@@ -238,7 +240,7 @@ def _without_rank(processes: Processes, lost: RankProcess) -> Processes:
 
 
 def _losses(
-    processes: Processes, pending: Sequence[Source], watch: Watch | None
+    processes: Processes, pending: Sequence[Source], watch: Watch | None, busy: Collection[str] = ()
 ) -> Iterator[WorkerDied | WorkerHung]:
     """The processes that are dead at the moment; where none is, the hang that `watch` sees, if it does."""
     dead = [process for process in processes.values() if process.is_dead]
@@ -248,7 +250,7 @@ def _losses(
         return
     ranks = {_rank_of(process) for process in _waited_for(pending, processes)}
     called = {process.mark for process in processes.values() if _rank_of(process) in ranks}
-    hang = watch.look(list(processes.values()), called - {""})
+    hang = watch.look(list(processes.values()), (called | {*busy}) - {""})
     if hang is not None:
         yield _hung(hang)
 

@@ -34,7 +34,7 @@ COLOURS = {  # of templates/style.css
 }  # fmt: skip
 # The phase of a rank's call, by how the call's name begins. During a validation all of them are validation.
 _CALLS = (
-    ("stream", "generate"), ("land", "generate"), ("score_texts", "score_model"), ("score", "reward"), ("compute_", "evaluate_models"),
+    ("land", "generate"), ("score_texts", "score_model"), ("score", "reward"), ("compute_", "evaluate_models"),
     ("token_log_probs", "evaluate_models"), ("update_", "update"), ("train_", "update"), ("begin_update", "sync"), ("receive_", "sync"),
     ("finish_update", "sync"), ("send_", "sync"), ("sum_losses", "validate"),
 )  # fmt: skip

@@ -22,6 +22,16 @@ class Flight(Generic[Result]):
         self._done: list[asyncio.Task[Result]] = []
         # `_some`: a coroutine has ended. `_enough`: all have ended or one has failed.
         self._some, self._enough = asyncio.Event(), asyncio.Event()
+        self._busy, self._begun = 0.0, 0.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds so far in which a coroutine ran or waited, by results that the loop has seen."""
+        return self._busy + (time.monotonic() - self._begun if self._running else 0.0)
+
+    @property
+    def _running(self) -> int:
+        return len(self._tasks) - len(self._done)
 
     def __len__(self) -> int:
         """The number of coroutines whose results were not taken yet."""
@@ -30,6 +40,8 @@ class Flight(Generic[Result]):
     def add(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> None:
         """Start coroutines, and run them to their first wait."""
         tasks = [self._loop.create_task(coroutine) for coroutine in coroutines]
+        if tasks and not self._running:
+            self._begun = time.monotonic()
         self._tasks.update(tasks)
         self._enough.clear()
         for task in tasks:
@@ -46,9 +58,12 @@ class Flight(Generic[Result]):
         return event.is_set()
 
     def take(self, seconds: float) -> list[Result]:
-        """Results of all coroutines that have ended since the last call; waits at most `seconds` for the first. Raises their exceptions."""
+        """Results of all coroutines that have ended since the last call, after `seconds`, or as soon as all have ended or one has failed.
+
+        Raises their exceptions.
+        """
         if self._tasks:
-            self.wait(seconds)
+            self.wait(seconds, for_all=True)
         ended, self._done = self._done, []
         self._some.clear()
         self._tasks.difference_update(ended)
@@ -65,6 +80,8 @@ class Flight(Generic[Result]):
 
     def _note(self, task: asyncio.Task[Result]) -> None:
         self._done.append(task)
+        if not self._running:
+            self._busy += time.monotonic() - self._begun
         self._some.set()
         if len(self._done) == len(self._tasks) or task.cancelled() or task.exception() is not None:
             self._enough.set()
@@ -75,7 +92,6 @@ def as_completed(
     coroutines: Sequence[Coroutine[Any, Any, Result]],
     timeout: float,
     last_sign: Callable[[], float] = lambda: 0.0,
-    apart: float = 0.0,
 ) -> Iterator[list[Result]]:
     """Run all coroutines on a loop; yield the results of ended ones, each time that some have ended.
 
@@ -85,14 +101,12 @@ def as_completed(
     Args:
         timeout: seconds within which at least one coroutine must end, or a sign of life come.
         last_sign: the time of the last sign of life, by `time.monotonic`.
-        apart: least seconds between two lists; the last list comes as soon as all have ended.
 
     Raises:
         NothingCompleted: none ended in time.
         Exception: any exception of a coroutine.
     """
     flight: Flight[Result] = Flight(loop)
-    given = time.monotonic()
     try:
         flight.add(coroutines)
         while len(flight):
@@ -100,9 +114,6 @@ def as_completed(
             while not flight.wait(max(begun, last_sign()) + timeout - time.monotonic()):
                 if max(begun, last_sign()) + timeout <= time.monotonic():
                     raise NothingCompleted(f"no answer within {timeout} s")
-            if (rest := given + apart - time.monotonic()) > 0:
-                flight.wait(rest, for_all=True)
-            given = time.monotonic()
             yield flight.take(0.0)
     finally:
         flight.cancel()

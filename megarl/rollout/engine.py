@@ -145,6 +145,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class EngineCapacity:
+    """What an engine computes at a time: `requests`, and prompt and response `tokens` in its KV cache."""
+
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class SyncReport:
     """The figures of one weight update.
 

@@ -95,6 +95,18 @@ def test_work_is_no_hang(start_group, quick):
     assert wait(refs, [group], timeout=30, watch=Watch(idle_timeout=2.0)) == [0, 1]
 
 
+def test_a_rank_that_should_be_working_is_found_between_its_calls(start_group, quick):
+    group, idle = start_group("engine", 1), Watch(idle_timeout=1.0)
+    for _ in range(8):  # nobody waits for it
+        wait([], [group], watch=idle)
+        time.sleep(0.4)
+    deadline = time.monotonic() + 30
+    with pytest.raises(WorkerHung, match="none of the ranks that are waited for has worked for 1 s"):
+        while time.monotonic() < deadline:
+            wait([], [group], watch=idle, busy={process.mark for process in group.processes})
+            time.sleep(0.2)
+
+
 def test_a_rank_that_may_be_spared(start_group):
     """Its end is told when the others have yielded all their values, and only to a wait for it."""
     engines, actor = start_group("engine", 2), start_group("actor", 1)

@@ -235,6 +235,10 @@ def test_collecting_and_learning_at_the_same_time(capsys) -> None:
     assert apart["devices"] == 12
     seconds = {name: phase["seconds"] for name, phase in apart["phases"].items()}
     assert apart["step"]["seconds"] == pytest.approx(sum(seconds.values()))
+    # Actor and critic share GPUs: they take turns, though nothing leaves these for the engines.
+    for name, critics in (("evaluate_models", "critic forward"), ("update", "critic updates")):
+        parts = apart["phases"][name]["parts"]
+        assert critics in parts and seconds[name] == pytest.approx(sum(parts.values()))
     ahead = planned(capsys, PPO, *pools, "trainer.mode=one_step_off", "--without-sync")["step"]["seconds"]
     assert ahead == pytest.approx(
         seconds["sync"] + max(seconds["generate"], seconds["evaluate_models"] + seconds["update"])

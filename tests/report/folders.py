@@ -89,7 +89,7 @@ def write_timeline(folder: Path) -> None:
     for step, begin, seconds in ((1, 100, 10), (2, 200, 20)):
         write("step", 1, begin, seconds, step=step)
         write("update", 1, begin + 1, 6, step=step)
-        write("stream", 2, begin, seconds, yielded_rows=8)
+        write("land", 2, begin, seconds, calls=8)
     write("start", 5, 50, 40)
     write("update_policy", 5, 101, 4)
     write("inner", 5, 102, 1)

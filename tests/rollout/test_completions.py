@@ -36,20 +36,19 @@ async def forever(ended):
         raise
 
 
-def test_results_wait_for_others_but_the_last_ones_do_not(loop):
-    doors = gates(4)
+def test_a_flight_collects_for_some_time_but_the_last_ones_come_at_once(loop):
+    doors, flight = gates(4), Flight(loop)
+    flight.add([after(door, row) for row, door in enumerate(doors)])
     begun = time.monotonic()
-    parts = as_completed(loop, [after(door, row) for row, door in enumerate(doors)], timeout=60, apart=0.5)
     doors[3].set()
     loop.call_later(0.2, doors[1].set)
-    assert sorted(next(parts)) == [1, 3]
+    assert sorted(flight.take(0.5)) == [1, 3]
     assert 0.5 <= time.monotonic() - begun < 5
     loop.call_later(0.1, doors[0].set)
     loop.call_later(0.2, doors[2].set)
     begun = time.monotonic()
-    assert sorted(next(parts)) == [0, 2]  # at once, since all are there
-    assert time.monotonic() - begun < 0.5
-    assert next(parts, None) is None
+    assert sorted(flight.take(30)) == [0, 2]  # at once, since all are there
+    assert time.monotonic() - begun < 15
 
 
 def test_an_error_does_not_wait_for_others(loop):
@@ -57,10 +56,34 @@ def test_an_error_does_not_wait_for_others(loop):
         await asyncio.sleep(0.1)
         raise ValueError("of one")
 
-    ended, begun = [], time.monotonic()
+    ended, begun, flight = [], time.monotonic(), Flight(loop)
+    flight.add([fails(), forever(ended)])
     with pytest.raises(ValueError, match="of one"):
-        list(as_completed(loop, [fails(), forever(ended)], timeout=60, apart=30))
+        flight.take(30)
+    flight.cancel()
     assert time.monotonic() - begun < 15 and ended == [True]
+
+
+def test_a_flight_is_busy_while_one_runs(loop, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    doors, flight = gates(3), Flight(loop)
+    assert flight.busy == 0.0
+    flight.add([after(doors[0], 0)])
+    now[0] += 3.0
+    flight.add([after(doors[1], 1)])
+    now[0] += 1.0
+    assert flight.busy == 4.0
+    doors[0].set()
+    doors[1].set()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(asyncio.sleep(0))
+    now[0] += 10.0  # nothing runs
+    assert flight.busy == 4.0
+    flight.add([after(doors[2], 2)])
+    now[0] += 2.0
+    assert flight.busy == 6.0
+    flight.cancel()
 
 
 def test_results_come_when_they_are_there_whatever_the_order(loop):
@@ -128,9 +151,9 @@ def test_a_flight_goes_on_from_call_to_call(loop):
     assert flight.take(0.01) == [] and len(flight) == 3
     doors[2].set()
     doors[0].set()
-    assert sorted(flight.take(60)) == [0, 2] and len(flight) == 1
+    assert sorted(flight.take(0.01)) == [0, 2] and len(flight) == 1
     flight.add([after(doors[2], 4)])
-    assert flight.take(60) == [4]
+    assert flight.take(0.01) == [4]
     flight.cancel()
     assert len(flight) == 0 and flight.take(5) == []
 

@@ -1,16 +1,21 @@
 """Responses of a real engine as they finish, and trajectories of several turns that it takes part in."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from examples.tiny_model import train_tokenizer
 from megarl.config.schema.rollout import MultiTurnConfig
+from megarl.data.trajectories import Blocks, expand_prompts
 from megarl.environments.environment import Environment, StepResult, Task
 from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.turns import Player
+from megarl.trainer.stages.rollouts import answer_all
+from megarl.trainer.workers.engine import EngineWorker
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_log_probs
+from tests.trainer.trajectories import prompts
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos=True)
 
@@ -70,6 +75,43 @@ def test_requests_are_refused_before_any_is_sent(engine, sync, model_a):
         engine.call("generate", [[5]], ["a"], SAMPLING)
     with pytest.raises(WeightSyncError):
         engine.call("finish_update")  # so that another may begin
+
+
+def answer_by_queue(engine, sampling):
+    """120 requests of 6 prompts, by the queue of a controller whose only engine is this one; (uids, response ids), and the calls."""
+    worker, calls = EngineWorker.__new__(EngineWorker), []  # its constructor starts SGLang
+    worker.engine, worker.players, worker._launched = engine, None, {}
+    worker.flight, worker._signs, worker._waited, worker._busy = engine.flight(), engine.last_sign, 0.0, 0.0
+
+    def call(_, method, *args):
+        found = getattr(worker, method)(*args)
+        if method == "land":
+            calls.append((sum(requests.num_rows for requests, _ in args[1]), found.waiting))
+        return found
+
+    group = SimpleNamespace(world_size=1, processes=[], call_rank=call)
+    run = SimpleNamespace(
+        restarts=None,
+        blocks=Blocks(),
+        wait=lambda refs, busy=(): refs,
+        refuse_silence=lambda since, processes: None,
+    )
+    requests = expand_prompts(prompts(*"abcdef"), 20)
+    table, _ = answer_all(run, group, [(requests, sampling)], lambda part: None)
+    return table["uid"].to_pylist(), table["response_ids"].to_pylist(), calls
+
+
+def test_a_queue_brings_the_same_as_a_call(engine, sync, model_a):
+    """64 places, and a quarter more that wait: a prompt's 20 requests come together, the last two prompts' when there is room."""
+    sync(model_a, 65)
+    sampling = dataclasses.replace(SAMPLING, max_new_tokens=40)
+    uids, found, calls = engine.call(answer_by_queue, sampling)
+    asked = [[number + 1] for number in range(6) for _ in range(20)]
+    expected = engine.call("generate", asked, uids, sampling)
+    assert found == [generation.response_ids for generation in expected]
+    sent = [count for count, _ in calls if count]
+    assert sent[0] == 80 and sum(sent) == 120 and len(sent) > 1
+    assert calls[-1][1] == 0
 
 
 class Again(Environment):

@@ -190,7 +190,7 @@ def test_the_timeline_shows_collecting_and_learning_at_once(whole: FinishedRun) 
         answers = [
             one
             for one in tracks["rollout", "rank 0"]
-            if one.name == "stream" and span.begin < one.begin < span.end
+            if one.name == "land" and span.begin < one.begin < span.end
         ]
         assert answers and all(one.facts["step"] == span.facts["step"] for one in answers)
         learns = [

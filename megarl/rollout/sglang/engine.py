@@ -35,6 +35,7 @@ from megarl.models.layers import is_mixture
 from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 from megarl.rollout.engine import (
     AdapterConfig,
+    EngineCapacity,
     EngineConfig,
     EngineError,
     Generation,
@@ -140,6 +141,15 @@ class SGLangEngine(SGLangPart):
         """When the engine last computed tokens, or answered a request or a piece of one, by `time.monotonic`."""
         return max(self._last_answer, self._engine.heartbeat.last())
 
+    @property
+    def waiting(self) -> int:
+        """Requests that SGLang has been sent and does not decode yet, by its last step: they wait for a place, or their prompts are computed."""
+        return max(0, self._gate.inside - self._engine.heartbeat.running())
+
+    def capacity(self) -> EngineCapacity:
+        """How much it computes at a time."""
+        return EngineCapacity(self.config.max_num_seqs, self._engine.cache_tokens)
+
     def start(self) -> None:
         super().start()
         # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
@@ -231,13 +241,12 @@ class SGLangEngine(SGLangPart):
                     f"SGLang did not abort {self._gate.inside} requests within {self.config.request_timeout} s"
                 )
 
-    def as_completed(
-        self, coroutines: Sequence[Coroutine[Any, Any, Answer]], apart: float = 0.0
-    ) -> Iterator[list[Answer]]:
-        """Run coroutines together on the engine's loop; yields each time the results of all that ended since the last time.
+    def go_on(self) -> None:
+        """Let requests that `interrupt` interrupted continue, if there are weights and a cache."""
+        self._let_in()
 
-        Args:
-            apart: least seconds between two lists; the last list comes as soon as all have ended.
+    def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> Iterator[list[Answer]]:
+        """Run coroutines together on the engine's loop; yields each time the results of all that ended since the last time.
 
         Raises:
             EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
@@ -245,7 +254,7 @@ class SGLangEngine(SGLangPart):
         timeout = self.config.request_timeout
         try:
             # A long answer, or a trajectory of several turns, may take longer than the timeout: each sign of life restarts it.
-            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign, apart)
+            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign)
         except NothingCompleted:
             self._version = None
             raise EngineError(

@@ -221,6 +221,11 @@ class TokenEngine(Engine):
             self.tokenizer_manager.send_to_scheduler = BatchingSocket(socket, self.loop)
             self.heartbeat = scheduler_hooks.Heartbeat(heartbeat_file(self.port_args))
 
+    @property
+    def cache_tokens(self) -> int:
+        """The tokens that the KV cache of a rank has room for, as the first scheduler said at its start (sglang 0.5.21)."""
+        return self._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+
     @classmethod
     def _launch_scheduler_processes(cls, server_args, *args, **kwargs):
         with forked() if server_args.device == "cpu" else without_main():

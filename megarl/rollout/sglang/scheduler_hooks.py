@@ -1,4 +1,5 @@
-"""Hooks in SGLang's scheduler: the samples of a prompt share its prefill, and the engine's owner learns when it last computed.
+"""Hooks in SGLang's scheduler: the samples of a prompt share its prefill, and the engine's owner learns when it last computed, for how
+many requests.
 
 Prefix sharing. SGLang's cache shares prefixes that an earlier batch has computed. All requests that wait when a batch is made would be put
 into it, each with its complete prompt: n samples of a prompt prefill it n times (0.5.21; its policy `lpm` sorts them, but leaves
@@ -12,7 +13,8 @@ a batch each. Where SGLang makes the next batch before the last one is done (on 
 Heartbeat. The scheduler of an engine's first rank writes a time that the owner reads. Answers alone do not tell an engine that works from
 one that hangs: long answers that begin together end together, after any time. SGLang's own snapshots of its load do not either: it
 writes them also while requests only wait (0.5.21). So the time is written whenever the tokens of a step have come back from the
-device. It is that of the machine's monotonic clock, which all of its processes share.
+device. It is that of the machine's monotonic clock, which all of its processes share. With it comes the number of requests that the
+scheduler decodes at the time: the owner knows how many it has sent, and so how many wait for a place or for room in the cache.
 """
 
 import mmap
@@ -23,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 FEW_TOKENS = 16  # so few remaining prompt tokens are not worth another batch
-_TIME = struct.Struct("d")  # in the machine's own form, which is written and read at once
+_BEAT = struct.Struct(
+    "dq"
+)  # a time and a number of requests, in the machine's own form, which is written and read at once
 
 
 def experts_as_bytes(result: Any, processor: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,25 +68,29 @@ def waits_for_another(adder: Any, request: Any) -> bool:
 
 
 class Heartbeat:
-    """A time in a file that processes map."""
+    """A time and a number of requests in a file that processes map."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _TIME.size)
+            self._memory = mmap.mmap(file.fileno(), _BEAT.size)
 
     @classmethod
     def make(cls, path: Path) -> "Heartbeat":
-        path.write_bytes(_TIME.pack(0.0))
+        path.write_bytes(_BEAT.pack(0.0, 0))
         return cls(path)
 
-    def beat(self) -> None:
-        _TIME.pack_into(self._memory, 0, time.monotonic())
+    def beat(self, running: int) -> None:
+        _BEAT.pack_into(self._memory, 0, time.monotonic(), running)
 
-    def beat_after(self, result: Any, *args: Any, **kwargs: Any) -> Any:
-        """After a step of SGLang's scheduler: write the time."""
-        self.beat()
+    def beat_after(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """After a step of SGLang's scheduler: write the time, and how many requests it decodes."""
+        self.beat(len(scheduler.running_batch.reqs))
         return result
 
     def last(self) -> float:
         """By `time.monotonic`; 0: never."""
-        return _TIME.unpack_from(self._memory)[0]
+        return _BEAT.unpack_from(self._memory)[0]
+
+    def running(self) -> int:
+        """The requests that were decoded at that time; those of a first batch of a prompt's tokens are not among them yet."""
+        return _BEAT.unpack_from(self._memory)[1]

@@ -113,17 +113,22 @@ def answer(
     """`collect` without a sync, with the weights in the engines."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
-    noise = noise_seed(config.actor_rollout_ref.rollout, step)
+    noise, idle = noise_seed(config.actor_rollout_ref.rollout, step), 0.0
     while not groups.complete:
         with phase("generate"):
             asked = groups.distinct(next(prompts))
-            answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+            answers, idled = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+        idle += idled
         by_model = rewards.ask_model(roles, answers, phase)
         with run.timed("reward"):
             scored = rewards.collect(answers, f"step {step}", by_model)
             groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data))
-    speed = groups.generated_tokens / run.seconds["generate"]
-    return groups, groups.metrics() | {"perf/generate_tokens_per_s": speed}
+    seconds = run.seconds["generate"]
+    speed = {
+        "perf/generate_tokens_per_s": groups.generated_tokens / seconds,
+        "perf/engines_idle": idle / seconds,
+    }
+    return groups, groups.metrics() | speed
 
 
 def learn(

@@ -114,7 +114,7 @@ class DeviceMemory:
         self._call("reserve_memory", [owner for owner in movable if not owner.name.startswith("rollout_")])
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-        """The phases in which `roles` are updated: (phase, roles), all at once unless they make room for each other."""
+        """The phases in which `roles` are updated: (phase, roles), all at once unless they make room for each other or share GPUs."""
         groups = {
             role: owner.group for role in roles for owner in self.owners if owner.name == f"{role}_optimizer"
         }
@@ -123,7 +123,8 @@ class DeviceMemory:
         shared = one is not other and set(_devices(one)) & set(_devices(other))
         # In the same processes they cannot be updated at once anyway.
         together = len(roles) > 1 and one is other
-        if len(roles) == 1 or together or (shared and movable & {one.role, other.role}):
+        makes_room = shared and movable & {one.role, other.role}
+        if len(roles) == 1 or together or makes_room or share_gpus(one, other):
             return [(f"update_{role}", (role,)) for role in roles]
         return [("update", tuple(roles))]
 
@@ -233,6 +234,29 @@ def _totals(account: Account, names: set[str]) -> dict[Device, int]:
 def _devices(group: WorkerGroup) -> list[Device]:
     """The devices of all ranks of all processes, in their order."""
     return [device for devices in group.devices for device in devices]
+
+
+def share_gpus(one: WorkerGroup, other: WorkerGroup) -> bool:
+    """Whether processes of two groups compute on the same GPU.
+
+    They then work in turns. CUDA runs the kernels of two processes in slices of time: a collective of one spins in its slices while
+    its peer's GPU runs slices of the other, and the activations of both are on the device together.
+    """
+    gpus = {device for device in _devices(one) if device.gpu_id is not None}
+    return one is not other and not gpus.isdisjoint(_devices(other))
+
+
+def gpu_turns(groups: Sequence[WorkerGroup]) -> list[list[int]]:
+    """The numbers of groups, turn by turn: those of a turn share no GPU and work at once; each comes in the first turn with room for it."""
+    found: list[list[int]] = []
+    for number, group in enumerate(groups):
+        free = (turn for turn in found if not any(share_gpus(groups[other], group) for other in turn))
+        turn = next(free, None)
+        if turn is None:
+            found.append([number])
+        else:
+            turn.append(number)
+    return found
 
 
 def gpu_pools(run: Run) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Restarts of rollout engines that died or hang; the trained models are not touched.
 
-A new engine gets the current version of the weights, verified as in every sync, before it serves requests. Missing trajectories are
-requested again (`rollouts.generate`): their noise depends on seed and uid, so that they equal the lost ones.
+A new engine gets the current version of the weights, verified as in every sync, before it serves requests. The lost engine's prompts
+go back into the queue (stages/request_queue.py): the noise of their responses depends on seed and uid, so that they equal the lost ones.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ class EngineRestarts:
         if failure.role != self.engines.role or self.count >= self.max_restarts:
             raise failure
         self.hung.add(failure.rank)
+
+    def lose(self, failure: WorkerLost) -> list[int]:
+        """`note`, and the ranks of all lost engines."""
+        self.note(failure)
+        return self.lost()
+
+    @property
+    def come_late(self) -> bool:
+        return False
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
         """Restart all engines that have ended or hang; they hold no weights yet.
@@ -123,7 +132,8 @@ class EngineRestarts:
 
 @dataclass(frozen=True)
 class DeferredRestarts:
-    """Restarts while the actor learns: a new engine gets weights after the updates, and all engines then serve the updated ones.
+    """Restarts while the actor learns: a new engine comes after the updates; where the others are gone, too, all then serve the updated
+    weights.
 
     Attributes:
         ask: runs a call in the main thread once learning is over; returns after it.
@@ -137,6 +147,14 @@ class DeferredRestarts:
     @property
     def engines(self) -> WorkerGroup:
         return self.restarts.engines
+
+    def lose(self, failure: WorkerLost) -> list[int]:
+        """As `EngineRestarts.lose`."""
+        return self.restarts.lose(failure)
+
+    @property
+    def come_late(self) -> bool:
+        return True
 
     def revive(self, failure: WorkerLost) -> None:
         """As `EngineRestarts.revive`; raises the failure at once if the engine cannot be replaced."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,15 @@ from megarl.checkpoints import Checkpoint, CheckpointStore
 from megarl.cluster import (
     ResourcePool,
     RunFailure,
+    WaitTimeout,
     Watch,
     WorkerGroup,
     WorkerLost,
-    stream,
     wait,
     write_report,
 )
+from megarl.cluster.ranks import RankProcess
+from megarl.cluster.report import stacks_of
 from megarl.data.trajectories import Blocks, write_trajectories
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.run.logger import RunLogger
@@ -49,6 +51,15 @@ class Restarts(Protocol):
 
     def serve_all(self) -> None:
         """Give all engines the weights that they served before, including replaced ones."""
+        ...
+
+    def lose(self, failure: WorkerLost) -> list[int]:
+        """Remember a lost engine; returns the ranks of all lost ones. Raises the failure if the engine cannot be replaced."""
+        ...
+
+    @property
+    def come_late(self) -> bool:
+        """Whether engines are restarted only when the models have learnt, so that it is better to go on without them."""
         ...
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
@@ -121,19 +132,31 @@ class Run:
         self.groups.append(group)
         return group
 
-    def wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
+    def wait(self, refs: list[ray.ObjectRef], busy: Collection[str] = ()) -> list[Any]:
         """The results; raises within seconds when any process of the run died or a call failed, and soon if one hangs.
+
+        Args:
+            busy: marks of processes that should be working, whether or not `refs` are calls of them.
 
         Raises:
             RunFailure: names a report of all processes. A dead engine that can be restarted counts only if `refs` are calls of it.
         """
         with self._reporting():
-            return wait(refs, self.watched, self.phase_timeout, self.watch, self._spare)
+            return wait(refs, self.watched, self.phase_timeout, self.watch, self._spare, busy=busy)
 
-    def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
-        """Tables from generator methods of all ranks, as they arrive; raises as `wait` does."""
-        with self._reporting():
-            yield from stream(streams, self.watched, self.phase_timeout, self.watch, self._spare)
+    def refuse_silence(self, since: float, processes: Sequence[RankProcess]) -> None:
+        """Raise if it is longer than `phase_timeout` ago that one of these processes has returned something.
+
+        Args:
+            since: when one last has, by `time.monotonic`.
+
+        Raises:
+            WaitTimeout: names the processes and a report of all.
+        """
+        if self.phase_timeout is not None and time.monotonic() - since > self.phase_timeout:
+            stacks_of(processes)  # written to the logs that the error names
+            with self._reporting():
+                raise WaitTimeout(self.phase_timeout, processes, len(processes))
 
     def revive(self, failure: WorkerLost) -> None:
         """Continue after an engine was lost while it generated; raises the failure if it cannot be replaced."""

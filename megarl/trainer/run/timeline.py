@@ -34,7 +34,7 @@ STEP = "step"
 _ROLES = (CONTROLLER, "rollout", REWARDS, "reward_model", "actor", "ref", "critic")
 _LAST_SECONDS = 1.0  # at the end of a run, which may have ended because a process does not answer
 _PARTS_APART = 1_000_000  # the numbers of threads of two parts of a rank
-# A call that engines get several times a second while responses continue from step to step: shown as one span until a pause.
+# A call that engines get again and again while they generate: shown as one span until a pause.
 _POLLED, _POLLS_APART = "land", 100_000_000
 _REWARDS_APART = 1_000_000  # nanoseconds between two samples from which on they are shown as two
 

@@ -8,8 +8,8 @@ Guarantees of one_step_off:
   step alone, not on whether collecting or learning is faster.
 - A checkpoint of step k has the complete batch k + 1. A run that continues from it equals the one that saved it.
 - A failure of collecting or of learning ends both, with one report.
-- An engine that is lost while the models learn is restarted after the actor's updates; all engines then serve the updated weights
-  as the next version, and the missing trajectories are generated with these.
+- An engine that is lost while the models learn is restarted after the actor's updates. The others answer its prompts, with the weights
+  that all had; where none is left, all then serve the updated weights as the next version, and answer what is missing with these.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Batches, Collect, OneStepOff, Synchronous
 from megarl.trainer.schedule.in_flight import InFlight
 from megarl.trainer.schedule.streaming import Streamed
+from megarl.trainer.stages.request_queue import RequestQueue
 from megarl.trainer.stages.scoring import Rewards
 
 
@@ -41,4 +42,5 @@ def make_batches(
         last_step,
     )
     overlapped = mode == "fully_async"
-    return Streamed(config, run, roles, rewards, prompts, in_flight, overlapped)
+    queue = RequestQueue(roles.engines)
+    return Streamed(config, run, roles, rewards, prompts, in_flight, overlapped, queue)

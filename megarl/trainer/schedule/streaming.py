@@ -7,8 +7,7 @@
 Responses that are interrupted at the end of a step or for new weights continue from their last token with the next weights;
 `rollout_log_probs` are those of the weights that chose each token.
 
-Guarantees, each asserted by a test, besides those of `InFlight`:
-- An engine gets a few requests more than it runs at once (rollout.max_num_seqs): the next one goes to the engine with most room.
+Guarantees, each asserted by a test, besides those of `InFlight` and of stages/request_queue.py:
 - A lost engine costs no trajectory: its in-flight requests are sent again.
 - A checkpoint has finished groups, and the prompts of unfinished ones: the run that continues generates all responses to these anew.
 """
@@ -20,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,21 +28,19 @@ import pyarrow as pa
 from megarl.cluster import WorkerLost
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import take
+from megarl.trainer.roles.device_memory import share_gpus
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
 from megarl.trainer.run.checkpoints import InFolder
 from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Batches, Collected
 from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, in_background
-from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt, load_in_flight, save_in_flight
+from megarl.trainer.schedule.in_flight import InFlight, load_in_flight, save_in_flight
 from megarl.trainer.stages.nonfinite import NotFinite
+from megarl.trainer.stages.request_queue import Part, PromptRequests, RequestQueue
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
 from megarl.trainer.stages.scoring import training_scores
 
-# The longest time that a call waits for finished trajectories; it returns at once if there are any.
-LAND_SECONDS = 0.2
-# Requests sent to an engine, as a multiple of those that it runs at once: the surplus fills places that become free between calls.
-_WINDOW = 1.25
 _PROBLEM, _ITS_BATCH = "problem.json", "problem.arrow"
 
 
@@ -55,15 +52,15 @@ class Streamed(Batches):
         prompts: endless tables of prompts.
         overlapped: whether the engines continue while the models learn.
         drawn: prompts that were drawn and not sent to engines yet.
-        engine_of: the number of the engine that has a request, by the request's uid.
+        queue: the requests that engines have, and the room for more.
         problem: which number of a group was not finite; raised by the next step.
     """
 
     prompts: Iterator[pa.Table]
     in_flight: InFlight
     overlapped: bool
+    queue: RequestQueue
     drawn: pa.Table | None = None
-    engine_of: dict[str, int] = field(default_factory=dict)
     problem: NotFinite | None = None
 
     def of(self, step: int) -> Collected:
@@ -81,8 +78,10 @@ class Streamed(Batches):
             (run, roles), step, partial(in_flight.room, step, False), lambda: in_flight.is_enough(step)
         )
         if not self.overlapped:
-            self._interrupt(run)
+            self._tell(run, "interrupt")
         groups, taken = in_flight.take(step)
+        idle, generated = self.queue.take_idle()
+        taken["perf/engines_idle"] = idle / max(generated, 1e-9)
         table = groups.batch()
         first, last = (table[name].to_numpy() for name in ("weight_version", "last_weight_version"))
         staleness = {
@@ -147,11 +146,12 @@ class Streamed(Batches):
         while not is_done():
             self._ask(room())
             with roles.memory.phase("generate"):
-                self._launch_missing(run)
+                self.queue.open(run)
                 while not is_done() and not self.in_flight.due(step):
                     self._land(run)
             if self.in_flight.due(step):
                 self._score(run, roles, step)
+        self.queue.close(run)
 
     def _ask(self, count: int) -> None:
         """Draw `count` prompts and add them to the in-flight ones."""
@@ -164,41 +164,23 @@ class Streamed(Batches):
             count -= some.num_rows
 
     def _land(self, run: Run) -> None:
-        """Take finished trajectories, submit them to the rewards, and send the engines more requests."""
-        if not self.engine_of:
+        """Send engines requests, oldest prompts first, take finished trajectories, and submit them to the rewards."""
+        queue, answers = self.queue, self.in_flight.num_answers
+        count = sum(answers - len(prompt.answers) for prompt in self.in_flight.prompts.values())
+        dealt = queue.deal(self._unsent(), max(1, count - len(queue.engine_of)))
+        if not queue.engine_of:
             run.wait([])
-            time.sleep(LAND_SECONDS)
+            time.sleep(queue.apart)
             return
-        try:
-            tables = run.wait(self.roles.engines.call("land", LAND_SECONDS))
-            finished = [table for table in tables if table is not None]
-            if finished:
-                table = pa.concat_tables(finished)
-                for uid in table["uid"].to_pylist():
-                    self.engine_of.pop(uid, None)
-                self.rewards.submit(self.in_flight.receive(table))
-                self._launch(run)
-        except WorkerLost as failure:
-            run.revive(failure)
-            self._launch_missing(run)
+        parts = [[part for prompt in prompts for part in prompt.content] for prompts in dealt]
+        tables = queue.exchange(run, parts)
+        if tables:
+            self.rewards.submit(self.in_flight.receive(pa.concat_tables(tables)))
 
-    def _launch_missing(self, run: Run) -> None:
-        """Ask the engines which requests they have, and launch all others: new ones, and those lost with an engine or its reply."""
-        while True:
-            if run.restarts is not None:
-                run.restarts.serve_all()
-            try:
-                held = run.wait(self.roles.engines.call("in_flight"))
-                self.engine_of = {uid: engine for engine, uids in enumerate(held) for uid in uids}
-                self._launch(run)
-                return
-            except WorkerLost as failure:
-                run.revive(failure)
-
-    def _interrupt(self, run: Run) -> None:
-        """Interrupt the engines; a lost one is replaced before the next sync."""
+    def _tell(self, run: Run, method: str) -> None:
+        """Have all engines interrupt their requests, or go on with them; a lost engine is replaced before the next sync."""
         try:
-            run.wait(self.roles.engines.call("interrupt"))
+            run.wait(self.roles.engines.call(method))
         except WorkerLost as failure:
             self.roles.restarts.note(failure)
 
@@ -206,54 +188,50 @@ class Streamed(Batches):
         """Score finished groups, and keep or discard them."""
         groups, rewards = self.in_flight.finished(), replace(self.rewards, run=run)
         table = pa.concat_tables([one.table() for one in groups]).combine_chunks()
+        judge = roles.reward_model
+        # Requests go on meanwhile, but not on the GPUs that the reward model computes on.
+        rests = judge is not None and share_gpus(judge.group, roles.engines)
+        if rests:
+            self._tell(run, "interrupt")
         try:
             by_model = rewards.ask_model(roles, table, roles.memory.phase)
         except NotFinite as found:
             self.problem = found
             self.in_flight.give_up(groups)
             return
+        finally:
+            if rests:
+                self._tell(run, "go_on")
         with run.timed("reward"):
             scored = rewards.collect(table, f"step {step}", by_model)
         config, few = self.config, len(groups) < self.in_flight.num_prompts
         trained = training_scores(scored, config.reward_model.overlong_buffer, config.data, may_all_fail=few)
         self.in_flight.keep(groups, trained)
 
-    def _launch(self, run: Run) -> None:
-        """Send engines as many requests as they have room for, oldest prompts first; all requests of a prompt go to one engine."""
-        engines = self.roles.engines
-        loads = [0] * engines.world_size
-        for engine in self.engine_of.values():
-            loads[engine] += 1
-        window = int(_WINDOW * self.config.actor_rollout_ref.rollout.max_num_seqs)
-        parts: list[list] = [[] for _ in loads]
-        for prompt in self.in_flight.prompts.values():
-            engine = min(range(len(loads)), key=loads.__getitem__)
-            if loads[engine] >= window:
-                break
-            for requests, sampling in self._missing(prompt):
-                parts[engine].append((requests, sampling))
-                loads[engine] += requests.num_rows
-                self.engine_of |= dict.fromkeys(requests["uid"].to_pylist(), engine)
-        if any(parts):
-            run.wait(engines.call_each("launch", [(part,) for part in parts]))
-
-    def _missing(self, prompt: InFlightPrompt) -> Iterator[tuple[pa.Table, object]]:
-        """Requests of a prompt that no engine has and that are not answered."""
+    def _unsent(self) -> Iterator[PromptRequests[list[Part]]]:
+        """Requests that no engine has and that are not answered, by prompt."""
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
         greedy = self.config.algorithm.adv_estimator == "remax"
-        samplings = training_sampling(rollout, length, noise_seed(rollout, prompt.version))
-        for requests, sampling in zip(prompt.requests(rollout.n, greedy), samplings, strict=False):
-            uids = requests["uid"].to_pylist()
-            rows = [
-                row for row, uid in enumerate(uids) if uid not in prompt.answers and uid not in self.engine_of
-            ]
-            if rows:
-                yield take(requests, rows), sampling
+        for prompt in self.in_flight.prompts.values():
+            samplings = training_sampling(rollout, length, noise_seed(rollout, prompt.version))
+            parts: list[Part] = []
+            uids: list[str] = []
+            for requests, sampling in zip(prompt.requests(rollout.n, greedy), samplings, strict=False):
+                names = requests["uid"].to_pylist()
+                rows = [
+                    row
+                    for row, uid in enumerate(names)
+                    if uid not in prompt.answers and uid not in self.queue.engine_of
+                ]
+                if rows:
+                    parts.append((take(requests, rows), sampling))
+                    uids += [names[row] for row in rows]
+            if uids:
+                yield PromptRequests(uids, len(prompt.prompt["prompt_ids"][0]), length, parts)
 
     def _busy(self) -> set[str]:
         """Marks of the engines that have requests."""
-        working = {*self.engine_of.values()}
-        return {process.mark for process in self.roles.engines.processes if process.rank in working}
+        return self.queue.marks
 
     def _watch(self) -> InterruptedWatch:
         watch = self.run.watch

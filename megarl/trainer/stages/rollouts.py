@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
 
-from megarl.cluster import WorkerGroup, WorkerLost
+from megarl.cluster import WorkerGroup
 from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.dispatch import split_requests
+from megarl.trainer.stages.request_queue import Part, RequestQueue, by_prompt, joined
 
-# Seconds between two tables of an engine, for each engine of the run: the controller needs a millisecond for a table.
-APART = 0.05
 GREEDY = "/greedy"  # suffix of the uid of a prompt's greedy answer; its samples have "/0", "/1", ...
 
 Finished = Callable[[pa.Table], None]
@@ -24,8 +22,9 @@ Finished = Callable[[pa.Table], None]
 
 def roll_out(
     run: Run, engines: WorkerGroup, prompts: pa.Table, config: TrainConfig, seed: int, finished: Finished
-) -> pa.Table:
-    """A step's trajectories: `rollout.n` for each prompt, in the prompts' order.
+) -> tuple[pa.Table, float]:
+    """A step's trajectories: `rollout.n` for each prompt, in the prompts' order; and the seconds in which an engine had no request
+    during it, as the mean over all engines.
 
     ReMax's baseline is the score of the prompt's greedy answer: the greedy answers follow after all samples.
 
@@ -35,12 +34,10 @@ def roll_out(
     sampling, greedy = training_sampling(
         config.actor_rollout_ref.rollout, config.data.max_response_length, seed
     )
-    requests = expand_prompts(prompts, config.actor_rollout_ref.rollout.n)
-    answers = generate(run, engines, requests, sampling, finished)
-    if config.algorithm.adv_estimator != "remax":
-        return answers
-    best = generate(run, engines, greedy_requests(prompts), greedy, finished)
-    return pa.concat_tables([answers, best]).combine_chunks()
+    parts = [(expand_prompts(prompts, config.actor_rollout_ref.rollout.n), sampling)]
+    if config.algorithm.adv_estimator == "remax":
+        parts.append((greedy_requests(prompts), greedy))
+    return answer_all(run, engines, parts, finished)
 
 
 def training_sampling(
@@ -77,25 +74,35 @@ def greedy_requests(prompts: pa.Table) -> pa.Table:
 def generate(
     run: Run, engines: WorkerGroup, requests: pa.Table, sampling: SamplingParams, finished: Finished
 ) -> pa.Table:
-    """The trajectories of `requests`, in their order; `finished` has been called with all of them by then.
+    """The trajectories of `requests`, in their order; `finished` has been called with all of them by then."""
+    return answer_all(run, engines, [(requests, sampling)], finished)[0]
 
-    Trajectories that were lost with their engine are requested again after its restart, if the run restarts engines.
+
+def answer_all(
+    run: Run, engines: WorkerGroup, parts: Sequence[Part], finished: Finished
+) -> tuple[pa.Table, float]:
+    """As `generate`, for requests that are sampled differently, part by part; and the idle seconds (see `roll_out`).
+
+    Engines get prompts as they have room (request_queue.py), also those of engines that are lost.
     """
-    uids, tables, missing = requests["uid"].to_pylist(), [], requests
-    while missing.num_rows:
-        if run.restarts is not None:
-            run.restarts.serve_all()
-        apart, how = APART * engines.world_size, run.put(sampling)
-        calls = [(part, how, apart) for part in split_requests(missing, engines.world_size)]
-        try:
-            for table in run.stream(engines.stream_each("stream", calls)):
-                finished(table)
-                tables.append(table)
-        except WorkerLost as failure:
-            run.revive(failure)
-        came = {uid for table in tables for uid in table["uid"].to_pylist()}
-        missing = take(requests, np.flatnonzero([uid not in came for uid in uids]))
-    return in_order(pa.concat_tables(tables), uids, run.blocks)
+    queue = RequestQueue(engines)
+    queue.open(run)
+    uids = [uid for requests, _ in parts for uid in requests["uid"].to_pylist()]
+    came: set[str] = set()
+    tables: list[pa.Table] = []
+    waiting, count = by_prompt(parts, lambda uid: True), len(uids)
+    while len(came) < len(uids):
+        dealt = queue.deal(waiting, count)
+        waiting = waiting[sum(map(len, dealt)) :]
+        for table in queue.exchange(run, [joined(parts, own) for own in dealt]):
+            came.update(table["uid"].to_pylist())
+            finished(table)
+            tables.append(table)
+        count = len(uids) - len(came) - len(queue.engine_of)
+        if count > sum(len(prompt.uids) for prompt in waiting):  # an engine was lost
+            waiting = by_prompt(parts, lambda uid: uid not in came and uid not in queue.engine_of)
+    queue.close(run)
+    return in_order(pa.concat_tables(tables), uids, run.blocks), queue.take_idle()[0]
 
 
 def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:

@@ -14,6 +14,7 @@ from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
+from megarl.cluster import WorkerGroup
 from megarl.config import (
     ActorConfig,
     TrainConfig,
@@ -23,6 +24,7 @@ from megarl.config import (
     needs_ref_log_probs,
 )
 from megarl.data.trajectories import append_column, ragged, sequence_lengths
+from megarl.trainer.roles.device_memory import gpu_turns
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
@@ -45,8 +47,8 @@ from megarl.trainer.workers.ptx import plan_ptx
 def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:
     """Append `old_log_probs`, `ref_log_probs`, `full_kl` and `values`, as far as the algorithm uses them.
 
-    All roles compute at once. With `algorithm.rollout_correction.bypass_mode` the old log-probs are those of the engine; where a step
-    is a single update, the update computes them (`is_single_update`).
+    All roles compute at once, but those that share GPUs, which take turns. With `algorithm.rollout_correction.bypass_mode` the old
+    log-probs are those of the engine; where a step is a single update, the update computes them (`is_single_update`).
 
     Args:
         seed: of the step's `update`.
@@ -56,7 +58,9 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     """
     table = run.put(columns_of(batch, READ))
     actor, ref, critic = roles.actor, roles.ref, roles.critic
-    calls = []
+    calls: list[
+        tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]
+    ] = []  # roles, group, method and arguments
     wants_ref = ref is not None and needs_ref_log_probs(config)
     # One call where one group does both: each costs the controller time for every rank.
     both = wants_ref and ref.group is actor.group and needs_old_log_probs(config)
@@ -65,23 +69,24 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         shares = run.put(first_pass_plan(plan, actor.batching.epochs))
         if both:
             of_ref = run.put(forward_plan(batch, ref.layout, ref.batching, run.plans))
-            calls.append(
-                (("actor", "ref"), actor.group.call("compute_both_log_probs", table, shares, of_ref))
-            )
+            calls.append((("actor", "ref"), actor.group, ("compute_both_log_probs", table, shares, of_ref)))
         else:
             method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
-            calls.append((("actor",), actor.group.call(method, table, shares, "old_log_probs")))
+            calls.append((("actor",), actor.group, (method, table, shares, "old_log_probs")))
     elif not is_single_update(config):
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
-    # Calls of all roles are made before any is waited for, so that they run at once.
     if wants_ref and not both:
-        shares = forward_plan(batch, ref.layout, ref.batching, run.plans)
+        shares = run.put(forward_plan(batch, ref.layout, ref.batching, run.plans))
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
-        calls.append((("ref",), ref.group.call(method, table, run.put(shares), "ref_log_probs")))
+        calls.append((("ref",), ref.group, (method, table, shares, "ref_log_probs")))
     if critic is not None:
-        shares = forward_plan(batch, critic.layout, critic.batching, run.plans)
-        calls.append((("critic",), critic.group.call("compute_values", table, run.put(shares))))
-    answers = [answer for names, refs in calls for answer in _by_role(names, run.wait(refs))]
+        shares = run.put(forward_plan(batch, critic.layout, critic.batching, run.plans))
+        calls.append((("critic",), critic.group, ("compute_values", table, shares)))
+    answers = []
+    for turn in gpu_turns([group for _, group, _ in calls]):
+        # The calls of a turn are made before any is waited for, so that they run at once.
+        begun = [(names, group.call(*call)) for names, group, call in (calls[number] for number in turn)]
+        answers += [answer for names, refs in begun for answer in _by_role(names, run.wait(refs))]
     for _, results in answers:
         batch = merge_columns(batch, results, run.blocks)
     require_finite(batch, COMPUTED, answers)
@@ -117,7 +122,7 @@ def update(
 ) -> dict[str, float]:
     """The critic's and the actor's updates; the actor is not trained during the critic's warm-up.
 
-    Both run at once, unless they make room for each other on the same devices. Adapts the coefficient of the KL loss.
+    Both run at once, unless they make room for each other on the same devices or share GPUs. Adapts the coefficient of the KL loss.
 
     Args:
         ptx_batches: batches of data.ptx, one for each mini-batch of the actor; None: there is no auxiliary loss.

@@ -264,13 +264,19 @@ def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = No
     return table
 
 
-def split_requests(requests: pa.Table, num_engines: int) -> list[pa.Table]:
-    """Contiguous parts, one an engine, as equal as whole prompts allow: a prompt's samples share its prefix."""
-    prompt_uids = requests["prompt_uid"].to_pylist()
-    starts = [row for row in range(len(prompt_uids)) if row == 0 or prompt_uids[row] != prompt_uids[row - 1]]
-    bounds = [*starts, len(prompt_uids)]
-    cuts = [bounds[round(part * len(starts) / num_engines)] for part in range(num_engines + 1)]
-    return [requests.slice(a, b - a) for a, b in itertools.pairwise(cuts)]
+@dataclass(frozen=True)
+class Landed:
+    """What an engine returns from time to time while it generates (`EngineWorker.land`).
+
+    Attributes:
+        table: trajectories that have finished; None: there are none.
+        waiting: requests that it has and has not begun to decode: they wait for a place, for room in the cache or for their prompt.
+        busy: seconds since the last call in which it had an unfinished request.
+    """
+
+    table: pa.Table | None
+    waiting: int
+    busy: float
 
 
 def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import build_trajectories, take
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
+from megarl.trainer.workers.dispatch import Landed
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.receiver import InboxFile
@@ -37,43 +38,28 @@ class EngineWorker:
         self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)
         self.engine.start()
         self.players: Players | None = None
-        self._launched: dict[str, pa.Table] = {}  # by uid, the request of one row
+        self._launched: dict[str, tuple[pa.Table, int]] = {}  # by uid, the request's table and row
         if info.part == 0:
             if turns is not None:
                 self.players = Players(turns, self.engine.answer, config.stop_token_ids)
             self.flight = self.engine.flight()
-            self._signs, self._waited = self.engine.last_sign, 0.0
+            self._signs, self._waited, self._busy = self.engine.last_sign, 0.0, 0.0
 
-    def stream(self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0) -> Iterator[pa.Table]:
-        """The trajectories of `requests` (see `expand_prompts`) as they finish: tables of all that have since the last one.
+    def land(self, seconds: float, parts: Sequence[tuple[pa.Table, SamplingParams]] = ()) -> Landed:
+        """Begin to answer further requests, and return the trajectories that have finished since the last call.
+
+        They are waited for so many seconds, or until all requests are answered. Requests continue between calls; while weights change or
+        memory is released they wait, and then continue after their last token.
 
         Args:
-            apart: seconds between two tables, at least; but the last one comes when all are there.
-        """
-        rows = {uid: row for row, uid in enumerate(requests["uid"].to_pylist())}
-        assert len(rows) == requests.num_rows, "requests have different uids"
-        for generations in self.engine.as_completed(self._answers(requests, sampling), apart):
-            part = take(requests, [rows[generation.uid] for generation in generations])
-            yield build_trajectories(part, generations, self.engine.routing)
-
-    def launch(self, parts: list[tuple[pa.Table, SamplingParams]]) -> None:
-        """Begin to answer requests, each table with its own sampling; they continue between calls, and `land` returns finished ones.
-
-        While weights change or memory is released they wait, and then continue after their last token.
-        """
-        for requests, sampling in parts:
-            for row, uid in enumerate(requests["uid"].to_pylist()):
-                assert uid not in self._launched, f"request {uid} was launched twice"
-                self._launched[uid] = requests.slice(row, 1)
-            self.flight.add(self._answers(requests, sampling))
-
-    def land(self, seconds: float) -> pa.Table | None:
-        """The trajectories that have finished since the last call, after at most so many seconds; None: none has.
+            parts: tables of requests (see `expand_prompts`), each with its own sampling.
 
         Raises:
             EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
         """
         begun = time.monotonic()
+        for requests, sampling in parts:
+            self._launch(requests, sampling)
         generations = self.flight.take(seconds)
         self._waited += time.monotonic() - begun
         if generations or self._signs != self.engine.last_sign or not len(self.flight):
@@ -83,10 +69,31 @@ class EngineWorker:
                 f"SGLang has neither computed a step for any of {len(self.flight)} requests nor answered one within "
                 f"request_timeout={self.engine.config.request_timeout} s"
             )
-        if not generations:
-            return None
-        requests = pa.concat_tables([self._launched.pop(generation.uid) for generation in generations])
-        return build_trajectories(requests.combine_chunks(), generations, self.engine.routing)
+        before, self._busy = self._busy, self.flight.busy
+        busy = self._busy - before
+        return Landed(self._trajectories(generations), self.engine.waiting, busy)
+
+    def _launch(self, requests: pa.Table, sampling: SamplingParams) -> None:
+        uids = requests["uid"].to_pylist()
+        twice = [uid for uid in uids if uid in self._launched]
+        assert not twice and len({*uids}) == len(uids), f"requests were launched twice: {twice or uids}"
+        coroutines = self._answers(requests, sampling)
+        self._launched |= {uid: (requests, row) for row, uid in enumerate(uids)}
+        self.flight.add(coroutines)
+
+    def _trajectories(self, generations: Sequence[Generation]) -> pa.Table | None:
+        """The trajectories of finished requests, which it forgets; None: there are none."""
+        found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
+        for generation in generations:
+            requests, row = self._launched.pop(generation.uid)
+            _, rows, own = found.setdefault(id(requests), (requests, [], []))
+            rows.append(row)
+            own.append(generation)
+        tables = [
+            build_trajectories(take(requests, rows), own, self.engine.routing)
+            for requests, rows, own in found.values()
+        ]
+        return pa.concat_tables(tables).combine_chunks() if tables else None
 
     def in_flight(self) -> list[str]:
         """The uids of requests that were launched and have not landed."""

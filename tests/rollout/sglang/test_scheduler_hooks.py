@@ -45,10 +45,11 @@ def test_a_request_waits_only_for_one_of_the_batch_with_its_prompt(batch, asked,
     assert waits_for_another(batch, asked) is waits
 
 
-def test_a_time_that_another_process_reads(tmp_path):
+def test_a_time_and_a_number_that_another_process_reads(tmp_path):
     writer = Heartbeat.make(tmp_path / "heartbeat")
     reader = Heartbeat(tmp_path / "heartbeat")
-    assert reader.last() == 0.0
+    assert (reader.last(), reader.running()) == (0.0, 0)
     begun = time.monotonic()
-    writer.beat()
-    assert begun <= reader.last() <= time.monotonic()
+    scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=["a", "b", "c"]))
+    assert writer.beat_after("result", scheduler, "batch") == "result"
+    assert begun <= reader.last() <= time.monotonic() and reader.running() == 3

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megarl.rollout.engine import EngineError, SamplingParams
+from megarl.rollout.engine import EngineCapacity, EngineError, SamplingParams
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, assert_serves
 
 LONG = SamplingParams(temperature=1.0, max_new_tokens=100, seed=3, ignore_eos=True)
@@ -19,6 +19,17 @@ def signs(engine, prompts, uids, sampling):
     while not (landed := flight.take(0.005)):
         seen.add(engine.last_sign)
     return seen, len(landed) + len([g for _ in iter(lambda: len(flight), 0) for g in flight.take(60.0)])
+
+
+def waits(engine, count, sampling):
+    """How many of `count` requests waited for a place, at several times before the first response came, and after the last."""
+    flight, seen = engine.flight(), set()
+    flight.add([engine.answer(f"w/{number}", [5, 6, 7, number], sampling) for number in range(count)])
+    while not flight.take(0.005):
+        seen.add(engine.waiting)
+    while len(flight):
+        flight.take(60.0)
+    return seen, engine.waiting
 
 
 def hang(engine, prompts, uids, sampling, pid):
@@ -46,6 +57,14 @@ def test_an_engine_gives_signs_of_life_before_it_answers(engine, sync, model_a):
     seen, landed = engine.call(signs, PROMPTS, UIDS, LONG)
     assert len(seen) > 3 and landed == len(PROMPTS)
     assert max(seen) <= time.monotonic()
+
+
+def test_an_engine_tells_how_many_requests_wait_for_a_place(engine, sync, model_a):
+    """Of 80 it decodes 64 at a time."""
+    sync(model_a, 143)
+    assert engine.call("capacity") == EngineCapacity(64, 8192)
+    seen, after = engine.call(waits, 80, LONG)
+    assert min(seen - {0}) == 16 and max(seen) <= 80 and after == 0
 
 
 def test_an_engine_that_hangs_is_found_by_the_signs_that_do_not_come(engine, sync, model_a):

@@ -11,10 +11,18 @@ import pytest
 from megarl.cluster import WorkerDied, WorkerLost
 from megarl.config import ActorConfig, OptimConfig
 from megarl.costs.phases import NEEDS, phase_needs
-from megarl.trainer.roles.device_memory import MIB, DeviceMemory, Owner
+from megarl.trainer.roles.device_memory import MIB, DeviceMemory, Owner, gpu_turns
 
 STEP = ("sync", "generate", "score_model", "evaluate_models", "update_critic", "update_actor")
 SIZES = {"weights": 4, "gradients": 8, "optimizer": 24, "reference": 4, "kv_cache": 50}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A device; on a machine without GPUs its `gpu_id` is None."""
+
+    name: str
+    gpu_id: str | None = None
 
 
 @dataclass
@@ -23,7 +31,7 @@ class Group:
 
     role: str
     parts: list[str]
-    devices: list[tuple[str, ...]]
+    devices: list[tuple[Slot, ...]]
     log: list[set[str]]
     everything: set[str]
     away: set[str] = field(default_factory=set)
@@ -68,12 +76,12 @@ PARTS = {
 }
 
 
-def make(movable=True, critic_devices=("d0", "d1")):
+def make(movable=True, critic_devices=("d0", "d1"), gpu_id=None):
     """All on two devices, d0 and d1, if the critic is not elsewhere; engines released as at a run's start."""
     everything, log, owners = set(), [], []
     for role, parts in PARTS.items():
         devices = critic_devices if role == "critic" else ("d0", "d1")
-        group = Group(role, parts, [(device,) for device in devices], log, everything)
+        group = Group(role, parts, [(Slot(device, gpu_id),) for device in devices], log, everything)
         everything |= {f"{role}_{part}" for part in parts if role != "rollout" or not movable}
         for part in parts:
             name = "ref_weights" if part == "reference" else f"{role}_{part}"
@@ -184,6 +192,31 @@ def test_what_cannot_move_stays_and_is_not_called():
 def test_updates_take_turns_only_to_make_room(movable, critic_devices, expected):
     memory, _, _ = make(movable, critic_devices)
     assert memory.turns(["critic", "actor"]) == expected
+
+
+@pytest.mark.parametrize("movable", [True, False])
+@pytest.mark.parametrize(
+    ("critic_devices", "shared"), [(("d0", "d1"), True), (("d1", "d2"), True), (("d2", "d3"), False)]
+)
+def test_updates_on_the_same_gpus_take_turns_though_nothing_moves(critic_devices, shared, movable):
+    memory, _, _ = make(movable, critic_devices, gpu_id="0")
+    turns = [("update_critic", ("critic",)), ("update_actor", ("actor",))]
+    assert memory.turns(["critic", "actor"]) == (turns if shared else [("update", ("critic", "actor"))])
+
+
+def test_groups_that_share_a_gpu_are_in_different_turns():
+    def group(*names, gpu_id="0"):
+        return SimpleNamespace(devices=[(Slot(name, gpu_id),) for name in names])
+
+    actor, critic, ref, judge = group("a", "b"), group("b", "c"), group("c", "d"), group("d", "e")
+    assert gpu_turns([actor, critic, ref, judge]) == [[0, 2], [1, 3]]
+    assert gpu_turns([actor, actor, judge]) == [
+        [0, 1, 2]
+    ]  # calls of the same processes come one after the other
+    assert gpu_turns([group("a"), group("a"), group("a")]) == [[0], [1], [2]]
+    on_cpu = [group("a", gpu_id=None) for _ in range(3)]
+    assert gpu_turns(on_cpu) == [[0, 1, 2]]
+    assert gpu_turns([]) == []
 
 
 @pytest.mark.parametrize("movable", [True, False])

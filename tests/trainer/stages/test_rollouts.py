@@ -6,36 +6,47 @@ from hypothesis import strategies as st
 
 from megarl.config import SamplingConfig
 from megarl.data.trajectories import Blocks, expand_prompts, take
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine import EngineCapacity, SamplingParams
 from megarl.trainer.stages import rollouts
+from megarl.trainer.stages.request_queue import APART
+from megarl.trainer.workers.dispatch import Landed
 from tests.trainer.trajectories import answer, prompts
 
 
 class FakeEngines:
-    """Two engines."""
+    """Two engines, which answer two requests a call, the last ones first."""
 
     def __init__(self):
-        self.world_size, self.calls = 2, []
+        self.world_size, self.sent, self.seconds = 2, [[], []], set()
+        self.processes = [SimpleNamespace(rank=rank, mark=f"m{rank}") for rank in range(2)]
+        self.has = [[], []]
 
-    def stream_each(self, method, per_rank_args):
-        assert method == "stream" and len(per_rank_args) == self.world_size
-        self.calls.append(per_rank_args)
-        return per_rank_args
+    def call_rank(self, engine, method, *args):
+        return getattr(self, method)(engine, *args)
+
+    def capacity(self, engine):
+        return EngineCapacity(64, 10**6)
+
+    def in_flight(self, engine):
+        return [uid for requests in self.has[engine] for uid in requests["uid"].to_pylist()]
+
+    def land(self, engine, seconds, parts):
+        self.seconds.add(seconds)
+        self.sent[engine] += parts
+        for requests, _ in parts:
+            self.has[engine] += [requests.slice(row, 1) for row in range(requests.num_rows)]
+        ended = [self.has[engine].pop() for _ in range(min(2, len(self.has[engine])))]
+        return Landed(answer(pa.concat_tables(ended)) if ended else None, 0, seconds)
 
 
 class FakeRun:
-    """Answers two at a time, the last requests first."""
-
     blocks, restarts = Blocks(), None
 
-    def put(self, value):
-        return value
+    def wait(self, refs, busy=()):
+        return refs
 
-    def stream(self, streams):
-        table = pa.concat_tables([answer(requests) for requests, *_ in streams if requests.num_rows])
-        rows = list(range(table.num_rows))
-        for start in range(0, len(rows), 2):
-            yield take(table, rows[::-1][start : start + 2])
+    def refuse_silence(self, since, processes):
+        pass
 
 
 def config(n=2, estimator="grpo"):
@@ -49,13 +60,13 @@ def config(n=2, estimator="grpo"):
 
 def test_rows_are_the_prompts_order_and_all_were_handed_on():
     handed, engines = [], FakeEngines()
-    table = rollouts.roll_out(FakeRun(), engines, prompts("a", "b", "c"), config(), 7, handed.append)
+    table, _ = rollouts.roll_out(FakeRun(), engines, prompts("a", "b", "c"), config(), 7, handed.append)
     assert table["uid"].to_pylist() == ["a/0", "a/1", "b/0", "b/1", "c/0", "c/1"]
     uids = [uid for part in handed for uid in part["uid"].to_pylist()]
     assert uids != sorted(uids) and sorted(uids) == table["uid"].to_pylist()
-    ((first, sampling, apart), (second, *_)) = engines.calls[0]
+    ((first, sampling),), ((second, _),) = engines.sent
     assert sampling == SamplingParams(temperature=0.8, max_new_tokens=9, seed=7)
-    assert apart == 2 * rollouts.APART  # of two engines
+    assert engines.seconds == {2 * APART}  # of two engines
     # the samples of a prompt are answered by one engine: they share its prefix
     assert not set(first["prompt_uid"].to_pylist()) & set(second["prompt_uid"].to_pylist())
 
@@ -64,24 +75,28 @@ def test_trajectories_are_handed_on_while_others_are_generated():
     events = []
 
     class Run(FakeRun):
-        def stream(self, streams):
-            for table in super().stream(streams):
-                events.append("finished")
-                yield table
+        def wait(self, refs, busy=()):
+            events.append("finished" if any(isinstance(ref, Landed) for ref in refs) else "opened")
+            return refs
 
-    requests = expand_prompts(prompts("a", "b"), 2)
+    requests = expand_prompts(prompts("a", "b"), 3)
     rollouts.generate(Run(), FakeEngines(), requests, SamplingParams(), lambda table: events.append("asked"))
-    assert events == ["finished", "asked"] * 2
+    assert events == ["opened", "opened", *["finished", "asked", "asked"] * 2]
 
 
 def test_remax_asks_for_a_greedy_answer_to_each_prompt_too():
+    """The engine that has a prompt's samples has its greedy answer, too, and nobody waits for all samples first."""
     engines, handed = FakeEngines(), []
-    table = rollouts.roll_out(
+    table, _ = rollouts.roll_out(
         FakeRun(), engines, prompts("a", "b"), config(n=1, estimator="remax"), 7, handed.append
     )
     assert table["uid"].to_pylist() == ["a/0", "b/0", "a/greedy", "b/greedy"]
     assert table["prompt_uid"].to_pylist() == ["a", "b", "a", "b"]
-    assert [calls[0][1].temperature for calls in engines.calls] == [0.8, 0.0]
+    for parts, name in zip(engines.sent, "ab", strict=True):
+        assert [(requests["uid"].to_pylist(), how.temperature) for requests, how in parts] == [
+            ([f"{name}/0"], 0.8),
+            ([f"{name}/greedy"], 0.0),
+        ]
     assert sum(part.num_rows for part in handed) == 4
 
 

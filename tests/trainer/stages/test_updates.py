@@ -1,7 +1,9 @@
 """Log-probs, values and updates of a step: the calls of the ranks, and the metrics of their results."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +38,7 @@ class Group:
     """Two ranks, whose columns are of one number each; notes what is called."""
 
     def __init__(self, **numbers):
-        self.numbers, self.calls = numbers, []
+        self.numbers, self.calls, self.devices = numbers, [], []
 
     def call(self, method, table, *arguments):
         self.calls.append(method)
@@ -78,6 +80,57 @@ def test_a_reference_on_ranks_of_its_own_is_called_itself():
     actor, ref = Group(old_log_probs=-1.0), Group(ref_log_probs=-2.0)
     assert numbers(evaluated(actor, ref)) == [{-1.0}, {-2.0}]
     assert (actor.calls, ref.calls) == (["compute_log_probs"], ["compute_log_probs"])
+
+
+class Clocked(Group):
+    """On devices of some names: notes from when to when it works, on a clock that ticks at each call and at the end of each wait."""
+
+    def __init__(self, clock, devices, gpu_id, **numbers):
+        super().__init__(**numbers)
+        self.clock, self.intervals = clock, []
+        self.devices = [(SimpleDevice(name, gpu_id),) for name in devices]
+
+    def call(self, method, table, *arguments):
+        self.intervals.append([next(self.clock), None])
+        return self, super().call(method, table, *arguments)
+
+
+@dataclass(frozen=True)
+class SimpleDevice:
+    name: str
+    gpu_id: str | None
+
+
+def worked_at_once(one, other):
+    return any(
+        begin < end_of_other and begin_of_other < end
+        for begin, end in one.intervals
+        for begin_of_other, end_of_other in other.intervals
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu_id", "critic_on", "at_once"),
+    [("0", ("a", "b"), False), ("0", ("b", "c"), False), ("0", ("c", "d"), True), (None, ("a", "b"), True)],
+)
+def test_log_probs_and_values_are_computed_in_turns_on_the_same_gpus(gpu_id, critic_on, at_once):
+    clock = itertools.count()
+    actor = Clocked(clock, ("a", "b"), gpu_id, old_log_probs=-1.0, ref_log_probs=-2.0)
+    critic = Clocked(clock, critic_on, gpu_id, values=0.5)
+
+    def wait(call):
+        group, results = call
+        group.intervals[-1][1] = next(clock)
+        return results
+
+    run = SimpleNamespace(put=lambda value: value, wait=wait, plans=Plans(), blocks=Blocks())
+    roles = SimpleNamespace(
+        actor=Role(actor, LAYOUT, CUT), ref=Role(actor, LAYOUT, CUT), critic=Role(critic, LAYOUT, CUT)
+    )
+    table = evaluate_models(run, roles, batch([3, 1, 4, 1, 5, 9, 2, 6]), config(), seed=1)
+    assert worked_at_once(actor, critic) == at_once
+    assert set(ragged(table, "values")[0].tolist()) == {0.5}
+    assert (actor.calls, critic.calls) == (["compute_both_log_probs"], ["compute_values"])
 
 
 @pytest.mark.parametrize(("name", "role"), [("old_log_probs", "actor"), ("ref_log_probs", "ref")])

@@ -14,7 +14,6 @@ from megarl.trainer.workers.dispatch import (
     forward_plan,
     merge_columns,
     packing_metrics,
-    split_requests,
     update_plan,
 )
 
@@ -118,15 +117,3 @@ def test_a_row_that_nobody_computed_is_noticed():
     part = ([0], {"values": (np.array([1.0], np.float32), np.array([0, 1]))})
     with pytest.raises(AssertionError, match="exactly once"):
         merge_columns(batch([1, 1]), [part])
-
-
-@pytest.mark.parametrize(("num_prompts", "n", "engines"), [(5, 3, 2), (4, 1, 4), (2, 2, 3)])
-def test_samples_of_a_prompt_stay_on_one_engine(num_prompts, n, engines):
-    requests = expand_prompts(batch([1] * num_prompts).select(
-        ["uid", "data_source", "ground_truth", "extra_info", "prompt_ids"]), n)  # fmt: skip
-    parts = split_requests(requests, engines)
-    assert pa.concat_tables(parts).equals(requests)
-    owners = [set(part["prompt_uid"].to_pylist()) for part in parts]
-    assert sum(len(owner) for owner in owners) == num_prompts
-    sizes = [part.num_rows for part in parts]
-    assert max(sizes) - min(sizes) <= n

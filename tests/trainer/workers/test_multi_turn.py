@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from megarl.data.trajectories import (
     validate_trajectories,
     write_trajectories,
 )
-from megarl.rollout.completions import as_completed
+from megarl.rollout.completions import Flight
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
@@ -47,7 +48,8 @@ def rollout(**options):
 class FakeEngine:
     """Asks the calculator first, then answers by what it was told; sample 1 answers at once."""
 
-    weight_version = 4
+    weight_version, last_sign, waiting = 4, 0.0, 0
+    config = SimpleNamespace(request_timeout=60.0)
     routing = None
 
     def __init__(self, tokenizer):
@@ -55,9 +57,6 @@ class FakeEngine:
 
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)
-
-    def as_completed(self, coroutines, apart=0.0):
-        return as_completed(self.loop, coroutines, timeout=60, apart=apart)
 
     async def answer(self, uid, ids, sampling, experts_from=0):
         prompt, _, told = self.tokenizer.decode(ids).partition("<|im_start|>tool\n")
@@ -81,18 +80,24 @@ def prompts(tokenizer, pairs):
     )
 
 
+def start(worker, engine):
+    """What its constructor makes, besides the start of SGLang."""
+    worker.engine, worker.flight, worker._launched = engine, Flight(engine.loop), {}
+    worker._signs, worker._waited, worker._busy = engine.last_sign, 0.0, 0.0
+
+
 def make_worker(model, **options):
     tokenizer = load_tokenizer(model.tokenizer_path, False)
     worker = EngineWorker.__new__(EngineWorker)  # its constructor starts SGLang
-    worker.engine = FakeEngine(tokenizer)
+    start(worker, FakeEngine(tokenizer))
     spec = turns_spec(rollout(environment="calculator", **options), model, None, ())
     worker.players = Players(spec, worker.engine.answer, ())
     return worker, tokenizer
 
 
 def answered(worker, requests):
-    """All trajectories of `stream`, in the order of the requests."""
-    table = pa.concat_tables(worker.stream(requests, SAMPLING))
+    """All trajectories of a call of `land`, in the order of the requests."""
+    table = worker.land(60.0, [(requests, SAMPLING)]).table
     found = table["uid"].to_pylist()
     return table.take([found.index(uid) for uid in requests["uid"].to_pylist()])
 
@@ -100,12 +105,14 @@ def answered(worker, requests):
 def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
     worker, tokenizer = make_worker(model)
     requests = expand_prompts(prompts(tokenizer, [(3, 4), (5, 9)]), 2)
-    parts = list(worker.stream(requests, SAMPLING))
-    uids = [uid for part in parts for uid in part["uid"].to_pylist()]
-    assert sorted(uids) == requests["uid"].to_pylist() == worker.engine.checked
+    landed = worker.land(60.0, [(requests.slice(0, 2), SAMPLING), (requests.slice(2), SAMPLING)])
+    assert sorted(landed.table["uid"].to_pylist()) == requests["uid"].to_pylist() == worker.engine.checked
+    assert landed.busy > 0.0 and worker.in_flight() == []
+    none = worker.land(60.0)
+    assert none.table is None and none.busy == 0.0
     called = answered(worker, requests)
     assert called["uid"].to_pylist() == requests["uid"].to_pylist()
-    for table in (*parts, called):
+    for table in (landed.table, called):
         assert table.schema == TRAJECTORY_SCHEMA
         validate_trajectories(table)
     assert called["num_turns"].to_pylist() == [2, 1, 2, 1]
@@ -173,7 +180,7 @@ def test_without_an_environment_there_is_one_turn(model):
     async def answer(uid, ids, sampling, experts_from=0):
         return Generation(uid, [5, 6], [-1.0, -2.0], "length", 4)
 
-    worker.engine = FakeEngine(tokenizer)
+    start(worker, FakeEngine(tokenizer))
     worker.engine.answer = answer
     table = answered(worker, expand_prompts(prompts(tokenizer, [(3, 4)]), 1))
     assert table["num_turns"].to_pylist() == [1] and np.isnan(table["environment_score"][0].as_py())

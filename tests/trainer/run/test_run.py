@@ -1,0 +1,28 @@
+"""What a run does with calls of its processes, where nothing is started."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from megarl.cluster import WaitTimeout
+from megarl.trainer.run import run as run_module
+from megarl.trainer.run.run import Run
+
+
+def test_engines_that_return_nothing_for_too_long_are_an_error(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(run_module, "stacks_of", reported.append)
+    monkeypatch.setattr(
+        run_module, "write_report", lambda folder, failure, groups, facts: reported.append(facts)
+    )
+    run = Run(tmp_path, Console(quiet=True), phase_timeout=5.0)
+    engine = SimpleNamespace(name="rollout rank 0", pid=7, log_path="log")
+    run.refuse_silence(time.monotonic() - 1.0, [engine])
+    assert reported == []
+    with pytest.raises(WaitTimeout, match="no answer within 5 s from 1 of 1 calls"):
+        run.refuse_silence(time.monotonic() - 6.0, [engine])
+    assert reported == [[engine], {"step": "none yet", "phase": "start"}]
+    run.phase_timeout = None
+    run.refuse_silence(time.monotonic() - 6.0, [engine])

@@ -67,6 +67,8 @@ def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(found, name: s
     for row in rows:
         if row.phase == "always":
             assert row.planned == row.found, row
-        elif row.phase != "release":
-            assert row.difference > -0.05, row
+        elif row.phase in ("evaluate", "update"):
+            assert abs(row.difference) < 0.05, row
+        elif row.phase == "sync":  # two buckets of half a GiB, which these weights do not fill
+            assert row.planned > row.found, row
     assert len(rows) >= 6 and report["saved"] > 0

@@ -37,6 +37,10 @@ RESERVE = 6 * GIB
 # Seconds of a tensor that is gathered from its ranks, handed over and loaded: NeMo-RL's pull request 3294 has 9.67 s for the 18,867
 # of Qwen3-30B-A3B and 18.4 s for the 36,661 of Qwen3-235B-A22B (B200).
 GATHERED = 5e-4
+# Seconds of each layer in which PyTorch lists the parameters of a mixture of experts: `dict(model.named_parameters())` of a tree of modules
+# like vLLM's Qwen3-MoE, 48 layers 628 us, 94 layers 1,274 (one core of an AMD EPYC, Python 3.11, torch 2.13). vLLM does so in every call
+# of `load_weights`, and verl's `sync_rollout_weights` without its checkpoint engine makes a call for each tensor.
+LISTED = 1.34e-5
 PAGEABLE = (
     4.5  # times as long as page-locked: DeepSpeed's pull request 5301 has 4 to 5 on a node of eight GPUs
 )
@@ -97,17 +101,22 @@ def compare(row: Row, folders: dict[str, str]) -> Compared:
     memory = plan_memory(config, inputs, round(gpu.memory_gib * GIB), RESERVE)
     job = plan_job(config, inputs, machine, memory, sync=False, fused=row.fused)
     if row.gathers:
-        job = _gathering(job, inputs)
+        job = _gathering(job, inputs, row.singly)
     if not row.balanced:
         job = _straggling(job)
     return Compared(row, _planned(row, job, inputs), {phase.name: phase.seconds for phase in job.phases})
 
 
-def _gathering(job: JobPlan, inputs: PlanInputs) -> JobPlan:
-    """The same with a weight sync in which every rank gets every tensor whole, one after the other."""
+def _gathering(job: JobPlan, inputs: PlanInputs, singly: bool) -> JobPlan:
+    """The same with a weight sync in which every rank gets every tensor whole, one after the other.
+
+    Args:
+        singly: whether each is loaded by a call of its own, which lists all parameters first.
+    """
     shapes = logical_tensors(inputs.model)
     size = 2 * sum(map(prod, shapes.values()))
-    seconds = size / job.machine.ring(job.devices, 1) + len(shapes) * GATHERED
+    each = GATHERED + (LISTED * inputs.model.num_layers if singly else 0.0)
+    seconds = size / job.machine.ring(job.devices, 1) + len(shapes) * each
     first = job.phases[0]
     parts = (replace(first.parts[0], seconds=seconds), *first.parts[1:])
     return replace(job, phases=[replace(first, parts=parts), *job.phases[1:]])

@@ -12,7 +12,7 @@ of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 - A norm that is part of a linear layer with adapters is computed again for these, in float32.
 
 Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs, and attention
-copies of its values, so that the fused tensor goes unless keys have a norm; without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
+copies of its values, so that the fused tensor goes; without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
 values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
 """
 
@@ -132,15 +132,18 @@ def _grouped_attention(run: RankPass, name: str) -> int:
     config, tp, item = run.use.config, run.use.layout.tp, run.use.itemsize
     heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
     queries, keys = heads * config.head_dim, groups * config.head_dim
-    each = item * (queries + 2 * keys)  # rotated queries and keys, and the values
     if run.use.fused:
-        each += item * config.qk_norm * (queries + 2 * keys)
+        # Rotated queries and keys and a copy of the values, which attention that is computed again takes from the fused tensor; norms' inputs.
+        values = queries + 2 * keys if run.use.recompute == "selective" else keys
+        each = item * (queries + keys) * (1 + config.qk_norm) + item * values
     elif run.use.layout.cp > 1:  # all keys and values of a sequence are copies
         each = item * (queries + 2 * keys * run.use.layout.cp)
     else:
-        each += item * (queries + keys)
+        each = item * (2 * queries + 3 * keys)
     if config.qk_norm:
-        copies = groups > 1  # queries of several groups are put together before their norm
+        copies = (
+            groups > 1 and not run.use.fused
+        )  # queries of several groups are put together before their norm
         each += item * copies * queries + FLOAT32 * (heads + groups)
     each += _core(run, heads, queries, name + "linear_proj")
     used = run.keeps(name + "linear_qkv")

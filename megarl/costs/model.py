@@ -89,7 +89,6 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
 
 def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     held = training_bytes(use, tensors, stage)
-    last = stage == use.layout.pp - 1
     trained = RankPass(use, tensors, use.tokens // use.layout.cp)
     evaluated = RankPass(use, tensors, use.evaluated // use.layout.cp)
     kept = stage_bytes(trained, stage) if use.trainable else 0
@@ -97,7 +96,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         replace(held, weights=held.weights + float32_buffers(use, stage)),
         kept=kept,
         working=_peak(trained, stage) - kept if use.trainable else 0,
-        evaluating=_evaluating(evaluated, last),
+        evaluating=_evaluating(evaluated, stage),
         merged=_merging(trained) if use.lora.rank else 0,
     )
 
@@ -117,15 +116,18 @@ def _peak(run: RankPass, stage: int) -> int:
     moments = []
     if last:
         head = waiting + head_bytes(run) + received
-        moments += [head, head + (_trained_head(run) if use.head == "lm" else 0)]
-        moments += [head + received + _head(run)] if use.head == "lm" else []
+        moments.append(head)
+        if use.head == "lm":  # forward with the last norm's output, and backward
+            moments += [head + received + run.hidden + _head(run), head + _trained_head(run)]
     for layer in _turns(stage_layers(run, stage), full):
         before = waiting + received - run.hidden * (layer.later + 1 if full else 0)
         before -= 0 if full else layer_bytes(run, layer.name, layer.is_moe)
-        moments += [before + received + extra for extra in _forward_moments(run, layer)]
-        moments += [before + extra for extra in _backward_moments(run, layer)]
+        moments += [before + received + extra for extra in _adapter_moments(run, layer)]
+        # While linear layers compute, their weights are made of a base in float8.
+        moments += [before + received + extra + _exact(run) for extra in _forward_moments(run, layer)]
+        moments += [before + extra + _exact(run) for extra in _backward_moments(run, layer)]
     more = run.hidden * (use.layout.vpp is not None) + run.tokens * MICRO_BATCH
-    return max(moments) + more + _exact(run) + _dummy_gradients(run)
+    return max(moments) + more + _dummy_gradients(run)
 
 
 def _turns(layers: list[Layer], full: bool) -> Iterator[Layer]:
@@ -143,16 +145,27 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     whole = attention + mlp_bytes(run, layer.name, layer.is_moe)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
-        yield whole + 4 * run.routed * config.hidden_size * item + (1 + _around_experts(run)) * run.hidden
+        yield whole + 4 * run.routed * config.hidden_size * item + (1 + _shared_experts(run)) * run.hidden
         return
-    linear, norm = layer.name + "mlp.linear_fc1", 2 * run.hidden  # its input and output
+    norm = 2 * run.hidden  # its input and output
     yield attention + norm + run.gathered + 2 * run.tokens * config.ffn_hidden_size // layout.tp * item
-    for size in _evaluated_adapters(run, linear):
-        yield (
-            attention + norm + run.own * config.hidden_size * FLOAT32 + size
-        )  # the adapters' own norm is in float32
     outputs = run.tokens * config.hidden_size * item  # before they are scattered
     yield whole + outputs + (run.hidden if layout.tp > 1 else 0)
+
+
+def _adapter_moments(run: RankPass, layer: Layer) -> Iterator[int]:
+    """A layer's tensors at a time, its input included, when the terms of adapters in its MLP are added in its forward pass."""
+    config, item = run.use.config, run.use.itemsize
+    attention, experts = attention_bytes(run, layer.name), layer.name + "mlp.experts."
+    # Permuted, exchanged and sorted tokens of experts; and in the second linear layer outputs, each expert's sum and these together.
+    routed, around = run.routed * config.hidden_size * item, (1 + _shared_experts(run)) * run.hidden
+    if any(slot.module == experts + "linear_fc2" for slot, _ in run.tensors.slots):
+        yield attention + mlp_bytes(run, layer.name, layer.is_moe) + 5 * routed + around
+    for size in _evaluated_adapters(run, experts + "linear_fc1"):
+        yield attention + 3 * routed + size + around
+    for size in _evaluated_adapters(run, layer.name + "mlp.linear_fc1"):
+        # The norm's input and output, and in float32, as adapters compute it again.
+        yield attention + 2 * run.hidden + run.own * config.hidden_size * FLOAT32 + size
 
 
 def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
@@ -165,7 +178,7 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
         assert moe is not None
         # Gradients of the experts' outputs and of their product, and of gate and up.
         product = run.routed * moe.ffn_hidden_size // layout.etp * item
-        around = (1 + _around_experts(run)) * run.hidden
+        around = (1 + _shared_experts(run)) * run.hidden
         yield whole + 2 * run.routed * config.hidden_size * item + 2 * product + around
     else:
         linear, outputs = layer.name + "mlp.linear_fc1", run.tokens * config.hidden_size * item
@@ -204,7 +217,7 @@ def _dummy_gradients(run: RankPass) -> int:
     return sum(prod(shape) for shape in shapes) * run.use.itemsize if run.use.fused else 0
 
 
-def _evaluating(run: RankPass, last: bool) -> int:
+def _evaluating(run: RankPass, stage: int) -> int:
     """Working memory of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
 
     A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of its
@@ -212,38 +225,48 @@ def _evaluating(run: RankPass, last: bool) -> int:
     """
     config, layout, item = run.use.config, run.use.layout, run.use.itemsize
     hidden, names = run.hidden, [tensor.name for tensor in run.tensors.weights]
-    parts = []
-    if any("self_attention." in name for name in names):
-        parts.append(_evaluated_attention(run) + 2 * hidden)
-    # The layer's input and the sum after its attention; of several layers the first one's input; what the stage sent last.
+    parts: list[int] = []  # while linear layers compute, whose weights are made of a base in float8
+    others: list[int] = []
+    # The layer's input and the sum after its attention; of several layers the first one's input; what the stage sent last, and
+    # from a middle stage what that was made of.
     several = any(".layers.1." in name for name in names)
-    around = (2 + several + (not last) + (layout.vpp is not None)) * hidden
+    last = stage == layout.pp - 1
+    around = (2 + several + (not last) + (not last and stage > 0) + (layout.vpp is not None)) * hidden
+    if any("self_attention." in name for name in names):
+        parts.append(_evaluated_attention(run) + around - (hidden if layout.tp == 1 else 0))
     if any(EXPERTS in name for name in names):
         moe = config.moe
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
-        routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // layout.etp
-        parts.append(run.routed * routed * item + around + (1 + _around_experts(run)) * hidden)
+        first, routed = 3 * moe.ffn_hidden_size // layout.etp, run.routed * item
+        more = around + (1 + _shared_experts(run)) * hidden
+        parts.append(routed * (4 * config.hidden_size + first) + more)
+        if any(
+            slot.number is not None for slot, _ in run.tensors.slots
+        ):  # and each expert's sum, and these together
+            others.append(
+                routed * max(6 * config.hidden_size + first, 3 * config.hidden_size + 2 * first) + more
+            )
     if any(".mlp.linear_fc1" in name for name in names):
         product = run.tokens * config.ffn_hidden_size // layout.tp * item
         # Gate and up, with their input or their product.
         parts.append(2 * product + max(product, run.gathered + hidden) + around)
-    parts += [size + around + hidden for size in _evaluated_adapters(run)]
+    others += [size + around + hidden for size in _evaluated_adapters(run)]
     if last and run.use.head == "lm":
-        # The input of the stage, and the last norm's output; once more where other micro-batches' are there.
-        parts.append(_head(run) + (2 + (layout.vpp is not None)) * hidden)
-    return max(parts, default=0) + run.tokens * MICRO_BATCH + _exact(run)
+        # And the live positions' hidden states, the stage's input, the last norm's output; an input of another micro-batch.
+        live = run.tokens * config.hidden_size * item
+        others.append(_head(run) + live + (2 + (layout.vpp is not None)) * hidden)
+    return max(max(parts, default=0) + _exact(run), *others, 0) + run.tokens * MICRO_BATCH
 
 
-def _around_experts(run: RankPass) -> int:
-    """Hidden states that exist while routed experts compute, in addition to their layer's own: the output of shared experts; in a
-    pipeline the input of the stage, and two that are sent or received."""
-    assert run.use.config.moe is not None
-    return (run.use.config.moe.shared_ffn_hidden_size > 0) + (3 if run.use.layout.pp > 1 else 0)
+def _shared_experts(run: RankPass) -> int:
+    """Outputs of shared experts, which exist while routed experts compute, as hidden states."""
+    moe = run.use.config.moe
+    return int(moe is not None and moe.shared_ffn_hidden_size > 0)
 
 
 def _evaluated_attention(run: RankPass) -> int:
-    """Projected queries, keys and values, the same after their rotation, attention's output; and the gathered input."""
+    """Projected queries, keys and values, the same after their norms and their rotation, attention's output; and the projected output."""
     config, tp, mla = run.use.config, run.use.layout.tp, run.use.config.mla
     heads = config.num_attention_heads // tp
     if mla is None:
@@ -252,7 +275,8 @@ def _evaluated_attention(run: RankPass) -> int:
             run.use.fused and run.use.layout.cp > 1
         ):  # keys and values of two ranks, and outputs of each, beside copies of the own
             return run.tokens * run.use.itemsize * (5 * queries + 9 * keys)
-        return run.tokens * run.use.itemsize * (3 * queries + 3 * keys + config.hidden_size)
+        each = (3 + config.qk_norm) * (queries + keys)
+        return run.tokens * run.use.itemsize * (each + config.hidden_size)
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     # Values are made as wide as queries for packed sequences, and so is the output.
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
@@ -278,11 +302,10 @@ def _chunks(run: RankPass) -> tuple[int, int]:
 
 
 def _head(run: RankPass) -> int:
-    """A chunk of logits in float32 and in the model's type, and the chunk before in float32; and the hidden states."""
+    """A chunk of logits in float32 and in the model's type, and the chunk before in float32."""
     first, second = _chunks(run)
     item = run.use.itemsize
-    chunk = _vocabulary_share(run) * max((4 + item) * first, 4 * first + (4 + item) * second)
-    return chunk + run.tokens * run.use.config.hidden_size * item
+    return _vocabulary_share(run) * max((4 + item) * first, 4 * first + (4 + item) * second)
 
 
 def _vocabulary_share(run: RankPass) -> int:

@@ -88,3 +88,10 @@ def test_it_is_printed_for_people_and_for_programs(
     assert out.count("not expressed: ") == len(published.NOT_EXPRESSED)
     for words in ("Seen while the terms were made: ", "Held out: "):
         assert words in out
+
+
+def test_parameters_are_listed_in_proportion_to_layers(published: ModuleType) -> None:
+    """In a time of the order of the measured one; another machine, or a busy one, takes another."""
+    few, many = (published.listing_seconds(layers, 20) for layers in (10, 100))
+    assert 3 < many / few < 30
+    assert published.LISTED / 10 < many / 100 < published.LISTED * 10

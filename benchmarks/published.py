@@ -10,12 +10,14 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import log, prod, sqrt
 from pathlib import Path
 
+import torch
 from published_held_out import HELD_OUT
 from published_rows import MODELS, NOT_EXPRESSED, ROWS, Row
 from rich.box import SIMPLE_HEAD
@@ -37,6 +39,10 @@ RESERVE = 6 * GIB
 # Seconds of a tensor that is gathered from its ranks, handed over and loaded: NeMo-RL's pull request 3294 has 9.67 s for the 18,867
 # of Qwen3-30B-A3B and 18.4 s for the 36,661 of Qwen3-235B-A22B (B200).
 GATHERED = 5e-4
+# Seconds of each layer in which PyTorch lists the parameters of a mixture of experts (`--listing`: 48 layers 628 us, 94 layers 1,274; one core of
+# an AMD EPYC, Python 3.11.7, torch 2.13.0). vLLM does so in every call of `load_weights`, and verl's `sync_rollout_weights` without
+# its checkpoint engine makes a call for each tensor.
+LISTED = 1.34e-5
 PAGEABLE = (
     4.5  # times as long as page-locked: DeepSpeed's pull request 5301 has 4 to 5 on a node of eight GPUs
 )
@@ -97,17 +103,22 @@ def compare(row: Row, folders: dict[str, str]) -> Compared:
     memory = plan_memory(config, inputs, round(gpu.memory_gib * GIB), RESERVE)
     job = plan_job(config, inputs, machine, memory, sync=False, fused=row.fused)
     if row.gathers:
-        job = _gathering(job, inputs)
+        job = _gathering(job, inputs, row.singly)
     if not row.balanced:
         job = _straggling(job)
     return Compared(row, _planned(row, job, inputs), {phase.name: phase.seconds for phase in job.phases})
 
 
-def _gathering(job: JobPlan, inputs: PlanInputs) -> JobPlan:
-    """The same with a weight sync in which every rank gets every tensor whole, one after the other."""
+def _gathering(job: JobPlan, inputs: PlanInputs, singly: bool) -> JobPlan:
+    """The same with a weight sync in which every rank gets every tensor whole, one after the other.
+
+    Args:
+        singly: whether each is loaded by a call of its own, which lists all parameters first.
+    """
     shapes = logical_tensors(inputs.model)
     size = 2 * sum(map(prod, shapes.values()))
-    seconds = size / job.machine.ring(job.devices, 1) + len(shapes) * GATHERED
+    each = GATHERED + (LISTED * inputs.model.num_layers if singly else 0.0)
+    seconds = size / job.machine.ring(job.devices, 1) + len(shapes) * each
     first = job.phases[0]
     parts = (replace(first.parts[0], seconds=seconds), *first.parts[1:])
     return replace(job, phases=[replace(first, parts=parts), *job.phases[1:]])
@@ -226,13 +237,53 @@ def as_json(found: Sequence[Compared]) -> dict[str, object]:
     }
 
 
+def listing_seconds(layers: int, times: int = 300) -> float:
+    """Seconds of a processor in which the parameters of a model are listed, whose layers have the modules of vLLM's Qwen3-MoE."""
+    model = torch.nn.ModuleList(_modules(_LAYER) for _ in range(layers))
+    found = []
+    for _ in range(times):
+        begun = time.process_time()
+        dict(model.named_parameters())
+        found.append(time.process_time() - begun)
+    return statistics.median(found)
+
+
+# Modules by name, and the parameters of those that have some.
+_LAYER: dict[str, object] = {
+    "input_layernorm": ("weight",),
+    "self_attn": {
+        **dict.fromkeys(("qkv_proj", "o_proj", "q_norm", "k_norm"), ("weight",)),
+        **dict.fromkeys(("rotary_emb", "attn"), ()),
+    },
+    "post_attention_layernorm": ("weight",),
+    "mlp": {"experts": ("w13_weight", "w2_weight"), "gate": ("weight",)},
+}
+
+
+def _modules(parts: object) -> torch.nn.Module:
+    module = torch.nn.Module()
+    if isinstance(parts, dict):
+        for name, inner in parts.items():
+            module.add_module(name, _modules(inner))
+        return module
+    for name in parts:
+        module.register_parameter(name, torch.nn.Parameter(torch.empty(1)))
+    return module
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="rows, estimates and phases, for programs")
     parser.add_argument("--markdown", action="store_true", help="the tables of docs/planning.md")
+    parser.add_argument("--listing", action="store_true", help="measure LISTED on this machine")
     options = parser.parse_args(arguments)
+    if options.listing:
+        for layers in (48, 94):
+            seconds = listing_seconds(layers)
+            print(f"{layers} layers: {seconds * 1e6:.0f} us, {seconds / layers * 1e6:.1f} a layer")
+        return
     found = compare_all([*ROWS, *HELD_OUT])
     if options.json:
         print(json.dumps(as_json(found), indent=2))

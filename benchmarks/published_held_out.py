@@ -1,6 +1,7 @@
 """Rows that were looked for after the planner's terms and assumptions were fixed; nothing was changed for them since.
 
-They are the other rows of the same pages that the planner can be asked for, an older version of one, and weight syncs of verl.
+They are the other rows of the same pages that the planner can be asked for, and an older version of one. Two weight syncs of verl were
+among them until a term was made for what they showed (`singly`); they are rows that were seen since.
 """
 
 from published_rows import (
@@ -12,17 +13,13 @@ from published_rows import (
     PLAIN,
     Row,
     apart,
-    batch,
     engines,
     layout,
     nemo,
     prime,
-    sync,
 )
 
 OLDER = "NeMo-RL v0.5, the same page and recipes of 2026-02"
-ASYNC = "verl, docs/advance/fully_async.md"
-_SMALL = batch(128, 8, 32, 256, 3840, 4096)
 
 HELD_OUT: list[Row] = [
     nemo(
@@ -90,14 +87,4 @@ HELD_OUT: list[Row] = [
     prime("RL of Qwen3-4B", 30.29, 65536, 8, "qwen3-4b"),
     prime("RL of Qwen3-4B", 4.42, 16384, 8, "qwen3-4b", gpu="H200"),
     prime("RL of Qwen3-4B", 29.89, 65536, 8, "qwen3-4b", gpu="H200"),
-    sync("30B-A3B, 16 + 16 (verl)", ASYNC, 15.76, 15.76, "qwen3-30b-a3b", [*apart(2, 2), *_SMALL, *layout(ep=8), *engines(4, 0.7)], gathers=True),
-    sync(
-        "235B-A22B, 64 + 64 (verl)",
-        ASYNC,
-        58.57,
-        58.57,
-        "qwen3-235b-a22b",
-        [*apart(8, 8), *_SMALL, *layout(tp=4, pp=8, ep=8, first=11, last=11), *engines(8, 0.9)],
-        gathers=True,
-    ),
 ]  # fmt: skip

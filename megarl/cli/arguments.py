@@ -132,6 +132,8 @@ def _report(command: _Command) -> None:
     command.add_argument("folders", nargs="+", metavar="folder", help=text)
     text = "default: report.html in the run folder, of several runs in the current folder"
     command.option("--output", "FILE", text)
+    text = "the GPUs of the runs, as of `megarl plan step`: phases are compared with the least seconds that these allow"
+    command.option("--hardware", "NAME", text)
 
 
 def _config(command: _Command) -> None:

@@ -182,6 +182,13 @@ def _passed_to(module: str, function: str = "run") -> Runner:
     return lambda options: getattr(import_module(module), function)(options)
 
 
+def _report(options: argparse.Namespace) -> None:
+    from megarl.plan.run_floors import run_floors
+    from megarl.report.page import run
+
+    run(options, lambda found: run_floors(found, options.hardware))
+
+
 def _run_with_restarts(module: str, config: TrainConfig | TuningConfig) -> None:
     """Run `train` of a module of trainer/loops, with restarts."""
     from megarl.trainer.run.cluster_setup import cluster_setup_of
@@ -293,7 +300,7 @@ RUNNERS: dict[str, Runner] = {
     PLAN_STEP: _passed_to("megarl.plan.commands", "run_step"),
     "doctor": _doctor,
     "replay": _replay,
-    "report": _passed_to("megarl.report.page"),
+    "report": _report,
     "launch": _launch,
     "recipes": _recipes,
     "requirements": lambda options: print(requirements(options.name)),

@@ -9,13 +9,16 @@ of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 - The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
 - Experts are given equally many tokens.
 
-Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs;
-without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
+- A norm that is part of a linear layer with adapters is computed again for these, in float32.
+
+Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs, and attention
+copies of its values, so that the fused tensor goes; without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
 values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megarl.costs.tensors import ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout, layers_of
@@ -59,6 +62,16 @@ class RankPass:
         return 0 if moe is None else self.own * moe.top_k * self.use.layout.etp
 
     @property
+    def gathered(self) -> int:
+        """Bytes of the hidden states of all tokens, where a linear layer gets them from the tensor parallel ranks."""
+        layout = self.use.layout
+        return (
+            self.tokens * self.use.config.hidden_size * self.use.itemsize
+            if layout.sp and layout.tp > 1
+            else 0
+        )
+
+    @property
     def hidden(self) -> int:
         """Bytes of a layer's input: all that is kept of a layer that is computed again."""
         return self.own * self.use.config.hidden_size * self.use.itemsize
@@ -66,12 +79,19 @@ class RankPass:
 
 def layer_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer ("0:decoder.layers.1.") keeps, its input included."""
+    return attention_bytes(run, name) + mlp_bytes(run, name, is_moe)
+
+
+def attention_bytes(run: RankPass, name: str) -> int:
+    """Bytes that a layer's attention keeps, the layer's input and attention's adapters included."""
     attention = _latent_attention if run.use.config.mla is not None else _grouped_attention
-    return (
-        attention(run, name + "self_attention.")
-        + (_experts(run, name + "mlp.") if is_moe else _dense(run, name + "mlp."))
-        + _adapters(run, name)
-    )
+    return attention(run, name + "self_attention.") + _adapters(run, name + "self_attention.")
+
+
+def mlp_bytes(run: RankPass, name: str, is_moe: bool) -> int:
+    """Bytes that a layer's MLP or its experts keep, their input and adapters included."""
+    mlp = name + "mlp."
+    return (_experts(run, mlp) if is_moe else _dense(run, mlp)) + _adapters(run, mlp)
 
 
 def head_bytes(run: RankPass) -> int:
@@ -112,11 +132,18 @@ def _grouped_attention(run: RankPass, name: str) -> int:
     config, tp, item = run.use.config, run.use.layout.tp, run.use.itemsize
     heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
     queries, keys = heads * config.head_dim, groups * config.head_dim
-    each = item * (queries + 2 * keys) + item * (queries + keys)
-    if not run.use.fused and run.use.layout.cp > 1:  # all keys and values of a sequence are copies
+    if run.use.fused:
+        # Rotated queries and keys and a copy of the values, which attention that is computed again takes from the fused tensor; norms' inputs.
+        values = queries + 2 * keys if run.use.recompute == "selective" else keys
+        each = item * (queries + keys) * (1 + config.qk_norm) + item * values
+    elif run.use.layout.cp > 1:  # all keys and values of a sequence are copies
         each = item * (queries + 2 * keys * run.use.layout.cp)
+    else:
+        each = item * (2 * queries + 3 * keys)
     if config.qk_norm:
-        copies = groups > 1  # queries of several groups are put together before their norm
+        copies = (
+            groups > 1 and not run.use.fused
+        )  # queries of several groups are put together before their norm
         each += item * copies * queries + FLOAT32 * (heads + groups)
     each += _core(run, heads, queries, name + "linear_proj")
     used = run.keeps(name + "linear_qkv")
@@ -196,6 +223,8 @@ def _adapters(run: RankPass, name: str) -> int:
             total += 2 * outputs * slot.num_rows * item
         if lora.dropout:
             total += inputs * slot.in_features * (item + 1)
+        if item < FLOAT32 and f"{slot.module}.layer_norm_weight" in rows:
+            total += inputs * slot.in_features * FLOAT32
     return total
 
 
@@ -208,27 +237,45 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     Args:
         micro_batches: of a step; None: more than there are stages.
     """
-    assert run.use.recompute in RECOMPUTE, run.use.recompute
-    layout, moe = run.use.layout, run.use.config.moe
-    chunks, largest = [], 0
-    for chunk, layers in enumerate(layers_of(layout, run.use.config.num_layers, stage)):
-        sizes = [
-            layer_bytes(
-                run,
-                f"{chunk}:decoder.layers.{index}.",
-                moe is not None and layer not in moe.dense_layers,
-            )
-            for index, layer in enumerate(layers)
-        ]
-        largest = max(largest, *sizes)
-        chunks.append(len(sizes) * run.hidden if run.use.recompute == "full" else sum(sizes))
-    total = sum(
-        size * count for size, count in zip(chunks, _in_flight(layout, stage, micro_batches), strict=True)
-    )
-    at_head = head_bytes(run) if stage == layout.pp - 1 else 0
+    layers = stage_layers(run, stage)
+    at_head = head_bytes(run) if stage == run.use.layout.pp - 1 else 0
     # A layer is computed again when the head's tensors are gone.
+    largest = max(layer_bytes(run, layer.name, layer.is_moe) for layer in layers)
     again = largest - run.hidden if run.use.recompute == "full" else 0
-    return total + max(at_head, again)
+    return waiting_bytes(run, stage, micro_batches) + max(at_head, again)
+
+
+class Layer(NamedTuple):
+    """A layer of a stage: its name ("0:decoder.layers.1."), whether it has routed experts, and how many follow it in its model chunk."""
+
+    name: str
+    is_moe: bool
+    later: int
+
+
+def stage_layers(run: RankPass, stage: int) -> list[Layer]:
+    """The layers of a stage, in their order."""
+    moe = run.use.config.moe
+    return [
+        Layer(
+            f"{chunk}:decoder.layers.{index}.",
+            moe is not None and layer not in moe.dense_layers,
+            len(layers) - index - 1,
+        )
+        for chunk, layers in enumerate(layers_of(run.use.layout, run.use.config.num_layers, stage))
+        for index, layer in enumerate(layers)
+    ]
+
+
+def waiting_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> int:
+    """Bytes that layers keep when the first backward pass begins; with full recomputation their inputs alone. `micro_batches`: as above."""
+    assert run.use.recompute in RECOMPUTE, run.use.recompute
+    counts = _in_flight(run.use.layout, stage, micro_batches)
+    full = run.use.recompute == "full"
+    return sum(
+        counts[int(name.split(":", 1)[0])] * (run.hidden if full else layer_bytes(run, name, is_moe))
+        for name, is_moe, _ in stage_layers(run, stage)
+    )
 
 
 def _in_flight(layout: ParallelLayout, stage: int, micro_batches: int | None) -> list[int]:

@@ -125,7 +125,8 @@ class ServedModel:
     quantized: bool = False
 
     @property
-    def _peak(self) -> float:
+    def peak(self) -> float:
+        """FLOP/s of its matrices."""
         gpu = self.machine.gpu
         return gpu.fp8 if self.quantized and gpu.fp8 is not None else gpu.bf16
 
@@ -145,22 +146,29 @@ class ServedModel:
             experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
         return dense, experts, batch * context * self.token
 
+    def step_operations(self, batch: float, context: float) -> float:
+        """Operations of a rank for one token of each of `batch` texts."""
+        pairs = sum(layer.decode_pair for layer in self.flops.layers) * context
+        return batch * (2 * self.flops.active + pairs) / self.layout.tp
+
+    def prefill_operations(self, prompts: float, length: float) -> float:
+        """Operations of a rank for `prompts` prompts."""
+        return prompts * length * self.flops.forward(causal_pairs(length)) / self.layout.tp
+
     def step_seconds(self, batch: float, context: float) -> float:
         """Seconds for one token of each of `batch` texts."""
-        assumed, gpu, tp = self.machine.assumed, self.machine.gpu, self.layout.tp
+        assumed, gpu = self.machine.assumed, self.machine.gpu
         dense, experts, cache = self.step_bytes(batch, context)
         read = (dense / assumed.hbm + experts / assumed.sparse + cache / assumed.cache) / gpu.hbm
-        pairs = sum(layer.decode_pair for layer in self.flops.layers) * context
-        computed = batch * (2 * self.flops.active + pairs) / tp / (self._peak * assumed.decode)
+        computed = self.step_operations(batch, context) / (self.peak * assumed.decode)
         sampled = batch * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
         launched = sum(decode_kernels(self.config, layer) for layer in self.flops.layers) * assumed.kernel
         return max(read, computed) + launched + sampled + self._sent(batch, waits=True) + assumed.step
 
     def prefill_seconds(self, prompts: float, length: float) -> float:
         """Seconds for `prompts` prompts."""
-        assumed, tokens = self.machine.assumed, prompts * length
-        operations = tokens * self.flops.forward(causal_pairs(length)) / self.layout.tp
-        return operations / (self._peak * assumed.prefill) + self._sent(tokens, waits=False)
+        computed = self.prefill_operations(prompts, length) / (self.peak * self.machine.assumed.prefill)
+        return computed + self._sent(prompts * length, waits=False)
 
     def _sent(self, tokens: float, waits: bool) -> float:
         """Two sums over all ranks in each layer; `waits`: with the latency of each."""

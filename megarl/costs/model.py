@@ -5,7 +5,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from megarl.costs.activations import RankPass, stage_bytes
+from megarl.costs.activations import (
+    FLOAT32,
+    Layer,
+    RankPass,
+    attention_bytes,
+    head_bytes,
+    layer_bytes,
+    mlp_bytes,
+    stage_bytes,
+    stage_layers,
+    waiting_bytes,
+)
 from megarl.costs.tensors import (
     ModelUse,
     StageTensors,
@@ -19,7 +30,8 @@ from megarl.models import padded_vocab_size
 from megarl.models.float8 import check_base_block
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
-MICRO_BATCH = 64  # bytes of a token in it: its id, target and position, numbers of its loss
+# Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
+MICRO_BATCH = 136
 
 
 @dataclass(frozen=True)
@@ -77,38 +89,126 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
 
 def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     held = training_bytes(use, tensors, stage)
-    first, last = stage == 0, stage == use.layout.pp - 1
     trained = RankPass(use, tensors, use.tokens // use.layout.cp)
     evaluated = RankPass(use, tensors, use.evaluated // use.layout.cp)
+    kept = stage_bytes(trained, stage) if use.trainable else 0
     return StageBytes(
         replace(held, weights=held.weights + float32_buffers(use, stage)),
-        kept=stage_bytes(trained, stage) if use.trainable else 0,
-        working=_working(trained, last) if use.trainable else 0,
-        evaluating=_evaluating(evaluated, first, last),
+        kept=kept,
+        working=_peak(trained, stage) - kept if use.trainable else 0,
+        evaluating=_evaluating(evaluated, stage),
         merged=_merging(trained) if use.lora.rank else 0,
     )
 
 
-def _working(run: RankPass, last: bool) -> int:
-    """Working memory of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, the tensors of experts'
-    forward pass that are not kept, or a chunk of logits and the hidden states that it is made from; and the weights of
-    the largest layer that is in float8."""
+def _peak(run: RankPass, stage: int) -> int:
+    """The most that a pass with gradients has at a time, activations included: the largest of the moments below, of which each has
+    the tensors that exist together.
+
+    Layers and head take turns: with full recomputation the inputs of layers wait, and one layer is computed again when the head's
+    tensors are gone; without, the backward pass of the stage's last layer begins when all layers keep their tensors. As shadow
+    runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
+    """
+    use, waiting = run.use, waiting_bytes(run, stage)
+    last, full = stage == use.layout.pp - 1, use.recompute == "full"
+    # Until the next ones are there, a stage has the gradient that it sent for the micro-batch before, and in a forward pass its input.
+    received = run.hidden * (stage > 0)
+    moments = []
+    if last:
+        head = waiting + head_bytes(run) + received
+        moments.append(head)
+        if use.head == "lm":  # forward with the last norm's output, and backward
+            moments += [head + received + run.hidden + _head(run), head + _trained_head(run)]
+    for layer in _turns(stage_layers(run, stage), full):
+        before = waiting + received - run.hidden * (layer.later + 1 if full else 0)
+        before -= 0 if full else layer_bytes(run, layer.name, layer.is_moe)
+        moments += [before + received + extra for extra in _adapter_moments(run, layer)]
+        # While linear layers compute, their weights are made of a base in float8.
+        moments += [before + received + extra + _exact(run) for extra in _forward_moments(run, layer)]
+        moments += [before + extra + _exact(run) for extra in _backward_moments(run, layer)]
+    more = run.hidden * (use.layout.vpp is not None) + run.tokens * MICRO_BATCH
+    return max(moments) + more + _dummy_gradients(run)
+
+
+def _turns(layers: list[Layer], full: bool) -> Iterator[Layer]:
+    """The layers whose backward pass may have the most: the last one of the stage; of those that are computed again, the last of each kind."""
+    if not full:
+        yield layers[-1]
+        return
+    yield from {layer.is_moe: layer for layer in layers}.values()
+
+
+def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
+    """A layer's tensors at a time in its forward pass, its input included."""
+    config, layout, item = run.use.config, run.use.layout, run.use.itemsize
+    attention = attention_bytes(run, layer.name)
+    whole = attention + mlp_bytes(run, layer.name, layer.is_moe)
+    if layer.is_moe:
+        # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
+        yield whole + 4 * run.routed * config.hidden_size * item + (1 + _shared_experts(run)) * run.hidden
+        return
+    norm = 2 * run.hidden  # its input and output
+    yield attention + norm + run.gathered + 2 * run.tokens * config.ffn_hidden_size // layout.tp * item
+    outputs = run.tokens * config.hidden_size * item  # before they are scattered
+    yield whole + outputs + (run.hidden if layout.tp > 1 else 0)
+
+
+def _adapter_moments(run: RankPass, layer: Layer) -> Iterator[int]:
+    """A layer's tensors at a time, its input included, when the terms of adapters in its MLP are added in its forward pass."""
     config, item = run.use.config, run.use.itemsize
-    routed = run.routed
-    widest = 0
-    for tensor in run.tensors.weights:
-        if tensor.projection:
-            count = routed if EXPERTS in tensor.name else run.tokens
-            rows, columns = tensor.shape
-            widest = max(widest, count * (rows + max(config.hidden_size, columns)) * item)
-    head = _head(run) + run.tokens * config.hidden_size * item if last and run.use.head == "lm" else 0
-    if head and not run.use.lora.rank:  # the output weight's own gradient
-        head += _vocabulary_share(run) * config.hidden_size * (4 + item)
-    experts = 0
-    if routed and any(EXPERTS in tensor.name for tensor in run.tensors.weights):
-        # Permuted and exchanged tokens and the outputs before and after they are put in order; sorted ones are kept.
-        experts = (4 * routed + (5 + _around_experts(run)) * run.own) * config.hidden_size * item
-    return max(2 * widest, experts, head) + _exact(run) + _dummy_gradients(run)
+    attention, experts = attention_bytes(run, layer.name), layer.name + "mlp.experts."
+    # Permuted, exchanged and sorted tokens of experts; and in the second linear layer outputs, each expert's sum and these together.
+    routed, around = run.routed * config.hidden_size * item, (1 + _shared_experts(run)) * run.hidden
+    if any(slot.module == experts + "linear_fc2" for slot, _ in run.tensors.slots):
+        yield attention + mlp_bytes(run, layer.name, layer.is_moe) + 5 * routed + around
+    for size in _evaluated_adapters(run, experts + "linear_fc1"):
+        yield attention + 3 * routed + size + around
+    for size in _evaluated_adapters(run, layer.name + "mlp.linear_fc1"):
+        # The norm's input and output, and in float32, as adapters compute it again.
+        yield attention + 2 * run.hidden + run.own * config.hidden_size * FLOAT32 + size
+
+
+def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
+    """A layer's tensors at a time in its backward pass, its input and the gradient of its output included."""
+    config, layout, item = run.use.config, run.use.layout, run.use.itemsize
+    attention = attention_bytes(run, layer.name)
+    whole = attention + mlp_bytes(run, layer.name, layer.is_moe) + run.hidden
+    if layer.is_moe:
+        moe = config.moe
+        assert moe is not None
+        # Gradients of the experts' outputs and of their product, and of gate and up.
+        product = run.routed * moe.ffn_hidden_size // layout.etp * item
+        around = (1 + _shared_experts(run)) * run.hidden
+        yield whole + 2 * run.routed * config.hidden_size * item + 2 * product + around
+    else:
+        linear, outputs = layer.name + "mlp.linear_fc1", run.tokens * config.hidden_size * item
+        product = run.tokens * config.ffn_hidden_size // layout.tp * item
+        kept = product * run.keeps(layer.name + "mlp.linear_fc2")
+        yield whole + run.gathered + product  # gradients of the second linear layer's output and input
+        yield whole - kept + 3 * product  # of the product, and of gate and up
+        yield (
+            whole - kept + run.gathered * run.keeps(linear) + outputs
+        )  # of the first linear layer's input, beside this
+    heads, dim = config.num_attention_heads // layout.tp, config.head_dim
+    if config.mla is not None:
+        dim = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim
+    each = run.tokens * heads * dim * item
+    # The MLP's tensors are gone: gradients of attention's output, queries, keys and values, or of a group of these.
+    again = each if run.use.recompute == "selective" else 0
+    yield attention + again + 2 * run.hidden + 4 * each
+
+
+def _trained_head(run: RankPass) -> int:
+    """Working memory of the head's backward pass: a chunk of logits in float32 and their exponentials, and the chunk before in the
+    model's type; the hidden states' gradient; and the output weight's own, in float32 while it is added up."""
+    config, item = run.use.config, run.use.itemsize
+    first, second = _chunks(run)
+    logits = _vocabulary_share(run) * max(8 * first, item * first + 8 * second)
+    weight = 0
+    if not run.use.lora.rank:
+        elements = _vocabulary_share(run) * config.hidden_size
+        weight, logits = 4 * elements, max(logits, item * (elements + _vocabulary_share(run) * first))
+    return logits + weight + run.tokens * config.hidden_size * item
 
 
 def _dummy_gradients(run: RankPass) -> int:
@@ -117,47 +217,66 @@ def _dummy_gradients(run: RankPass) -> int:
     return sum(prod(shape) for shape in shapes) * run.use.itemsize if run.use.fused else 0
 
 
-def _evaluating(run: RankPass, first: bool, last: bool) -> int:
+def _evaluating(run: RankPass, stage: int) -> int:
     """Working memory of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
 
     A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of its
     callers: as shadow runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
     """
-    config, item = run.use.config, run.use.itemsize
+    config, layout, item = run.use.config, run.use.layout, run.use.itemsize
     hidden, names = run.hidden, [tensor.name for tensor in run.tensors.weights]
-    parts = []
+    parts: list[int] = []  # while linear layers compute, whose weights are made of a base in float8
+    others: list[int] = []
+    # The layer's input and the sum after its attention; of several layers the first one's input; what the stage sent last, and
+    # from a middle stage what that was made of.
+    several = any(".layers.1." in name for name in names)
+    last = stage == layout.pp - 1
+    around = (2 + several + (not last) + (not last and stage > 0) + (layout.vpp is not None)) * hidden
     if any("self_attention." in name for name in names):
-        parts.append(_evaluated_attention(run) + 2 * hidden)
+        parts.append(_evaluated_attention(run) + around - (hidden if layout.tp == 1 else 0))
     if any(EXPERTS in name for name in names):
         moe = config.moe
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
-        routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // run.use.layout.etp
-        parts.append(run.routed * routed * item + (5 + _around_experts(run)) * hidden)
+        first, routed = 3 * moe.ffn_hidden_size // layout.etp, run.routed * item
+        more = around + (1 + _shared_experts(run)) * hidden
+        parts.append(routed * (4 * config.hidden_size + first) + more)
+        if any(
+            slot.number is not None for slot, _ in run.tensors.slots
+        ):  # and each expert's sum, and these together
+            others.append(
+                routed * max(6 * config.hidden_size + first, 3 * config.hidden_size + 2 * first) + more
+            )
     if any(".mlp.linear_fc1" in name for name in names):
-        # Gate and up, and their product.
-        dense = 3 * config.ffn_hidden_size // run.use.layout.tp
-        parts.append(run.tokens * dense * item + (4 if first else 3) * hidden)
-    parts += [size + 3 * hidden for size in _evaluated_adapters(run)]
+        product = run.tokens * config.ffn_hidden_size // layout.tp * item
+        # Gate and up, with their input or their product.
+        parts.append(2 * product + max(product, run.gathered + hidden) + around)
+    others += [size + around + hidden for size in _evaluated_adapters(run)]
     if last and run.use.head == "lm":
-        parts.append(_head(run) + 2 * hidden)  # and the last norm's input and output
-    return max(parts, default=0) + run.tokens * MICRO_BATCH + _exact(run)
+        # And the live positions' hidden states, the stage's input, the last norm's output; an input of another micro-batch.
+        live = run.tokens * config.hidden_size * item
+        others.append(_head(run) + live + (2 + (layout.vpp is not None)) * hidden)
+    return max(max(parts, default=0) + _exact(run), *others, 0) + run.tokens * MICRO_BATCH
 
 
-def _around_experts(run: RankPass) -> int:
-    """Hidden states that exist while routed experts compute, in addition to their layer's own: the output of shared experts; in a
-    pipeline the input of the stage, and two that are sent or received."""
-    assert run.use.config.moe is not None
-    return (run.use.config.moe.shared_ffn_hidden_size > 0) + (3 if run.use.layout.pp > 1 else 0)
+def _shared_experts(run: RankPass) -> int:
+    """Outputs of shared experts, which exist while routed experts compute, as hidden states."""
+    moe = run.use.config.moe
+    return int(moe is not None and moe.shared_ffn_hidden_size > 0)
 
 
 def _evaluated_attention(run: RankPass) -> int:
-    """Projected queries, keys and values, the same after their rotation, attention's output; and the gathered input."""
+    """Projected queries, keys and values, the same after their norms and their rotation, attention's output; and the projected output."""
     config, tp, mla = run.use.config, run.use.layout.tp, run.use.config.mla
     heads = config.num_attention_heads // tp
     if mla is None:
         queries, keys = heads * config.head_dim, config.num_query_groups // tp * config.head_dim
-        return run.tokens * run.use.itemsize * (3 * queries + 3 * keys + config.hidden_size)
+        if (
+            run.use.fused and run.use.layout.cp > 1
+        ):  # keys and values of two ranks, and outputs of each, beside copies of the own
+            return run.tokens * run.use.itemsize * (5 * queries + 9 * keys)
+        each = (3 + config.qk_norm) * (queries + keys)
+        return run.tokens * run.use.itemsize * (each + config.hidden_size)
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     # Values are made as wide as queries for packed sequences, and so is the output.
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
@@ -165,19 +284,28 @@ def _evaluated_attention(run: RankPass) -> int:
     return run.tokens * run.use.itemsize * (heads * each + latent)
 
 
-def _evaluated_adapters(run: RankPass) -> Iterator[int]:
-    """For each layer with adapters the bytes of its output, the adapters' term for each of its tensors, and these put together; and the input."""
+def _evaluated_adapters(run: RankPass, module: str | None = None) -> Iterator[int]:
+    """For each layer with adapters, or for `module` if it has any, the bytes of its output, the adapters' term for each of its tensors, and
+    these put together."""
     adapted = {slot.module for slot, _ in run.tensors.slots}
     for tensor in run.tensors.weights:
-        if tensor.projection and tensor.name.rpartition(".")[0] in adapted:
+        found = tensor.name.rpartition(".")[0]
+        if tensor.projection and found in adapted and module in (None, found):
             count = run.routed if EXPERTS in tensor.name else run.tokens
-            yield count * (3 * tensor.shape[0] + tensor.shape[1]) * run.use.itemsize
+            yield count * 3 * tensor.shape[0] * run.use.itemsize
+
+
+def _chunks(run: RankPass) -> tuple[int, int]:
+    """Tokens of the first chunk of logits and of the next one."""
+    first = min(run.use.chunk_tokens, run.tokens)
+    return first, min(run.use.chunk_tokens, run.tokens - first)
 
 
 def _head(run: RankPass) -> int:
-    """A chunk of logits and their exponentials in float32, once more in the model's type; and the hidden states."""
-    chunk = min(run.use.chunk_tokens, run.tokens) * _vocabulary_share(run) * (8 + run.use.itemsize)
-    return chunk + run.tokens * run.use.config.hidden_size * run.use.itemsize
+    """A chunk of logits in float32 and in the model's type, and the chunk before in float32."""
+    first, second = _chunks(run)
+    item = run.use.itemsize
+    return _vocabulary_share(run) * max((4 + item) * first, 4 * first + (4 + item) * second)
 
 
 def _vocabulary_share(run: RankPass) -> int:

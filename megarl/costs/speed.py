@@ -6,7 +6,7 @@ their weights; experts' matrices are computed in full tiles of tokens; gradients
 micro-batch. Experts have equally many tokens. Left out: adapters' own matrices, input and output of the data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
@@ -263,14 +263,14 @@ class Passes:
         """Logits and their losses, once more in the backward pass; or a value, which is next to nothing."""
         gpu, assumed, weights = self.machine.gpu, self.machine.assumed, self.flops.head / self.layout.tp
         own, trained = tokens / self.layout.cp, self.trained is not None
-        computed = 2 * weights * own * (self._times + trained) / (gpu.bf16 * assumed.matmul)
+        computed = 2 * weights * own * (self.times + trained) / (gpu.bf16 * assumed.matmul)
         moved = weights / self.config.hidden_size * own * (LOGIT + LOGIT_BACKWARD * trained)
         if self.trained == "weights":
             moved += weights * HEAD_GRADIENT * max(1.0, own / CHUNK)
         return computed + moved / (gpu.hbm * assumed.hbm)
 
     @property
-    def _times(self) -> int:
+    def times(self) -> int:
         """Operations of a matrix in all passes, as multiples of the forward pass's."""
         return {None: 1, "adapters": 2, "weights": 3}[self.trained]
 
@@ -278,7 +278,7 @@ class Passes:
         """Forward, and backward for trained layers; with recomputation."""
         if self.trained is None:
             return layer.forward
-        computed = (self._times - 1) * layer.matrices + BACKWARD_ATTENTION * layer.attention
+        computed = (self.times - 1) * layer.matrices + BACKWARD_ATTENTION * layer.attention
         computed += 2 * layer.between + layer.summed
         # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
         backward = max(computed, layer.launched) + layer.sent
@@ -288,8 +288,8 @@ class Passes:
     def reduce_seconds(self) -> float:
         """Gradients of an optimizer step to the ranks that own their states, and the weights back (fully trained ones)."""
         layout, total = self.layout, 0.0
-        dense = max(self._stage_weights(lambda layer: layer.dense)) / layout.tp + self.flops.head / layout.tp
-        experts = max(self._stage_weights(lambda layer: layer.experts)) / (layout.ep * layout.etp)
+        dense = max(self.stage_weights(lambda layer: layer.dense)) / layout.tp + self.flops.head / layout.tp
+        experts = max(self.stage_weights(lambda layer: layer.experts)) / (layout.ep * layout.etp)
         groups = (
             (dense, layout.dp * layout.cp, layout.tp),
             (experts, layout.expert_dp, layout.ep * layout.etp),
@@ -303,8 +303,8 @@ class Passes:
         """Gradients and states read, states and weights written, of a rank's part; where these are on the host, at least as
         long as they take to come, while others go back."""
         layout = self.layout
-        dense = max(self._stage_weights(lambda layer: layer.dense)) / layout.tp / (layout.dp * layout.cp)
-        experts = max(self._stage_weights(lambda layer: layer.experts)) / (
+        dense = max(self.stage_weights(lambda layer: layer.dense)) / layout.tp / (layout.dp * layout.cp)
+        experts = max(self.stage_weights(lambda layer: layer.experts)) / (
             layout.ep * layout.etp * layout.expert_dp
         )
         moved = (dense + experts) * (GRADIENT + 2 * STATES + self.itemsize)
@@ -312,7 +312,8 @@ class Passes:
         states = STATES if self.itemsize < 4 else STATES - 4  # float32 weights are their own copies
         return max(seconds, (dense + experts) * states / self.machine.host) if self.on_host else seconds
 
-    def _stage_weights(self, of) -> list[int]:
+    def stage_weights(self, of: Callable[[LayerFlops], int]) -> list[int]:
+        """By pipeline stage the sum over its layers."""
         layers, layout = self.flops.layers, self.layout
         return [
             sum(of(layers[layer]) for chunk in layers_of(layout, len(layers), stage) for layer in chunk)

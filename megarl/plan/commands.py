@@ -274,12 +274,13 @@ def print_job(console: Console, job: JobPlan) -> None:
         for row in sync_rows(job):
             table.add_row(*row)
         console.print(table)
-    table = _table("estimated", "seconds", "part of step", "tokens/s")
+    table = _table("estimated", "seconds", "floor", "part of step", "tokens/s")
     for is_phase, (name, *cells) in time_rows(job):
         table.add_row(name if is_phase else f"  {name}", *cells, style="bold" if is_phase else None)
     table.add_section()
     rate = job.tokens / job.seconds
-    table.add_row("step", f"{job.seconds:.2f}", "100%", f"{rate:,.0f} ({rate / job.devices:,.0f} a GPU)")
+    step = (f"{job.seconds:.2f}", f"{job.floor:.2f}", "100%")
+    table.add_row("step", *step, f"{rate:,.0f} ({rate / job.devices:,.0f} a GPU)")
     console.print(table)
     _print_lines(
         console,

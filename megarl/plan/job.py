@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from megarl.config import TrainConfig
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.engine import engine_adapter_bytes
+from megarl.costs.floors import at_peaks
 from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines
 from megarl.costs.speed import Machine
@@ -72,6 +73,11 @@ class JobPlan:
         return step_seconds(self.config, {phase.name: phase.seconds for phase in self.phases})
 
     @property
+    def floor(self) -> float:
+        """The least seconds of a step by the GPUs' peaks."""
+        return step_seconds(self.config, {phase.name: phase.floor for phase in self.phases})
+
+    @property
     def tokens(self) -> float:
         """Tokens of prompts and responses in a step."""
         return self.phases[-1].tokens
@@ -125,11 +131,15 @@ def plan_job(
         fused: as that of `Passes`.
     """
     figures, seconds = None, sync_estimate(config, inputs, machine)
+    peaks = at_peaks(machine)
+    floor = _sync_floor(config, inputs, peaks)
     if sync and _adapters(config, inputs) is None:
         plan = configured_sync(config, inputs.model, config.actor_rollout_ref.rollout)
         figures = report(plan, machine.links)
         seconds = figures.reshard.seconds + peer_seconds(config, inputs, machine)
-    phases = step_phases(config, inputs, machine, memory, seconds, fused)
+        links = figures.reshard.links.items()
+        floor = max(max(cost.max_received, cost.max_sent) / peaks.links[link] for link, cost in links)
+    phases = step_phases(config, inputs, machine, memory, seconds, fused, floor)
     return JobPlan(config, machine, memory, figures, phases)
 
 
@@ -142,16 +152,26 @@ def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, pee
         peers: with the rounds in which ranks meet, which follow from the trainer's layout.
     """
     policy, pools = config.actor_rollout_ref, config.resource_pools
-    rollout, adapters = policy.rollout, _adapters(config, inputs)
-    if adapters is None:
-        size = served_bytes(rollout, inputs)
-    else:
-        layout = engine_layout(rollout)
-        size = engine_adapter_bytes(inputs.model, layout, adapters, precision(rollout.dtype))
+    rollout, size = policy.rollout, _sent_bytes(config, inputs)
     shared = policy.actor.resource_pool == rollout.resource_pool
     near = shared and pools[rollout.resource_pool].nnodes == 1
     rate = machine.links["intra_node" if near else "inter_node"]
     return size / rate + (peer_seconds(config, inputs, machine) if peers else 0.0)
+
+
+def _sync_floor(config: TrainConfig, inputs: PlanInputs, peaks: Machine) -> float:
+    """Seconds in which a rank of the engines gets its bytes, from its own device where the trainer shares it, else over the network."""
+    policy = config.actor_rollout_ref
+    shared = policy.actor.resource_pool == policy.rollout.resource_pool
+    return _sent_bytes(config, inputs) / peaks.links["local" if shared else "inter_node"]
+
+
+def _sent_bytes(config: TrainConfig, inputs: PlanInputs) -> int:
+    """Bytes that a sync brings to a rank of the engines."""
+    rollout, adapters = config.actor_rollout_ref.rollout, _adapters(config, inputs)
+    if adapters is None:
+        return served_bytes(rollout, inputs)
+    return engine_adapter_bytes(inputs.model, engine_layout(rollout), adapters, precision(rollout.dtype))
 
 
 def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
@@ -199,6 +219,7 @@ def as_json(job: JobPlan, advice: list[dict[str, object]]) -> dict[str, object]:
         "phases": {phase.name: _phase_json(phase) for phase in job.phases},
         "step": {
             **seconds_json(job.seconds),
+            "floor": job.floor,
             "tokens": job.tokens,
             "tokens_per_s": job.tokens / job.seconds,
             "tokens_per_s_per_device": job.tokens / job.seconds / job.devices,
@@ -219,6 +240,8 @@ def _phase_json(phase: PhaseTime) -> dict[str, object]:
         "tokens": phase.tokens,
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,
         "parts": {part.name: part.seconds for part in phase.parts},
+        "floor": phase.floor,
+        "floors": {part.name: part.floor for part in phase.parts},
     }
 
 
@@ -250,11 +273,19 @@ def sync_rows(job: JobPlan) -> list[list[str]]:
 
 
 def time_rows(job: JobPlan) -> Iterator[tuple[bool, list[str]]]:
-    """Seconds, part of the step and tokens/s of each phase (True), and the seconds of its parts (False)."""
+    """Seconds, floor, part of the step and tokens/s of each phase (True), and seconds and floors of its parts (False)."""
     for phase in job.phases:
         rate = f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "-"
-        yield True, [phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate]
-        yield from ((False, [part.name, f"{part.seconds:.2f}", "", ""]) for part in phase.parts)
+        share = f"{phase.seconds / job.seconds:.0%}"
+        yield True, [phase.name, f"{phase.seconds:.2f}", _floor_cell(phase.floor), share, rate]
+        yield from (
+            (False, [part.name, f"{part.seconds:.2f}", _floor_cell(part.floor), "", ""])
+            for part in phase.parts
+        )
+
+
+def _floor_cell(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds else "-"
 
 
 def pipeline_rows(job: JobPlan) -> list[list[str]]:

@@ -77,7 +77,10 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         "phases": list(memory.phases),
         "memory": list(_memory_rows(held)),
         "fullest": [f"{phase}: {job.fullest(phase)[0]}" for phase in memory.phases],
-        "time": [*times, ["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"]],
+        "time": [
+            *times,
+            ["step", f"{job.seconds:.2f}", f"{job.floor:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"],
+        ],
         "pipeline": pipeline_rows(job),
         "note": f"{NOTE}: {assumed_words(job)}",
         "sync": sync_rows(job),

@@ -8,17 +8,18 @@ part of an exact KL in the loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
+from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
 from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
-GAPS = "controller and workers"
+GAPS, MOVED_PARTS = "controller and workers", "moved to and from the host"
 NAMES = {"ref": "reference", "reward_model": "reward model"}  # of roles, where they differ
 TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")
 
@@ -29,12 +30,14 @@ class Part:
 
     Attributes:
         passes: its passes, if it is a Megatron model's.
+        floor: the least seconds by the GPUs' peaks (`megarl.costs.floors`).
     """
 
     name: str
     pool: str
     seconds: float
     passes: PassTime | None = None
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,17 @@ class PhaseTime:
     @property
     def seconds(self) -> float:
         """Seconds of the pool that takes longest."""
+        return self._longest(lambda part: part.seconds)
+
+    @property
+    def floor(self) -> float:
+        """Seconds of the pool that takes longest, at the GPUs' peaks."""
+        return self._longest(lambda part: part.floor)
+
+    def _longest(self, of: Callable[[Part], float]) -> float:
         pools: dict[str, float] = {}
         for part in self.parts:
-            pools[part.pool] = pools.get(part.pool, 0.0) + part.seconds
+            pools[part.pool] = pools.get(part.pool, 0.0) + of(part)
         return max(pools.values(), default=0.0)
 
 
@@ -91,25 +102,32 @@ def step_phases(
     plan: MemoryPlan,
     sync: float,
     fused: bool = True,
+    sync_floor: float = 0.0,
 ) -> list[PhaseTime]:
     """The phases of a step of a resolved configuration.
 
     Args:
         plan: its memory, from which the tokens of the engines' cache and the transfers between phases follow.
-        sync: seconds that the weights travel. fused: as that of `Passes`.
+        sync: seconds that the weights travel; sync_floor: the least. fused: as that of `Passes`.
     """
     texts, moves = lengths(config, machine), moved_seconds(plan, machine)
     count = resolve_batches(config).trajectories_per_step
     rollout = config.actor_rollout_ref.rollout.resource_pool
     made = generate(config, inputs, machine, plan.kv_tokens)
+    least = generate(config, inputs, machine, plan.kv_tokens, generation_floor)
     parts: dict[str, list[Part]] = {
-        "sync": [Part("weights", rollout, sync)],
-        "generate": [Part("prompts", rollout, made.prefill), Part("tokens", rollout, made.decode)],
+        "sync": [Part("weights", rollout, sync, floor=sync_floor)],
+        "generate": [
+            Part("prompts", rollout, made.prefill, floor=least.prefill),
+            Part("tokens", rollout, made.decode, floor=least.decode),
+        ],
     }
     for phase, part in model_parts(config, inputs, machine, fused):
         parts.setdefault(phase, []).append(part)
     for phase, pool, seconds in moves:
-        parts.setdefault(phase, []).append(Part("moved to and from the host", pool, seconds))
+        parts.setdefault(phase, []).append(
+            Part(MOVED_PARTS, pool, seconds, floor=seconds * machine.assumed.host)
+        )
     for found in parts.values():  # each role's workers are called, meet and free memory
         roles = Counter(part.pool for part in found if part.passes is not None)
         for pool in dict.fromkeys(part.pool for part in found):
@@ -127,8 +145,14 @@ def step_phases(
     ]
 
 
-def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_tokens: int) -> Generation:
-    """An engine's work in a step."""
+def generate(
+    config: TrainConfig,
+    inputs: PlanInputs,
+    machine: Machine,
+    kv_tokens: int,
+    work: Callable[..., Generation] = generation,
+) -> Generation:
+    """An engine's work in a step. `work`: `generation`, or `generation_floor`."""
     rollout, texts = config.actor_rollout_ref.rollout, lengths(config, machine)
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     served = ServedModel(
@@ -143,9 +167,7 @@ def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_token
     )
     prompts = -(-config.data.train_batch_size // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)
-    return generation(
-        served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running
-    )
+    return work(served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running)
 
 
 def model_parts(
@@ -171,13 +193,18 @@ def model_parts(
             update is not None and section.optim.optimizer_cpu_offload,
             fused,
         )
-        length = lengths(config, machine).total
+        texts = lengths(config, machine)
+        length, actor = texts.total, config.actor_rollout_ref
+        shared = actor.rollout.n if actor.actor.share_prompts else 1
+        least = (texts.prompt / shared, texts.response)
         if update is None:
             time = pass_time(passes, batches.trajectories_per_step, length, *facts.most)
-            return Part(f"{name} forward", section.resource_pool, time.total, time)
+            floor = pass_floor(passes, batches.trajectories_per_step, *least)
+            return Part(f"{name} forward", section.resource_pool, time.total, time, floor)
         most = (update.micro_batch_tokens, update.micro_batch_sequences)
         time = pass_time(passes, update.sequences_per_mini_batch, length, *most, update.updates_per_step)
-        return Part(f"{name} updates", section.resource_pool, time.total, time)
+        floor = pass_floor(passes, update.sequences_per_mini_batch, *least, update.updates_per_step)
+        return Part(f"{name} updates", section.resource_pool, time.total, time, floor)
 
     if config.reward_model.enable:
         yield "score_model", part("reward_model")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from megarl.report.html import MIB, figure, render
 from megarl.report.phases import (
     COLOURS,
     PHASES,
+    Floors,
     busy_ranks,
     last_step,
     memory_by_phase,
@@ -88,8 +90,8 @@ class Failures:
         return self.serious or bool(self.findings)
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """The page's HTML."""
+def page(runs: Sequence[RunRecord], floors: Sequence[Floors] = ()) -> str:
+    """The page's HTML. `floors`: of each run; empty: of none."""
     charts = Charts()
     trained = [run for run in runs if not run.is_evaluation]  # an evaluation has its tiles, and no curves
     learning, constants = charts_of(LEARNING, runs) if trained else ([], [])
@@ -112,7 +114,8 @@ def page(runs: Sequence[RunRecord]) -> str:
         "learning": charts.add(*learning),
         "constants": constants,
         "stacks": charts.add(*(_named(phases_of_steps(run), run, several) for run in runs)),
-        "shares": [shares_of_phases(run) for run in runs],
+        "shares": [shares_of_phases(run, least) for run, least in zip_longest(runs, (each.seconds for each in floors), fillvalue={})],
+        "floors": list(dict.fromkeys(each.words for each in floors)),
         "throughput": charts.add(*throughput),
         "steady": steady,
         "busy": charts.add(*(_named(busy_ranks(run.timeline), run, several) for run in runs if run.timeline is not None)),
@@ -237,8 +240,11 @@ def _numbers(steps: Sequence[int]) -> str:
 FILE = "report.html"
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, floors: Callable[[RunRecord], Floors]) -> None:
     """Write the page, and say where it is: in the folder of a run, of several runs in the current folder.
+
+    Args:
+        floors: of a run.
 
     Raises:
         ValueError: a folder is no run's.
@@ -246,7 +252,8 @@ def run(options: argparse.Namespace) -> None:
     folders = [Path(folder) for folder in options.folders]
     default = folders[0] / FILE if len(folders) == 1 else Path(FILE)
     output = Path(options.output) if options.output is not None else default
-    text = page(read_runs(folders))
+    runs = read_runs(folders)
+    text = page(runs, [floors(each) for each in runs])
     with whole_file(output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     print(f"{output}: {len(text.encode()) / 1e6:.1f} MB")

@@ -5,7 +5,8 @@ A phase has the same colour in every chart (COLOURS).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.report.data import RunRecord
@@ -43,6 +44,19 @@ _TRACKS = 40  # rows of a chart; of each role the first ones
 _BARS = 2000  # of the chart of a step; the longest ones
 
 
+@dataclass(frozen=True)
+class Floors:
+    """The least seconds of a step's phases on the hardware of a run.
+
+    Attributes:
+        seconds: by phase; empty: not known.
+        words: the hardware that they are of, or why they are not known.
+    """
+
+    seconds: Mapping[str, float]
+    words: str
+
+
 def phases_of_steps(run: RunRecord) -> dict[str, Any] | None:
     """Stacked bars: seconds of each step by phase; None: the run has not timed any."""
     timed = [step for step in run.steps if "timing_s/step" in step]
@@ -63,8 +77,14 @@ def phases_of_steps(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def shares_of_phases(run: RunRecord) -> list[dict[str, Any]]:
-    """The share of each phase in all steps' seconds, largest first; with its seconds."""
+def shares_of_phases(run: RunRecord, floors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The share of each phase in all steps' seconds, largest first; with its seconds, and as multiples of its floor ("over"; None: it has none).
+
+    Args:
+        floors: the least seconds of a step by phase.
+    """
+    timed = {phase: len(run.series(f"timing_s/{phase}")) for phase in floors}
+    least = {phase: floors[phase] * count for phase, count in timed.items()}
     whole = sum(value for _, value in run.series("timing_s/step"))
     if not whole:
         return []
@@ -73,6 +93,7 @@ def shares_of_phases(run: RunRecord) -> list[dict[str, Any]]:
     found = sorted(seconds.items(), key=lambda entry: -entry[1])
     return [
         {"label": PHASES.get(phase, phase), "colour": COLOURS[phase], "seconds": took, "share": took / whole}
+        | {"over": took / least[phase] if least.get(phase) else None}
         for phase, took in found
         if took / whole >= 0.0005
     ]

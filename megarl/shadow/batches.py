@@ -72,7 +72,7 @@ class Fill:
 
 def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[Batch, LossCounts]:
     """The table that evaluations and updates of actor and critic read, and the counts of a mini-batch of it."""
-    prompt = min(config.data.max_prompt_length, fill.length // 2)
+    prompt = 1  # nearly all tokens are then live, which is the most that a head can have to do
     responses = fill.lengths(fill.length - prompt, micro_batches)
     random = np.random.default_rng(0)
     names = ["ref_log_probs", "advantages", "values", "returns", "rollout_log_probs"]

@@ -53,6 +53,17 @@ def test_a_report_hangs_together(capsys) -> None:
     step = plan["step"]
     assert step["seconds"] == pytest.approx(sum(phase["seconds"] for phase in phases.values()))
     assert (step["seconds_low"], step["seconds_high"]) == likely(step["seconds"])
+    for phase in (*phases.values(), step):  # what the GPUs allow at their peaks
+        assert 0 < phase["floor"] < phase["seconds"]
+    for phase in phases.values():
+        assert phase["floor"] == pytest.approx(sum(phase["floors"].values()))
+        assert phase["floors"]["controller and workers"] == 0
+    links = plan["sync"]["links"].values()
+    rates = (3.35e12 / 2, 450e9, 50e9)
+    least = max(
+        max(cost["max_received"], cost["max_sent"]) / rate for cost, rate in zip(links, rates, strict=True)
+    )
+    assert phases["sync"]["floors"]["weights"] == pytest.approx(least)
     assert step["tokens"] == 1024 * (256 + 128)  # trajectories, half of the longest prompts and responses
     assert step["tokens_per_s_per_device"] == pytest.approx(step["tokens"] / step["seconds"] / 8)
     assert phases["generate"]["tokens"] == 1024 * 128
@@ -72,6 +83,7 @@ def test_what_moves_is_what_leaves(capsys) -> None:
         ("sync", "actor_optimizer"),
     ):
         assert phases[phase]["parts"][moved] == pytest.approx(held[owner] / rate)
+        assert phases[phase]["floors"][moved] == pytest.approx(held[owner] / 64e9)
     parts = ("param", "grad", "optimizer")
     stays = [f"actor_rollout_ref.actor.megatron.{part}_offload=false" for part in parts]
     still = planned(capsys, MOE, "--without-sync", *stays)

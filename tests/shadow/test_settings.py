@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
 from megarl.shadow.comparison import compare
@@ -33,17 +34,32 @@ CASES = {
         *(f"{POLICY}.model.lora.{key}" for key in ("rank=8", "base_dtype=float8", "base_block=16")),
         f"{POLICY}.rollout.lora_sync=merged",
     ],
+    "a middle stage, norms of queries and keys": [
+        f"{MEGATRON}.tensor_model_parallel_size=1",
+        f"{MEGATRON}.pipeline_model_parallel_size=4",
+    ],
 }
+OTHER_MODEL = {"a middle stage, norms of queries and keys": "qwen3"}  # families
 RANK = 2  # of the second stage, where there are two
 
 
 @pytest.fixture(scope="module")
-def found(machine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model's folder of each case."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in set(OTHER_MODEL.values()):
+        sizes = {"hidden_size": 128, "ffn_hidden_size": 384, "num_layers": 4}
+        make_tiny_model(folder / family, ["two words"], family=family, **sizes)
+    return {name: folder / OTHER_MODEL[name] if name in OTHER_MODEL else model for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def found(machine, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """The report of a rank for each case."""
     folder = tmp_path_factory.mktemp("settings")
     outs = {name: folder / f"{number}.jsonl" for number, name in enumerate(CASES)}
     requests = [
-        Request(str(RECIPE), keys_of(name, model), [("actor", RANK)], str(outs[name]), micro_batches=4)
+        Request(str(RECIPE), keys_of(name, models[name]), [("actor", RANK)], str(outs[name]), micro_batches=4)
         for name in CASES
     ]
     start(requests, folder / "log").wait()
@@ -58,8 +74,10 @@ def keys_of(name: str, model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(found, name: str, model: Path) -> None:
-    report, keys = found[name], keys_of(name, model)
+def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(
+    found, name: str, models: dict[str, Path]
+) -> None:
+    report, keys = found[name], keys_of(name, models[name])
     assert set(report["phases"]) == {"evaluate", "first_update", "update", "sync", "save", "load"}
     assert report["phases"]["update"]["left"] == 0
     config, inputs = read_inputs(str(RECIPE), keys, check=False)
@@ -67,6 +85,8 @@ def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(found, name: s
     for row in rows:
         if row.phase == "always":
             assert row.planned == row.found, row
-        elif row.phase != "release":
-            assert row.difference > -0.05, row
+        elif row.phase in ("evaluate", "update"):
+            assert abs(row.difference) < 0.05, row
+        elif row.phase == "sync":  # two buckets of half a GiB, which these weights do not fill
+            assert row.planned > row.found, row
     assert len(rows) >= 6 and report["saved"] > 0

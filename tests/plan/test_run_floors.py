@@ -1,0 +1,81 @@
+"""The floors in a run's report: those of its own configuration and lengths, or why there are none."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config import TrainConfig, load_config, resolve, save_config
+from megarl.plan.run_floors import run_floors
+from megarl.report.data import read_run
+from tests.report.folders import Page, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "recipes" / "models" / "qwen2.5-7b"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return configured(write_run(tmp_path / "run"), MODEL)
+
+
+def configured(run: Path, model: Path) -> Path:
+    """With the configuration of a run on eight GPUs."""
+    keys = [f"actor_rollout_ref.model.path={model}", "data.max_response_length=1024"]
+    config = load_config(TrainConfig, str(ROOT / "recipes" / "qwen2.5_7b_dapo.yaml"), keys)
+    save_config(resolve(config), run / "config.yaml")
+    return run
+
+
+def report(capsys: pytest.CaptureFixture, folder: Path, *options: str) -> tuple[int, str, str]:
+    """Exit code, text of the page, what was said."""
+    code = main(["report", str(folder), *options])
+    page = folder / "report.html"
+    text = re.sub(r"\s+", " ", Page(page.read_text(encoding="utf-8")).text) if code == 0 else ""
+    return code, text, capsys.readouterr().err
+
+
+def test_a_phase_is_so_many_floors(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    floors = run_floors(read_run(folder), "H100")
+    assert set(floors.seconds) >= {"sync", "generate", "update"} and min(floors.seconds.values()) > 0
+    code, text, _ = report(capsys, folder, "--hardware", "h100")
+    assert code == 0 and floors.words in text and "peaks of 8 H100" in floors.words
+    for phase, took in (("generate", 6.0), ("update", 3.0), ("sync", 0.5)):  # of each step
+        assert f"{5 * took:.2f} s {took / floors.seconds[phase]:.1f} floors" in text
+
+
+def test_faster_gpus_have_lower_floors(folder: Path) -> None:
+    run = read_run(folder)
+    slow, fast = (run_floors(run, name).seconds for name in ("A100", "B200"))
+    assert all(fast[phase] < slow[phase] for phase in slow)
+
+
+def test_without_a_name_there_are_none(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    code, text, _ = report(capsys, folder)
+    assert code == 0 and not re.search(r"[0-9] floors", text)
+    assert (
+        "No floors: the run's GPUs were not named (--hardware NAME); the peaks of a CPU are not known."
+        in text
+    )
+
+
+def test_a_name_that_is_unknown_is_refused(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    code, _, error = report(capsys, folder, "--hardware", "H1000")
+    assert code == 2 and "--hardware H1000 is not in the table; did you mean H100?" in error
+
+
+def test_a_model_that_is_elsewhere_is_named(tmp_path: Path) -> None:
+    run = read_run(configured(write_run(tmp_path / "run"), tmp_path / "gone"))
+    floors = run_floors(run, "H100")
+    assert (
+        floors.seconds == {}
+        and f"{tmp_path}/gone, a model of the run, is not on this machine" in floors.words
+    )
+
+
+def test_a_run_without_trajectories_has_none(folder: Path) -> None:
+    shutil.rmtree(folder / "rollouts")
+    floors = run_floors(read_run(folder), "H100")
+    assert floors.seconds == {} and "the lengths of the run's trajectories are not known" in floors.words

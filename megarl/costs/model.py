@@ -15,7 +15,7 @@ from megarl.costs.tensors import (
     training_bytes,
 )
 from megarl.layout.grid import layers_of
-from megarl.models import padded_vocab_size
+from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.float8 import check_base_block
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
@@ -101,9 +101,12 @@ def _working(run: RankPass, last: bool) -> int:
             count = routed if EXPERTS in tensor.name else run.tokens
             rows, columns = tensor.shape
             widest = max(widest, count * (rows + max(config.hidden_size, columns)) * item)
-    head = _head(run) + run.tokens * config.hidden_size * item if last and run.use.head == "lm" else 0
-    if head and not run.use.lora.rank:  # the output weight's own gradient
-        head += _vocabulary_share(run) * config.hidden_size * (4 + item)
+    head = 0
+    if last and run.use.head == "lm":
+        # The output weight's gradient is added to the buffer's; autograd gets a tensor of its size for it when the logits are gone. Where
+        # the weight is the embedding's too, that is the embedding's own gradient.
+        given = 0 if run.use.lora.rank else _vocabulary_share(run) * config.hidden_size * item
+        head = max(_head(run), given) + 2 * run.tokens * config.hidden_size * item
     experts = 0
     if routed and any(EXPERTS in tensor.name for tensor in run.tensors.weights):
         # Permuted and exchanged tokens and the outputs before and after they are put in order; sorted ones are kept.
@@ -140,7 +143,8 @@ def _evaluating(run: RankPass, first: bool, last: bool) -> int:
         parts.append(run.tokens * dense * item + (4 if first else 3) * hidden)
     parts += [size + 3 * hidden for size in _evaluated_adapters(run)]
     if last and run.use.head == "lm":
-        parts.append(_head(run) + 2 * hidden)  # and the last norm's input and output
+        # And the live positions' hidden states, the last norm's input and output.
+        parts.append(_head(run) + run.tokens * config.hidden_size * item + 2 * hidden)
     return max(parts, default=0) + run.tokens * MICRO_BATCH + _exact(run)
 
 
@@ -175,9 +179,10 @@ def _evaluated_adapters(run: RankPass) -> Iterator[int]:
 
 
 def _head(run: RankPass) -> int:
-    """A chunk of logits and their exponentials in float32, once more in the model's type; and the hidden states."""
-    chunk = min(run.use.chunk_tokens, run.tokens) * _vocabulary_share(run) * (8 + run.use.itemsize)
-    return chunk + run.tokens * run.use.config.hidden_size * run.use.itemsize
+    """The logits of a chunk of tokens (`megarl.megatron.fused_head`)."""
+    share, item = _vocabulary_share(run), run.use.itemsize
+    chunk = head_chunk_tokens(min(share, run.use.config.vocab_size), item, run.use.chunk_tokens)
+    return min(chunk, run.tokens) * share * item
 
 
 def _vocabulary_share(run: RankPass) -> int:

@@ -364,9 +364,11 @@ def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
     parameter = torch.nn.Parameter(weight.to(dtype).to(device))
     labels = torch.randint(0, rows, (tokens,), generator=drawn).to(device)
     gradients = torch.randn(tokens, 2, generator=drawn).to(device)
-    parameter.main_grad = torch.full((padded, width), 0.5, device=device)
-    parameter.grad_added_to_main_grad = False
-    share = HeadShare(0, rows, temperature, 16, dist.ProcessGroup(0, 1), with_entropy=True)
+    buffer = torch.full((padded, width), 0.5, device=device)
+    for name, value in {"main_grad": buffer, "grad_added_to_main_grad": False}.items():
+        setattr(parameter, name, value)  # as Megatron's data parallel gradients do
+    alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
+    share = HeadShare(0, rows, temperature, 16, alone, with_entropy=True)
     found = fused_log_probs(hidden, parameter, labels, share)
     found.backward(gradients)
 
@@ -379,10 +381,8 @@ def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
     yield Compared("log-probabilities", found[:, 0], expected[:, 0])
     yield Compared("entropies", found[:, 1], expected[:, 1])
     yield Compared("gradient of hidden states", hidden.grad, hidden_too.grad)
-    yield Compared("gradient of the weight", parameter.main_grad[:rows] - 0.5, weight_too.grad)
-    yield Compared(
-        "gradient of padding", parameter.main_grad[rows:], torch.full_like(parameter.main_grad[rows:], 0.5)
-    )
+    yield Compared("gradient of the weight", buffer[:rows] - 0.5, weight_too.grad)
+    yield Compared("gradient of padding", buffer[rows:], torch.full_like(buffer[rows:], 0.5))
 
 
 TRITON: dict[str, tuple[Case, float]] = {

@@ -213,5 +213,5 @@ def given_gradient(weight: Tensor, total: Tensor) -> Tensor | None:
     """
     if total is not getattr(weight, "main_grad", None):
         return total.to(weight.dtype)
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

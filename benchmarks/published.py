@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import log, prod, sqrt
 from pathlib import Path
+from unittest import mock
 
 import torch
 from published_held_out import HELD_OUT
@@ -24,6 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megarl.costs import speed
 from megarl.costs.engine import spread
 from megarl.costs.flops import model_flops
 from megarl.costs.hardware import TABLE, Assumptions
@@ -46,6 +48,14 @@ LISTED = 1.34e-5
 PAGEABLE = (
     4.5  # times as long as page-locked: DeepSpeed's pull request 5301 has 4 to 5 on a node of eight GPUs
 )
+# The heads of other trainers pass over logits in float32, as megarl's torch code does: 40 bytes of a logit forward, 58 backward (2 of
+# them to compute it once more); of the weight's gradient 12 bytes an element for each 1,024 tokens.
+PLAIN_HEAD = {
+    "LOGIT": 20,
+    "LOGIT_BACKWARD": 28,
+    "HEAD_GRADIENT": 12,
+    "head_chunk_tokens": lambda *sizes: 1024,
+}
 CLOSE, FAR = 1.5, 2.0  # factors
 
 
@@ -101,7 +111,8 @@ def compare(row: Row, folders: dict[str, str]) -> Compared:
     gpu = TABLE[row.gpu]
     machine = Machine(gpu, assumed, config.trainer.n_gpus_per_node)
     memory = plan_memory(config, inputs, round(gpu.memory_gib * GIB), RESERVE)
-    job = plan_job(config, inputs, machine, memory, sync=False, fused=row.fused)
+    with mock.patch.multiple(speed, **PLAIN_HEAD):
+        job = plan_job(config, inputs, machine, memory, sync=False, fused=row.fused)
     if row.gathers:
         job = _gathering(job, inputs, row.singly)
     if not row.balanced:

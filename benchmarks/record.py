@@ -163,6 +163,20 @@ def first(rows: Callable[[dict[str, Any]], Rows]) -> Callable[[dict[str, Any]], 
     return lambda report: list(rows(report))[:1]
 
 
+def head(report: dict[str, Any]) -> Rows:
+    by_case: dict[str, dict[str, dict[str, float]]] = {}
+    for result in report["results"]:
+        by_case.setdefault(result["case"], {})[result["way"]] = result
+    for case, ways in by_case.items():
+        ours, before = ways["kernels"], ways["torch"]
+        yield (
+            f"the head on a GPU, counted in a shadow run, forward and backward: {case} (the same by torch's code)",
+            f"{ours['launches']} launches ({before['launches']}), {ours['collectives']} collectives ({before['collectives']}),"
+            f" {ours['moved_gb']:.0f} GB read and written ({before['moved_gb']:.0f}), {ours['tflop']:.1f} TFLOP ({before['tflop']:.1f}),"
+            f" {ours['peak_gb']:.2f} GB at the peak ({before['peak_gb']:.2f})",
+        )
+
+
 def chaos(report: dict[str, Any]) -> Rows:
     found = report["summary"]
     yield (
@@ -192,6 +206,7 @@ RECORDINGS = {
     "packing": Recording("packing.py", (), packing, packing),
     "dealing": Recording("dealing.py", (), dealing),
     "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch, first(dispatch)),
+    "head": Recording("head.py", (), head),
     "generation": Recording("generation.py", (), generation),
     "sampling": Recording("sampling.py", (), sampling, sampling),
     "chaos": Recording("chaos.py", ("--kills", "200"), chaos, chaos, out="--json", asked=True),

@@ -41,6 +41,7 @@ BY_NAME: Mapping[str, str] = {
     "faults/": CHAOS,
     "gpu_test/": PROCESSES,
     "launch/": PROCESSES,
+    "megatron/test_fused_head.py": PROCESSES,
     "models/test_weight_files.py::test_it_is_checked_without_torch": PROCESSES,
     "report/test_browser.py": PROCESSES,
     "rewards/processes/": PROCESSES,

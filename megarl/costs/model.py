@@ -26,7 +26,7 @@ from megarl.costs.tensors import (
     training_bytes,
 )
 from megarl.layout.grid import layers_of
-from megarl.models import padded_vocab_size
+from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.float8 import check_base_block
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
@@ -199,16 +199,12 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
 
 
 def _trained_head(run: RankPass) -> int:
-    """Working memory of the head's backward pass: a chunk of logits in float32 and their exponentials, and the chunk before in the
-    model's type; the hidden states' gradient; and the output weight's own, in float32 while it is added up."""
+    """Working memory of the head's backward pass: a chunk of logits, which their gradients overwrite, and the hidden states' gradient. The
+    output weight's gradient is added to the buffer's; autograd gets a tensor of its size for it when the logits are gone. Where the weight
+    is the embedding's too, that is the embedding's own gradient."""
     config, item = run.use.config, run.use.itemsize
-    first, second = _chunks(run)
-    logits = _vocabulary_share(run) * max(8 * first, item * first + 8 * second)
-    weight = 0
-    if not run.use.lora.rank:
-        elements = _vocabulary_share(run) * config.hidden_size
-        weight, logits = 4 * elements, max(logits, item * (elements + _vocabulary_share(run) * first))
-    return logits + weight + run.tokens * config.hidden_size * item
+    given = 0 if run.use.lora.rank else _vocabulary_share(run) * config.hidden_size * item
+    return max(_head(run), given) + run.tokens * config.hidden_size * item
 
 
 def _dummy_gradients(run: RankPass) -> int:
@@ -295,17 +291,11 @@ def _evaluated_adapters(run: RankPass, module: str | None = None) -> Iterator[in
             yield count * 3 * tensor.shape[0] * run.use.itemsize
 
 
-def _chunks(run: RankPass) -> tuple[int, int]:
-    """Tokens of the first chunk of logits and of the next one."""
-    first = min(run.use.chunk_tokens, run.tokens)
-    return first, min(run.use.chunk_tokens, run.tokens - first)
-
-
 def _head(run: RankPass) -> int:
-    """A chunk of logits in float32 and in the model's type, and the chunk before in float32."""
-    first, second = _chunks(run)
-    item = run.use.itemsize
-    return _vocabulary_share(run) * max((4 + item) * first, 4 * first + (4 + item) * second)
+    """The logits of a chunk of tokens (`megarl.megatron.fused_head`)."""
+    share, item = _vocabulary_share(run), run.use.itemsize
+    chunk = head_chunk_tokens(min(share, run.use.config.vocab_size), item, run.use.chunk_tokens)
+    return min(chunk, run.tokens) * share * item
 
 
 def _vocabulary_share(run: RankPass) -> int:

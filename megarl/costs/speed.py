@@ -14,7 +14,7 @@ from math import log2
 from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
 from megarl.costs.hardware import Assumptions, Hardware
 from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.models import ModelConfig
+from megarl.models import ModelConfig, head_chunk_tokens
 
 # A pipeline's seconds. One forward and one backward pass in turn (1F1B), with `chunks` interleaved model chunks a stage, as in Narayanan
 # et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2: filling and emptying p stages takes (p - 1) / v times a micro-batch's passes,
@@ -98,13 +98,12 @@ TRAINED = ("weights", "adapters")
 TILE = 128  # rows of an expert's tokens that a kernel takes at a time
 # In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
 BACKWARD_ATTENTION = 2.5
-# Bytes that are read and written for a logit by megarl/megatron/heads.py: out of the matrix, to float32, over the temperature, largest,
-# less it, exponentials, sum; backward, where logits are made again: the same first steps, gradients, back to bfloat16, two matrices.
-LOGIT, LOGIT_BACKWARD = 40, 58
+# How often a logit is read or written by megarl/megatron/fused_head.py: out of a product, into its statistics; backward, into its
+# gradient and out of it, into two products. Once more out of a product, where it was not kept.
+LOGIT, LOGIT_BACKWARD = 2, 4
 HEAD_GRADIENT = (
-    12  # bytes of an element of the head's gradient, which every chunk of tokens adds to in float32
+    8  # bytes of an element of the head's gradient, to which every chunk of tokens adds in float32
 )
-CHUNK = 1024  # tokens whose logits exist at a time
 
 
 @dataclass(frozen=True)
@@ -260,13 +259,16 @@ class Passes:
         return found
 
     def _head_seconds(self, tokens: float) -> float:
-        """Logits and their losses, once more in the backward pass; or a value, which is next to nothing."""
+        """Logits and their losses, once more in the backward pass but for a chunk's; or a value, which is next to nothing."""
         gpu, assumed, weights = self.machine.gpu, self.machine.assumed, self.flops.head / self.layout.tp
         own, trained = tokens / self.layout.cp, self.trained is not None
-        computed = 2 * weights * own * (self.times + trained) / (gpu.bf16 * assumed.matmul)
-        moved = weights / self.config.hidden_size * own * (LOGIT + LOGIT_BACKWARD * trained)
+        rows = weights / self.config.hidden_size
+        chunk = head_chunk_tokens(int(rows), self.itemsize, None)
+        again = trained * max(0.0, own - chunk)
+        computed = 2 * weights * (own * self.times + again) / (gpu.bf16 * assumed.matmul)
+        moved = rows * self.itemsize * (own * (LOGIT + LOGIT_BACKWARD * trained) + again)
         if self.trained == "weights":
-            moved += weights * HEAD_GRADIENT * max(1.0, own / CHUNK)
+            moved += weights * HEAD_GRADIENT * max(1.0, own / chunk)
         return computed + moved / (gpu.hbm * assumed.hbm)
 
     @property

@@ -59,7 +59,7 @@ class ModelUse:
         on_host: whether optimizer states are there (`optimizer_cpu_offload`).
         recompute: None, "selective" or "full".
         fused: whether Transformer Engine's kernels are there.
-        chunk_tokens: whose logits exist at one time.
+        chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
     """
 
     config: ModelConfig
@@ -76,7 +76,7 @@ class ModelUse:
     overlap: bool = False
     on_host: bool = False
     recompute: str | None = None
-    chunk_tokens: int = 1024
+    chunk_tokens: int | None = None
     fused: bool = True
 
 

@@ -3,7 +3,7 @@
 Transformer Engine's kernels are the ones that models use here (megarl/megatron/layer_spec.py); the sizes are small models'.
 
 The only Triton kernel of megatron-core 0.19.2 in use is the rotary embedding of latent attention (`apply_rope_fusion` in
-megarl/megatron/transformer_config.py); megarl's own are those of the weight sync and of sampling. On a GPU they are compiled; with
+megarl/megatron/transformer_config.py); megarl's own are those of the head, of the weight sync and of sampling. On a GPU they are compiled; with
 TRITON_INTERPRET=1, set before anything imports Triton, they are interpreted on a CPU: `python -m megarl.gpu_test.kernels` prints those
 checks as JSON lines.
 """
@@ -395,12 +395,53 @@ def _draws(device: str) -> Iterator[Compared]:
             yield Compared(f"log-probs of {name}", found[1], log_probs)
 
 
+def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
+    """Log-probabilities, entropies and gradients beside those of whole logits in float32: several chunks, rows that pad the vocabulary, and
+    a gradient buffer that has something already, to which the products add."""
+    import torch.distributed as dist
+
+    from megarl.megatron.fused_head import HeadShare, fused_log_probs
+
+    tokens, width, rows, padded, temperature = 37, 64, 9001, 9088, 1.25
+    drawn = torch.Generator().manual_seed(11)
+    hidden = torch.randn(tokens, width, generator=drawn).to(dtype).to(device).requires_grad_()
+    weight = torch.full((padded, width), torch.nan)
+    weight[:rows] = torch.randn(rows, width, generator=drawn) * 0.3
+    parameter = torch.nn.Parameter(weight.to(dtype).to(device))
+    labels = torch.randint(0, rows, (tokens,), generator=drawn).to(device)
+    gradients = torch.randn(tokens, 2, generator=drawn).to(device)
+    buffer = torch.full((padded, width), 0.5, device=device)
+    for name, value in {"main_grad": buffer, "grad_added_to_main_grad": False}.items():
+        setattr(parameter, name, value)  # as Megatron's data parallel gradients do
+    alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
+    share = HeadShare(0, rows, temperature, 16, alone, with_entropy=True)
+    found = fused_log_probs(hidden, parameter, labels, share)
+    found.backward(gradients)
+
+    hidden_too = hidden.detach().float().requires_grad_()
+    weight_too = parameter.detach()[:rows].float().requires_grad_()
+    log_p = (hidden_too @ weight_too.T / temperature).log_softmax(-1)
+    own = log_p.gather(1, labels[:, None])
+    expected = torch.cat([own, -(log_p.exp() * log_p).sum(-1, keepdim=True)], 1)
+    expected.backward(gradients)
+    yield Compared("log-probabilities", found[:, 0], expected[:, 0])
+    yield Compared("entropies", found[:, 1], expected[:, 1])
+    yield Compared("gradient of hidden states", hidden.grad, hidden_too.grad)
+    yield Compared("gradient of the weight", buffer[:rows] - 0.5, weight_too.grad)
+    yield Compared("gradient of padding", buffer[rows:], torch.full_like(buffer[rows:], 0.5))
+
+
 TRITON: dict[str, tuple[Case, float]] = {
     "rotary embedding of latent attention": (lambda device: _rotary(device, 0, 1), TRITON_TOLERANCE),
     "the same, the second of two context parallel ranks": (
         lambda device: _rotary(device, 1, 2),
         TRITON_TOLERANCE,
     ),
+    "log-probabilities and entropies of a head, float32": (
+        lambda device: _head(device, torch.float32),
+        TRITON_TOLERANCE,
+    ),
+    "the same, bfloat16": (lambda device: _head(device, torch.bfloat16), BF16),
     "slices of a weight sync": (_slices, 0.0),
     "tokens drawn by seed": (_draws, 1e-6),
 }
@@ -416,11 +457,13 @@ def first_configurations(module: ModuleType) -> None:
 
 
 def main() -> None:
+    from megarl import platform
     from megarl.shadow.device import PACKAGES
 
     sys.path.insert(0, str(PACKAGES))
     # Its Python code lies there too, without the library that it loads: its import fails, as where it is not installed.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    platform.install()  # before a case imports megatron-core, which has to find Triton
     import triton
 
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"

@@ -1,11 +1,13 @@
 """The outputs of a vocab-parallel language model head, without holding its logits: log-probabilities, entropy, exact KL; and the value head.
 
+On a GPU log-probabilities and entropies are computed by `fused_head`; this file's torch code computes the same on a CPU, and the KL on both.
+
 Promises:
 - The largest temporary tensors have `chunk_tokens` rows of this rank's share of the vocabulary (one of them for log-probabilities, a few
   for the KL): logits are computed a chunk of tokens at a time, reduced to a few numbers a token, dropped, and recomputed in the
   backward pass. The only other large tensor is the output weight's own gradient.
 - Logits are never gathered over tensor-parallel ranks; a chunk costs two all-reduces, of its maxima and of at
-  most three sums a token.
+  most three sums a token (on a GPU all chunks together cost one gathering of four numbers a token).
 - Rows that pad the vocabulary take no probability: they are left out of every product.
 - `lm_head` spends nothing on tokens that do not count, such as prompts.
 - Two heads that are equal have a KL of exactly 0, and pass no gradient.
@@ -24,7 +26,17 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megarl.megatron.fused_head import (
+    HeadShare,
+    add_product,
+    fused_log_probs,
+    given_gradient,
+    gradient_sum,
+)
 from megarl.megatron.packing import PackedBatch
+from megarl.models import head_chunk_tokens
+
+CHUNK_TOKENS = 1024  # where the configuration names no number: on a CPU, and of the KL
 
 
 def vocab_share(weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> tuple[int, int]:
@@ -58,7 +70,7 @@ def token_log_probs(
     *,
     vocab_size: int,
     temperature: float,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     tp_group: dist.ProcessGroup,
     with_entropy: bool,
 ) -> Tensor:
@@ -72,11 +84,18 @@ def token_log_probs(
         weight: [padded vocab/tp, hidden], rank r's rows of the padded vocabulary.
         labels: int64 [tokens].
         vocab_size: real vocabulary; rows from there on are padding.
+        chunk_tokens: None: CHUNK_TOKENS on a CPU, `head_chunk_tokens` on a GPU.
 
     Returns: float32 [tokens, 2] (log-probability, entropy in nats), or [tokens, 1] without entropy; the same
         on all tensor-parallel ranks.
     """
     start, rows = vocab_share(weight, vocab_size, tp_group)
+    if hidden.is_cuda:
+        chunk_tokens = head_chunk_tokens(rows, weight.element_size(), chunk_tokens)
+        keep = torch.is_grad_enabled()
+        share = HeadShare(start, rows, temperature, chunk_tokens, tp_group, with_entropy, keep)
+        return fused_log_probs(hidden, weight, labels, share)
+    chunk_tokens = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     return _TokenLogProbs.apply(
         hidden, weight, labels, start, rows, temperature, chunk_tokens, tp_group, with_entropy
     )
@@ -195,7 +214,7 @@ def lm_output_processor(
     context: tuple[PackedBatch, Any],
     vocab_size: int,
     temperature: float,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     with_entropy: bool,
     **unused: Any,
 ) -> Tensor:
@@ -258,7 +277,7 @@ def head_weight(model: GPTModel) -> Tensor:
 
 
 def lm_head(
-    *, vocab_size: int, temperature: float = 1.0, chunk_tokens: int = 1024, with_entropy: bool = False
+    *, vocab_size: int, temperature: float = 1.0, chunk_tokens: int | None = None, with_entropy: bool = False
 ) -> partial:
     """A `head` for `step.forward_only` and `step.train_step` that gives [tokens, 1 or 2] log-probabilities
     (and entropies) of a packed batch's labels."""
@@ -283,7 +302,7 @@ def token_full_kl(
     *,
     vocab_size: int,
     temperature: float,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     tp_group: dist.ProcessGroup,
 ) -> Tensor:
     """KL(p || q) = sum over the vocabulary of p (log p - log q) at each position, and log q(label).
@@ -295,11 +314,13 @@ def token_full_kl(
         hidden, other_hidden: [tokens, hidden], each the same on all tensor-parallel ranks.
         weight, other_weight: [padded vocab/tp, hidden], rank r's rows of the padded vocabulary.
         labels: int64 [tokens], in [0, vocab_size).
+        chunk_tokens: None: CHUNK_TOKENS, since there are several tensors of a chunk's logits in float32.
 
     Returns: float32 [tokens, 2] (KL in nats, log q(label)), the same on all tensor-parallel ranks.
     """
     start, rows = vocab_share(weight, vocab_size, tp_group)
     other = (other_hidden.detach(), other_weight.detach())
+    chunk_tokens = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     return _TokenFullKL.apply(
         hidden, weight, *other, labels, start, rows, temperature, chunk_tokens, tp_group
     )
@@ -344,7 +365,12 @@ class _TokenFullKL(torch.autograd.Function):
         rows, temperature, chunk_tokens = ctx.settings
         real = weight[:rows]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            # With a gradient buffer, where `fused_log_probs` of the same weight has added its part.
+            grad_weight = (
+                gradient_sum(weight) if weight.is_cuda else torch.zeros_like(weight, dtype=torch.float32)
+            )
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             log_p = chunk_logits(hidden[chunk], real, temperature).sub_(norms[chunk, :1])
@@ -353,9 +379,17 @@ class _TokenFullKL(torch.autograd.Function):
             factor = log_p.sub_(log_q).sub_(output[chunk, :1]).mul_(grad[chunk, :1] / temperature)
             grad_logits = factor.mul_(p).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ real
-            if grad_weight is not None:
+            if grad_weight is None:
+                continue
+            if weight.is_cuda:
+                add_product(grad_weight[:rows], grad_logits, hidden[chunk])
+            else:
                 grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
+        if grad_weight is not None:
+            grad_weight = (
+                given_gradient(weight, grad_weight) if weight.is_cuda else grad_weight.to(weight.dtype)
+            )
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _reduce_kl_chunk(

@@ -8,6 +8,7 @@ from megarl.models.config import COMPANIONS, ModelConfig, load_hf_config
 from megarl.models.families import FAMILIES
 from megarl.models.shards import MegatronPlace, SGLangPlace
 from megarl.models.table import (
+    head_chunk_tokens,
     keeps_float32,
     logical_tensors,
     megatron_pieces,
@@ -47,6 +48,7 @@ __all__ = [
     "ModelConfig",
     "SGLangPlace",
     "has_dp_attention",
+    "head_chunk_tokens",
     "keeps_float32",
     "logical_tensors",
     "megatron_pieces",

@@ -21,6 +21,7 @@ from megarl.shadow.tracker import Tracker, line_of_code
 from megarl.shadow.values import Choice, choose_evenly, follow, positions, sized_by_values, value_of
 
 aten = torch.ops.aten
+_ADDMM_DTYPE = (aten.addmm.dtype, aten.addmm.dtype_out)
 _INDEXING = (aten.index, aten.index_put_, aten.index_put)
 
 
@@ -102,7 +103,9 @@ class Shadow(TorchDispatchMode):
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self.count_flops(str(func._overloadpacket), count(*args, **kwargs, out_val=out))
+            # torch 2.13's formula for addmm would take a type of the output for its shape.
+            counted = args[:3] if func in _ADDMM_DTYPE else args
+            self.count_flops(str(func._overloadpacket), count(*counted, **kwargs, out_val=out))
         if func is aten._to_copy.default and args[0].is_cuda and out.device.type == "cpu":
             self.wait()
         follow(func, args, kwargs, out, self.assume, self.choose)

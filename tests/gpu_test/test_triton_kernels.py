@@ -14,6 +14,9 @@ from megarl.shadow import device
 PARTS = {
     "queries", "keys", "values", "gradient of queries", "gradient of keys and values", "gradient of the rotary key",
 }  # fmt: skip
+PARTS_OF_HEAD = {
+    "log-probabilities", "entropies", "gradient of hidden states", "gradient of the weight", "gradient of padding",
+}  # fmt: skip
 PARTS_OF_SLICES = {"slot", "checksums", "parameters", "checksums of parameters"}
 
 
@@ -30,8 +33,9 @@ def test_kernels_compute_what_torch_does() -> None:
     assert len(found) == len(TRITON)
     for check in found:
         assert check["ok"], check
-    rotary, second, slices, draws = (check["figures"] for check in found)
+    rotary, second, head, rounded, slices, draws = (check["figures"] for check in found)
     assert set(rotary) == set(second) == PARTS
+    assert set(head) == set(rounded) == PARTS_OF_HEAD
     assert {name.partition(" 0 x")[0] for name in slices if " 0 x" in name} == PARTS_OF_SLICES
     assert set(draws) == {
         f"{what} of 3 x 5000, {dtype}"

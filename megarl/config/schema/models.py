@@ -198,5 +198,9 @@ class MegatronConfig:
     )
     grad_offload: bool | None = option("Gradient buffers likewise.", None)
     optimizer_offload: bool | None = option("Optimizer states likewise.", None)
-    log_prob_chunk_tokens: int = option("Tokens whose logits exist at one time on a rank.", 1024, ge=1)
+    log_prob_chunk_tokens: int | None = option(
+        "Tokens whose logits exist at one time on a rank; null: on GPUs as many as have 1 GiB of logits, on CPUs 1024.",
+        None,
+        ge=1,
+    )
     seed: int = option("Of newly made weights and of Megatron's random state.", 1, ge=0)

@@ -1,0 +1,410 @@
+"""Cases of the Triton kernels of the head, interpreted on a CPU or compiled: `python -m tests.megatron.interpreted_head interpret` (with
+TRITON_INTERPRET=1) or `... compile` prints {case: what was found} as JSON.
+
+They have a process of their own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron import fused_head, heads
+from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.fused_head import HeadShare, fused_log_probs
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.parallel import destroy_parallel, init_parallel
+from megarl.megatron.step import train_step
+from megarl.models import read_model_config
+from megarl.shadow.device import PACKAGES
+from tests.megatron.parity import VOCAB, batches
+from tests.megatron.states import OPTIM
+
+ALONE = dist.ProcessGroup(0, 1)
+HIDDEN, TOKENS = 32, 23
+BLOCK = 64  # so that small vocabularies have several blocks, of which the last is cut
+
+# Real and padded rows, tokens of a chunk, temperature: a chunk and several, equal and not; whole blocks and cut ones.
+SHAPES = {
+    "one chunk": (300, 512, 1000, 1.0),
+    "remainder": (301, 384, 7, 1.3),
+    "a token each": (65, 128, 1, 0.7),
+    "whole blocks": (128, 128, TOKENS, 0.5),
+}
+
+
+def head(rows: int, padded: int, dtype: torch.dtype, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, output weight and labels. Rows of padding would dominate every softmax if they were let in."""
+    drawn = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=drawn).to(dtype)
+    weight = torch.full((padded, HIDDEN), 50.0)
+    weight[:rows] = torch.randn(rows, HIDDEN, generator=drawn) * scale
+    labels = torch.randint(0, rows, (TOKENS,), generator=drawn)
+    labels[:2] = torch.tensor([0, rows - 1])
+    return hidden, weight.to(dtype), labels
+
+
+def upstream(columns: int) -> Tensor:
+    return torch.randn(TOKENS, 2, generator=torch.Generator().manual_seed(8))[:, :columns]
+
+
+def passed(run: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Outputs, and both gradients."""
+    hidden, weight = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    output = run(hidden, weight)
+    output.backward(upstream(output.shape[1]).to(output.dtype))
+    return output.detach(), hidden.grad, weight.grad
+
+
+def fused(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk: int, t: float, entropy: bool
+) -> tuple[Tensor, ...]:
+    share = HeadShare(0, rows, t, chunk, ALONE, entropy)
+    return passed(lambda h, w: fused_log_probs(h, w, labels, share), hidden, weight)
+
+
+def by_torch(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk: int, t: float, entropy: bool
+) -> tuple[Tensor, ...]:
+    """The code that a CPU runs."""
+    settings = {"vocab_size": rows, "temperature": t, "chunk_tokens": chunk, "tp_group": ALONE}
+    run = lambda h, w: heads.token_log_probs(h, w, labels, with_entropy=entropy, **settings)  # noqa: E731
+    return passed(run, hidden, weight)
+
+
+def whole(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk: int, t: float, entropy: bool
+) -> tuple[Tensor, ...]:
+    """Whole logits in float64, and torch's autograd."""
+
+    def run(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_p = (hidden @ weight[:rows].t() / t).log_softmax(-1)
+        own = log_p.gather(1, labels[:, None])
+        return torch.cat([own, -(log_p.exp() * log_p).sum(-1, keepdim=True)], 1) if entropy else own
+
+    return passed(run, hidden.double(), weight.double())
+
+
+def apart(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest difference, relative to each tensor's largest number; infinite where one is not finite."""
+    errors = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        difference = (one.double() - other.double()).abs().max() / other.double().abs().max()
+        errors.append(float(difference) if one.isfinite().all() else float("inf"))
+    return max(errors)
+
+
+def shapes(dtype: torch.dtype) -> dict[str, list[float]]:
+    """By shape how far the kernels are apart from whole logits in float64, and from torch's code."""
+    found = {}
+    for name, (rows, padded, chunk, t) in SHAPES.items():
+        for entropy in (True, False):
+            case = (*head(rows, padded, dtype), rows, chunk, t, entropy)
+            one = fused(*case)
+            assert one[0].dtype == torch.float32 and one[1].dtype == one[2].dtype == dtype
+            assert not one[2][rows:].any()
+            label = f"{name}, {'with' if entropy else 'without'} entropy"
+            found[label] = [apart(one, other(*case)) for other in (whole, by_torch)]
+    return found
+
+
+def float32() -> dict[str, list[float]]:
+    return shapes(torch.float32)
+
+
+def bfloat16() -> dict[str, list[float]]:
+    return shapes(torch.bfloat16)
+
+
+def float16() -> dict[str, list[float]]:
+    return shapes(torch.float16)
+
+
+def extreme() -> dict[str, Any]:
+    """Logits of 10,000, 0 and -10,000 and a row of padding that is not a number, as in test_logprobs; a token in a thousand million."""
+    hidden, weight = torch.tensor([[1e4], [-1e4], [0.0]]), torch.tensor([[1.0], [0.0], [-1.0], [torch.nan]])
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    share = HeadShare(0, 3, 1.0, 2, ALONE, with_entropy=True)
+    output = fused_log_probs(hidden, weight, torch.tensor([0, 0, 1]), share)
+    output.sum().backward()
+    gradients = hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    large = head(300, 512, torch.float32, scale=300.0)
+    case = (*large, 300, 7, 1.0, True)
+    reach = float((large[0] @ large[1][:300].t()).abs().max())
+    return {
+        "output": output.tolist(),
+        "finite": bool(gradients),
+        "largest logit": reach,
+        "apart": apart(fused(*case), whole(*case)),
+    }
+
+
+def infinite() -> list[bool]:
+    """A logit of -infinity has no probability, no moment and no gradient; one that is not a number reaches the outputs and gradients of
+    its own token alone."""
+    found = []
+    for hidden in (
+        torch.tensor([[1.0, -torch.inf], [1.0, 1.0]]),
+        torch.tensor([[torch.nan, 1.0], [1.0, 1.0]]),
+    ):
+        weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.5, 1.0]])
+        logits = torch.where(weight[None] == 0, 0.0, hidden[:, None] * weight).sum(-1)
+        statistics, share = logits.new_empty(2, 4), HeadShare(0, 3, 1.0, 2, ALONE, with_entropy=True)
+        labels = torch.tensor([0, 1])
+        expected = logits.log_softmax(-1)
+        fused_head._reduce(logits, labels, statistics, share)
+        output, norms = fused_head.combined(statistics[None], with_entropy=True)
+        fused_head._differentiate(logits, labels, norms, torch.ones(2, 2), share)
+        p = expected.exp()
+        entropy = -torch.where(p == 0, 0.0, p * expected).sum(-1)
+        own = expected[range(2), labels]
+        found.append(torch.allclose(output, torch.stack([own, entropy], 1), equal_nan=True))
+        found.append(logits.isnan().all(1).tolist() == p.isnan().all(1).tolist())
+    return found
+
+
+def second_pass() -> float:
+    """What the forward pass kept is gone after a backward pass: another one has the same gradients."""
+    hidden, weight, labels = head(300, 512, torch.float32)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    output = fused_log_probs(hidden, weight, labels, HeadShare(0, 300, 1.0, 7, ALONE, with_entropy=True))
+    passes = [
+        torch.autograd.grad(output, (hidden, weight), upstream(2), retain_graph=again)
+        for again in (True, False)
+    ]
+    return apart(passes[1], passes[0])
+
+
+def products() -> dict[str, int]:
+    """Matrix products of a pass forward and backward: a chunk that was kept has no fourth one; nothing is kept without a backward pass."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+            return func(*args, **(kwargs or {}))
+
+    hidden, weight, labels = head(65, 128, torch.float32)
+    found = {}
+    for chunk in (TOKENS, 12, 8):
+        with Products() as seen:
+            fused(hidden, weight, labels, 65, chunk, 1.0, True)
+        found[str(chunk)] = seen.count
+    return found
+
+
+def largest() -> dict[str, int]:
+    """Bytes of the largest tensor that any operation returns, and of the largest in float32, of a weight in bfloat16 with a buffer."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    found = {"any": 0, "float32": 0}
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    found["any"] = max(found["any"], leaf.nbytes)
+                    if leaf.dtype == torch.float32:
+                        found["float32"] = max(found["float32"], leaf.nbytes)
+            return result
+
+    parameter = torch.nn.Parameter(torch.randn(304, 2).bfloat16())
+    parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(304, 2), False
+    hidden = torch.randn(TOKENS, 2).bfloat16().requires_grad_()
+    labels, gradients = torch.zeros(TOKENS, dtype=torch.int64), upstream(2)
+    with Sizes():
+        fused_log_probs(hidden, parameter, labels, HeadShare(0, 300, 1.0, 7, ALONE, True)).backward(gradients)
+    return found
+
+
+def ranks_of_two() -> list[float]:
+    """By two tensor parallel ranks on gloo: apart from whole logits, for shares that both have real rows, and one padding alone."""
+    found = []
+    for rows in (300, 200):
+        hidden, weight, labels = head(rows, 512, torch.float32)
+        with tempfile.TemporaryDirectory() as folder:
+            child = os.fork()
+            if not child:
+                status = 1
+                try:
+                    _rank_of_two(1, rows, Path(folder))
+                    status = 0
+                finally:
+                    os._exit(status)
+            _rank_of_two(0, rows, Path(folder))
+            assert os.waitpid(child, 0)[1] == 0
+            ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+        assert torch.equal(ranks[0][0], ranks[1][0])
+        both = (ranks[0][0], ranks[0][1] + ranks[1][1], torch.cat([ranks[0][2], ranks[1][2]]))
+        assert not both[2][rows:].any()
+        found.append(apart(both, whole(hidden, weight, labels, rows, 1, 1.3, True)))
+    return found
+
+
+def _rank_of_two(rank: int, rows: int, folder: Path) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    hidden, weight, labels = head(rows, 512, torch.float32)
+    start, real = heads.vocab_share(weight.chunk(2)[rank], rows, dist.group.WORLD)
+    share = HeadShare(start, real, 1.3, 7, dist.group.WORLD, with_entropy=True)
+    torch.save(
+        passed(lambda h, w: fused_log_probs(h, w, labels, share), hidden, weight.chunk(2)[rank]),
+        folder / f"{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def gradient_buffers() -> dict[str, Any]:
+    """A weight's gradient is added to what its buffer has; autograd gets a tensor that nothing is read of, or none."""
+    hidden, weight, labels = head(300, 512, torch.bfloat16)
+    share = HeadShare(0, 300, 1.0, 7, ALONE, with_entropy=True)
+    *_, expected = fused(hidden, weight.float().bfloat16(), labels, 300, 7, 1.0, True)
+    found = {}
+    for embedding in (False, True):
+        parameter = torch.nn.Parameter(weight.clone())
+        parameter.main_grad = torch.ones(512, HIDDEN)
+        parameter.grad_added_to_main_grad = False
+        if embedding:
+            parameter.zero_out_wgrad = True
+        fused_log_probs(hidden, parameter, labels, share).backward(upstream(2))
+        given = parameter.grad is not None and parameter.grad.shape == parameter.shape
+        found["embedding" if embedding else "weight"] = {
+            "apart": apart((parameter.main_grad - 1,), (expected,)),
+            "added": parameter.grad_added_to_main_grad,
+            "given": given,
+        }
+    return found
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """Have heads on a CPU computed by the kernels."""
+
+    def apply(hidden, weight, labels, start, rows, temperature, chunk_tokens, tp_group, with_entropy):
+        share = HeadShare(
+            start, rows, temperature, chunk_tokens, tp_group, with_entropy, torch.is_grad_enabled()
+        )
+        return fused_log_probs(hidden, weight, labels, share)
+
+    with mock.patch.object(heads._TokenLogProbs, "apply", apply):
+        yield
+
+
+def updates() -> dict[str, dict[str, float]]:
+    """Two steps of a model in Megatron's data parallel gradients, buckets reduced meanwhile: losses, gradient norms and weights apart from
+    those of torch's code. With embeddings that are tied and that are not."""
+    folder = os.environ["MODEL"]
+    with tempfile.TemporaryDirectory() as store:
+        init_parallel(ParallelLayout(world=1), 0, 1, init_method=f"file://{store}/store")
+    found = {}
+    for tied in (False, True):
+        steps = {"torch": _trained(folder, tied)}
+        with on_a_gpu(), mock.patch.object(fused_head, "BLOCK", 512):
+            steps["kernels"] = _trained(folder, tied)
+        (numbers, weights), (others, others_weights) = steps["kernels"], steps["torch"]
+        found["tied" if tied else "own"] = {
+            "numbers": apart((torch.tensor(numbers),), (torch.tensor(others),)),
+            "weights": max(
+                apart((weight,), (others_weights[key],)) for key, weight in weights.items() if weight.any()
+            ),
+        }
+    destroy_parallel()
+    return found
+
+
+def _trained(folder: str, tied: bool) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    config = replace(read_model_config(folder), vocab_size=VOCAB, tie_word_embeddings=tied)
+    layout = ParallelLayout(world=1)
+    chunks = wrap_for_training(
+        build_model(config, layout, dtype=torch.float32, seed=3), overlap_grad_reduce=True
+    )
+    optimizer, scheduler = build_optimizer(chunks, OPTIM)
+    head, history = heads.lm_head(vocab_size=VOCAB, chunk_tokens=16, with_entropy=True), []
+
+    def loss_of(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -((output[:, 0] + 0.3 * output[:, 1]) * batch.mask).sum() / 100
+        return loss, {"loss": loss}
+
+    for _ in range(2):
+        result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
+        history.append((result.stats["loss"], result.grad_norm))
+    return history, {name: weight.clone() for name, weight in local_parameters(chunks).items()}
+
+
+INTERPRETED = (
+    float32, bfloat16, float16, extreme, infinite, second_pass, products, largest, ranks_of_two,
+    gradient_buffers, updates,
+)  # fmt: skip
+
+
+def compiled() -> dict[str, dict[str, int]]:
+    """Each kernel compiled for an H100: loads and stores of 16 bytes, bytes of spilled registers, bytes of machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels = fused_head.kernels()
+    logits = {"logits": "*bf16", "labels": "*i64", "stride": "i32", "start": "i32", "rows": "i32"}
+    sizes = {"BLOCK": fused_head.BLOCK, "WITH_ENTROPY": True}
+    cases: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+        "reduce_logits": (logits, sizes),
+        "differentiate_logits": (logits, sizes),
+        "combine_ranks": ({"tokens": "i32"}, {"BLOCK": fused_head.TOKENS, "WITH_ENTROPY": True, "RANKS": 8}),
+    }
+    found = {}
+    for name, (types, constants) in cases.items():
+        kernel = getattr(kernels, name)
+        types = {**dict.fromkeys(kernel.arg_names, "*fp32"), "inverse_temperature": "fp32", **types}
+        types = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
+        # As launched: logits begin at multiples of 16 bytes, and so do their rows.
+        aligned = {
+            (number,): [["tt.divisibility", 16]]
+            for number, key in enumerate(kernel.arg_names)
+            if key in ("logits", "stride", "rows")
+        }
+        source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
+        made = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": fused_head.WARPS}
+        )
+        code = made.asm["ptx"]
+        found[name] = {
+            "wide": len(re.findall(r"\b(?:ld|st)\.global\S*\.v4\.b32|\b(?:ld|st)\.global\S*\.v4\.u32", code)),
+            "local": len(re.findall(r"\b(?:ld|st)\.local", code)),
+            "bytes": len(made.asm["cubin"]),
+        }
+    return found
+
+
+def main() -> None:
+    sys.path.insert(0, str(PACKAGES))
+    import triton
+
+    if sys.argv[1] == "compile":
+        print(json.dumps(compiled()))
+        return
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
+    # Its Python code lies there too, without the library that it loads: its import fails, as where it is not installed.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    wanted = sys.argv[2:] or [case.__name__ for case in INTERPRETED]
+    with mock.patch.object(fused_head, "BLOCK", BLOCK):
+        print(json.dumps({case.__name__: case() for case in INTERPRETED if case.__name__ in wanted}))
+
+
+if __name__ == "__main__":
+    main()

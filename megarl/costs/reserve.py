@@ -17,8 +17,8 @@
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
 
-The communicator of weight syncs is not in it: one of each trainer rank, apart also of each engine rank, with buffers for the peers that
-`megarl plan sync` counts.
+The communicator of weight syncs counts as the others do: what NCCL keeps for each of its peers (`megarl plan sync` counts them) beyond that
+was measured by nobody.
 """
 
 from collections.abc import Sequence
@@ -62,9 +62,15 @@ def communicators(layout: ParallelLayout) -> int:
     return sum(size > 1 for size in groups) + neighbours
 
 
-def reserved(models: Sequence[ParallelLayout], engine: EngineRank | None) -> dict[str, int]:
-    """Bytes by cause, of a GPU with a process for each of `models`, and one for a rank of an engine."""
-    processes, groups = len(models), sum(map(communicators, models))
+def reserved(
+    models: Sequence[ParallelLayout], engine: EngineRank | None, exchanges: int = 0
+) -> dict[str, int]:
+    """Bytes by cause, of a GPU with a process for each of `models`, and one for a rank of an engine.
+
+    Args:
+        exchanges: processes among them that exchange weights with others' (weight_sync/exchange.py).
+    """
+    processes, groups = len(models), sum(map(communicators, models)) + exchanges
     workspaces = len(models) * (CUBLAS + TRAINER_WORKSPACE)
     graphs = sampling = 0
     if engine is not None:

@@ -204,8 +204,8 @@ def _total(rows: Rows) -> int:
     return sum(size for _, size in rows)
 
 
-def _reserved(layouts: list[ParallelLayout], engine: EngineRank | None) -> Rows:
-    return tuple((cause, size) for cause, size in reserved(layouts, engine).items() if size)
+def _reserved(layouts: list[ParallelLayout], engine: EngineRank | None, exchanges: int = 0) -> Rows:
+    return tuple((cause, size) for cause, size in reserved(layouts, engine, exchanges).items() if size)
 
 
 def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
@@ -220,7 +220,11 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
     if rollout.resource_pool == pool:
         tp, requests = rollout.tensor_model_parallel_size, rollout.max_num_seqs
         engine = EngineRank(tp, requests, model.vocab_size, model.mla is not None)
-    return _reserved(layouts, engine)
+    # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
+    actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)
+    apart = rollout.resource_pool != actors
+    exchanges = int(pool == actors and (apart or several > 1)) + int(apart and engine is not None)
+    return _reserved(layouts, engine, exchanges)
 
 
 def _trained(

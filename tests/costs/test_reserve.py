@@ -42,3 +42,9 @@ def test_an_engine_by_its_requests_and_vocabulary() -> None:
     latent = reserved([], EngineRank(tp=1, requests=1024, vocab_size=129280, latent=True))
     assert latent["CUDA graphs"] == (512 * 2 + 1536) * MIB
     assert latent["NCCL communicators: 0"] == 0
+
+
+def test_processes_that_exchange_weights_have_a_communicator_for_it() -> None:
+    layout = ParallelLayout(world=4, tp=2)
+    alone, together = reserved([layout], None), reserved([layout], ENGINE, exchanges=2)
+    assert alone["NCCL communicators: 3"] / 3 == pytest.approx(together["NCCL communicators: 7"] / 7)

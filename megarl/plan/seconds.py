@@ -15,7 +15,8 @@ from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
-from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision, role_facts
+from megarl.costs.tensors import CORE_ATTENTION
+from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
 GAPS = "controller and workers"
@@ -137,7 +138,7 @@ def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_token
         layout,
         machine,
         served_bytes(rollout, inputs),
-        token_bytes(inputs.model, layout, dtype),
+        token_bytes(inputs.model, layout, cache_dtype(rollout)),
         dtype.itemsize,
         rollout.quantization == "fp8",
     )
@@ -167,6 +168,7 @@ def model_parts(
             replace(machine, per_node=pool.n_gpus_per_node),
             trained,
             megatron.recompute_granularity,
+            megatron.recompute_modules or CORE_ATTENTION,
             precision(megatron.dtype).itemsize,
             update is not None and section.optim.optimizer_cpu_offload,
             fused,

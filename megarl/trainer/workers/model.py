@@ -33,9 +33,17 @@ from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
 from megarl.data.routing import ROUTED_EXPERTS, routing_values
+from megarl.config import overlaps
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.build import (
+    add_value_head,
+    build_model,
+    gather_parameters,
+    local_parameters,
+    unwrap,
+    wrap_for_training,
+)
 from megarl.megatron.checkpoint.checkpoint import (
     BaseModel,
     Loaded,
@@ -152,10 +160,14 @@ class ModelWorker:
         if spec.adapted:
             self._adapt()
         if spec.optim is not None:
+            replicas = self.layout.dp * self.layout.cp
+            overlap = overlaps(spec.megatron, replicas, on_gpus=platform.is_cuda(), adapted=spec.adapted)
             self.chunks = wrap_for_training(
                 self.chunks,
-                overlap_grad_reduce=spec.megatron.overlap_grad_reduce,
+                overlap_grad_reduce=overlap.gradients,
+                overlap_param_gather=overlap.parameters,
                 use_distributed_optimizer=spec.megatron.use_distributed_optimizer,
+                overrides=spec.megatron.override_ddp_config,
             )
             self.optimizer, self.scheduler = build_optimizer(
                 self.chunks, spec.optim, num_steps=spec.num_updates
@@ -228,6 +240,8 @@ class ModelWorker:
             dtype=self.dtype,
             trainable=trainable,
             recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
+            recompute_modules=self.spec.megatron.recompute_modules if trainable else None,
+            overrides=self.spec.megatron.override_transformer_config,
             base_block=self.spec.lora.blocks,
             seed=self.spec.megatron.seed,
         )
@@ -380,6 +394,7 @@ class ModelWorker:
         head: Callable,
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
         names: Names | None = None,
+        more: bool = False,
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
@@ -387,6 +402,8 @@ class ModelWorker:
 
         Args:
             names: gives the names of the micro-batches' sequences, for the error; None: they have none.
+            more: leave updated weights to be gathered in the next forward pass (`overlap_param_gather`); the caller ends with
+                `gather_parameters`.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
@@ -397,6 +414,8 @@ class ModelWorker:
             if part in self.parts:
                 self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
+        if not (more and result.ok):
+            gather_parameters(self.chunks)
         for reserved in self.reserved:  # the first step makes the optimizer's states
             reserved.reserve()
         self.reserved = []

@@ -177,8 +177,11 @@ def _experts(run: RankPass, name: str) -> int:
     size = _norm(run, config.hidden_size, run.own, used=not run.use.recomputes("layernorm"))
     if run.use.recomputes("moe"):
         return size
-    scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
-    size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
+    if run.use.fused:  # scores and the map of who goes where, and two rows for each expert by which tokens are sorted and put back
+        size += run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
+    else:
+        scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
+        size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
     width = moe.ffn_hidden_size // run.use.layout.etp
     each = _gated(run, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
     if run.keeps(name + "experts.linear_fc1"):

@@ -87,11 +87,11 @@ def test_stages_are_as_the_layout_has_them() -> None:
     from megarl.config.pipeline_layout import parse_layout
     from megarl.layout.grid import layers_of
 
-    text = "E,t*5|(ttt|)*2,tttt|tt|(t*3|)*2tt,L"
+    text = "E,t*4|(ttt|)*2,tttt|tt|(t*3|)*2tt,L"
     theirs = PipelineParallelLayerLayout(PipelineParallelLayerLayout.parse_str_to_list(text), 4)
     layout = ParallelLayout(world=4, pp=4, vpp=2, chunk_layers=parse_layout(text))
     config = built("qwen2.5-0.5b", layout)
-    assert config.num_layers == 24 + 1 - 1 and config.pipeline_model_parallel_layout.layout == theirs.layout
+    assert config.num_layers == 24 and config.pipeline_model_parallel_layout.layout == theirs.layout
     first = 0
     for chunk in range(2):
         for stage in range(4):

@@ -68,7 +68,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     if config.nodes > 1:
         assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
         node = {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
-    return {
+    told = {
         "model_path": config.model_path,
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
@@ -93,8 +93,12 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
-        **config.arguments,
     }
+    if twice := sorted(told.keys() & config.arguments.keys()):
+        raise ValueError(
+            f"rollout.engine_kwargs: megarl itself sets {', '.join(twice)} on a {config.device} device; leave it out"
+        )
+    return told | config.arguments
 
 
 def _check_arguments(config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from megarl.config.engine_options import TABLE
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang import start as sglang_start
 from megarl.rollout.sglang.start import check_version, config_overrides, read_model, server_arguments
@@ -71,6 +72,23 @@ def test_further_arguments_are_sglangs(caplog):
         ValueError, match=r"rollout\.engine_kwargs\.tp_size: use rollout\.tensor_model_parallel_size"
     ):
         server_arguments(replace(GPU, arguments={"tp_size": 2}), {})
+
+
+def test_what_megarl_sets_is_in_the_table_of_what_is_refused(monkeypatch):
+    """But for what it sets on a CPU alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    config = replace(
+        GPU, fp8_block=(128, 128), kv_cache_dtype="fp8_e4m3", nodes=2, tensor_parallel_size=2, address="a:1"
+    )
+    told = server_arguments(config, {})
+    assert [name for name in told if TABLE.why_refused(name) is None] == []
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    with pytest.raises(
+        ValueError, match="megarl itself sets attention_backend on a cpu device; leave it out"
+    ):
+        server_arguments(
+            EngineConfig("/model", arguments={"attention_backend": "triton"}), {"max_position_embeddings": 8}
+        )
 
 
 @pytest.mark.parametrize(

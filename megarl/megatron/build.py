@@ -137,7 +137,7 @@ def wrap_for_training(
     return wrapped
 
 
-def gather_parameters(chunks: Sequence[DistributedDataParallel] | Sequence[GPTModel]) -> None:
+def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Have all of the weights that an optimizer's step has changed on each rank, where `overlap_param_gather` has put it off.
 
     Megatron gathers before the forward pass of the module that has a weight. Whoever reads weights elsewhere (heads, the weight sync,
@@ -149,7 +149,7 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel] | Sequence[GPTMo
             group.param_gather_dispatched = True
 
 
-def _bucket_groups(chunks: Sequence[DistributedDataParallel] | Sequence[GPTModel]) -> list[Any]:
+def _bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """The groups of buckets of chunks whose weights are gathered late."""
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     return [

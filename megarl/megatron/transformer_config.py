@@ -101,7 +101,7 @@ def _make(
     if "attention_backend" in overrides:
         overrides = {**overrides, "attention_backend": AttnBackend[overrides["attention_backend"]]}
     try:
-        return kind(**settings | overrides)
+        return kind(**{**settings, **overrides})
     except (AssertionError, ValueError) as error:
         if not overrides:
             raise

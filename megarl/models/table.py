@@ -25,6 +25,7 @@ from megarl.models.shards import (
     MegatronPlace,
     SGLangPlace,
     Shapes,
+    Weight,
     megatron_shards,
     sglang_shards,
     vocab_shard,
@@ -245,7 +246,8 @@ def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str
     if part != "experts":
         attention = (place.attention_tp, place.attention_tp_rank)
         pieces += sglang_shards(attention_weights(config), "", *attention)
-        shared, cut = [], []
+        shared: list[Weight] = []
+        cut: list[Weight] = []
         for weight in mlp_weights(config, layer):
             (shared if place.whole_shared and weight.name.startswith(SHARED) else cut).append(weight)
         pieces += [*sglang_shards(cut, "", place.tp, place.tp_rank), *sglang_shards(shared, "", 1, 0)]

@@ -247,4 +247,4 @@ def engine_layout(rollout: RolloutConfig) -> EngineLayout:
 
 def cache_dtype(rollout: RolloutConfig) -> torch.dtype:
     """Of keys and values in the engines' cache on GPUs."""
-    return _CACHE_DTYPES.get(rollout.kv_cache_dtype, precision(rollout.dtype))
+    return _CACHE_DTYPES.get(rollout.kv_cache_dtype or "", precision(rollout.dtype))

@@ -98,7 +98,7 @@ def _literals(node: ast.expr, named: Mapping[str, tuple[Any, ...]]) -> tuple[Any
     return ()
 
 
-_PLAIN = {
+_PLAIN: dict[str, type] = {
     "bool": bool,
     "str": str,
     "dict": dict,
@@ -116,7 +116,9 @@ def _fits(kind: ast.expr, value: Any) -> bool:
     if isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
         return _fits(kind.left, value) or _fits(kind.right, value)
     if isinstance(kind, ast.Constant):  # None, or a type in quotes
-        return value is None if kind.value is None else _fits(ast.parse(kind.value, mode="eval").body, value)
+        if isinstance(kind.value, str):
+            return _fits(ast.parse(kind.value, mode="eval").body, value)
+        return kind.value is None and value is None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(kind, ast.Name):
         if kind.id == "int":

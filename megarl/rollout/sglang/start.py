@@ -98,7 +98,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         raise ValueError(
             f"rollout.engine_kwargs: megarl itself sets {', '.join(twice)} on a {config.device} device; leave it out"
         )
-    return told | config.arguments
+    return {**told, **config.arguments}
 
 
 def _check_arguments(config: EngineConfig) -> None:

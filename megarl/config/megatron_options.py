@@ -84,7 +84,7 @@ TRANSFORMER = OptionTable(
         "moe_flex_dispatcher_backend": "Of flex: deepep, or hybridep.",
         "moe_flex_dispatcher_num_sms": "SMs that DeepEP's kernels take.",
         "moe_permute_fusion": "Tokens sorted by expert in one kernel of Transformer Engine's; on GPUs true where that is there.",
-        "moe_router_fusion": "Scores and choice of experts in one kernel of Transformer Engine's; on GPUs true where that is there.",
+        "moe_router_fusion": "Scores and choice of experts in one kernel of Transformer Engine's; on GPUs true where that is there, but with router_replay.",
         "moe_shared_expert_overlap": "Shared experts compute while tokens are sent to others.",
         "apply_rope_fusion": "Rotary embedding in one kernel; on GPUs true where it computes the same.",
         "bias_activation_fusion": "The gated unit in one kernel; on GPUs true.",

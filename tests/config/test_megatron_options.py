@@ -1,9 +1,11 @@
 """`override_transformer_config` and `override_ddp_config` against Megatron-core's own data classes."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
+from megarl.config import TrainConfig, check_config
 from megarl.config.checks.layout import _megatron_problems
 from megarl.config.megatron_options import (
     DDP,
@@ -99,3 +101,13 @@ def test_what_is_right_is_taken() -> None:
 def test_keys_that_do_not_fit_each_other(keys: dict, words: str) -> None:
     (line,) = _megatron_problems("megatron", MegatronConfig(**keys))
     assert words in line
+
+
+def test_routers_that_are_given_their_choice_are_not_fused(train: Callable[..., TrainConfig]) -> None:
+    actor = "actor_rollout_ref.actor"
+    config = train(
+        f"{actor}.router_replay=rollout",
+        f"{actor}.megatron.override_transformer_config.moe_router_fusion=true",
+    )
+    with pytest.raises(ValueError, match="Transformer Engine's kernel makes its own"):
+        check_config(config, data_files=False)

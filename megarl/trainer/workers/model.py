@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,8 +33,8 @@ from megarl.checkpoints.hf.export import Bundle, ExportPlan, read_companions
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
-from megarl.data.routing import ROUTED_EXPERTS, routing_values
 from megarl.config import overlaps
+from megarl.data.routing import ROUTED_EXPERTS, routing_values
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import (
@@ -241,7 +242,7 @@ class ModelWorker:
             trainable=trainable,
             recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
             recompute_modules=self.spec.megatron.recompute_modules if trainable else None,
-            overrides=self.spec.megatron.override_transformer_config,
+            overrides=self._overrides(),
             base_block=self.spec.lora.blocks,
             seed=self.spec.megatron.seed,
         )
@@ -252,6 +253,12 @@ class ModelWorker:
             what = f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded"
             wait_for_all(self.store, what, self.info.rank, world, limit)
         return chunks
+
+    def _overrides(self) -> dict[str, Any]:
+        """Of Megatron's TransformerConfig: the configuration's, and what routing replay needs."""
+        given = self.spec.megatron.override_transformer_config or {}
+        # Transformer Engine's kernel chooses experts itself, and would not ask for those of an earlier pass (megatron-core 0.19.2).
+        return given if self.spec.router_replay is None else {**given, "moe_router_fusion": False}
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
         """Fill this rank's local tensors from a Hugging Face folder."""

@@ -16,6 +16,9 @@ from megarl import platform
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 
+# Parts whose output is freed and made again: megatron-core 0.19.2 asks Transformer Engine for its state there (tensor_parallel/random.py).
+_WITHOUT_OUTPUT = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+
 
 def has_transformer_engine() -> bool:
     """Whether models are made of Transformer Engine's modules here, rather than of their doubles in torch."""
@@ -41,6 +44,15 @@ def transformer_config(
     """
     check_layout(config, layout)
     fused = has_transformer_engine()
+    if (
+        recompute_granularity == "selective"
+        and not fused
+        and (fine := sorted(_WITHOUT_OUTPUT & set(recompute_modules or ())))
+    ):
+        raise ValueError(
+            f"megatron.recompute_modules has {', '.join(fine)}: Megatron-core computes these parts again by code that needs Transformer Engine, "
+            "which is not there; mlp, moe, shared_experts and core_attn do not need it"
+        )
     settings: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,

@@ -75,9 +75,17 @@ def test_kernels_of_experts_are_fused_where_transformer_engine_is(monkeypatch: p
 
 @pytest.mark.filterwarnings("ignore:If you are using transformer_engine")
 def test_parts_that_are_computed_again() -> None:
-    found = built("deepseek-v3", granularity="selective", recompute_modules=RECOMPUTE_MODULES)
-    assert (found.recompute_granularity, tuple(found.recompute_modules)) == ("selective", RECOMPUTE_MODULES)
+    modules = ("core_attn", "mlp", "moe", "shared_experts")
+    found = built("deepseek-v3", granularity="selective", recompute_modules=modules)
+    assert (found.recompute_granularity, tuple(found.recompute_modules)) == ("selective", modules)
     assert built("deepseek-v3", granularity="selective").recompute_modules == ["core_attn"]
+
+
+@pytest.mark.parametrize("module", sorted({"layernorm", "mla_up_proj", "moe_act"}))
+def test_parts_whose_output_is_freed_need_transformer_engine(module: str) -> None:
+    assert module in RECOMPUTE_MODULES
+    with pytest.raises(ValueError, match=f"recompute_modules has {module}: .*needs Transformer Engine"):
+        built("deepseek-v3", granularity="selective", recompute_modules=(module, "mlp"))
 
 
 def test_stages_are_as_the_layout_has_them() -> None:

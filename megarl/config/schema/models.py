@@ -211,7 +211,8 @@ class MegatronConfig:
     recompute_modules: tuple[str, ...] | None = option(
         "Of selective: parts of a layer that are computed again. core_attn: attention (of no use with flash kernels, which store no scores); "
         "layernorm: norms; mla_up_proj: keys and values of latent attention from their latent ones; moe_act, mlp, moe, shared_experts: gated "
-        "units of experts, dense MLPs, all of an MoE layer, shared experts. null: core_attn.",
+        "units of experts, dense MLPs, all of an MoE layer, shared experts. layernorm, mla_up_proj and moe_act need Transformer Engine. "
+        "null: core_attn.",
         None,
         choices=RECOMPUTE_MODULES,
     )

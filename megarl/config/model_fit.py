@@ -5,6 +5,7 @@ from dataclasses import fields
 from math import gcd
 from typing import Protocol
 
+from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import megatron_sections
 from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
@@ -217,6 +218,16 @@ def _undivided(key: str, size: int, sizes: Mapping[str, int]) -> Iterator[str]:
 
 def _layer_problems(key: str, megatron: MegatronConfig, layers: int) -> Iterator[str]:
     pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    if megatron.pipeline_model_parallel_layout is not None:
+        if list(pipeline_layout_problems(key, megatron)):
+            return  # reported with the keys alone
+        counts = parse_layout(megatron.pipeline_model_parallel_layout)
+        if sum(counts) != layers:
+            yield (
+                f"{key}.pipeline_model_parallel_layout={megatron.pipeline_model_parallel_layout!r} has {sum(counts)} layers (t), the model "
+                f"num_layers={layers}"
+            )
+        return
     given = {
         name: getattr(megatron, name)
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

@@ -1,6 +1,6 @@
 """Fills in the values that a configuration leaves to be derived, so that no later code derives them again."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from megarl.config.schema.algorithm import COVARIANCE_LOSSES, SEQUENCE_LOSSES
@@ -343,6 +343,29 @@ def _layout(megatron: MegatronConfig, checkpointing: bool | None = None) -> Mega
         megatron,
         sequence_parallel=megatron.tensor_model_parallel_size > 1 if parallel is None else parallel,
         recompute_granularity="full" if checkpointing and granularity is None else granularity,
+    )
+
+
+@dataclass(frozen=True)
+class Overlaps:
+    """What happens while a pass runs: the reduction of gradients, the gathering of updated weights."""
+
+    gradients: bool
+    parameters: bool
+
+
+def overlaps(megatron: MegatronConfig, replicas: int, *, on_gpus: bool, adapted: bool) -> Overlaps:
+    """`overlap_grad_reduce` and `overlap_param_gather`, with what null stands for.
+
+    Args:
+        replicas: ranks that share the states of a dense weight, over data and context parallelism.
+        adapted: whether adapters are trained in place of the weights: their gathering takes no time that were worth hiding.
+    """
+    fast = on_gpus and replicas > 1 and megatron.use_distributed_optimizer
+    gradients = fast if megatron.overlap_grad_reduce is None else megatron.overlap_grad_reduce
+    gathers = fast and gradients and not adapted
+    return Overlaps(
+        gradients, gathers if megatron.overlap_param_gather is None else megatron.overlap_param_gather
     )
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import yaml
 
+from megarl.config import engine_options, megatron_options
 from megarl.config.loading import plain_value
 from megarl.config.loading.document import YamlDumper
+from megarl.config.options import options_text
 from megarl.config.problems import aliases, first_match
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, megatron_sections, needs_reference, resolve
 from megarl.config.schema import (
@@ -324,6 +326,7 @@ def reference() -> str:
     ):
         parts.append(f"## megarl {command}\n\n{schema.__doc__}\n")
         parts += _sections(schema, "", {})
+    parts.append(_options())
     parts.append(_flags())
     return "\n".join(parts)
 
@@ -386,6 +389,21 @@ def _default(member: Field) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _options() -> str:
+    sections = (
+        ("SGLang's server arguments: `rollout.engine_kwargs`", engine_options.TABLE),
+        ("Megatron-core's settings: `megatron.override_transformer_config`", megatron_options.TRANSFORMER),
+        ("Megatron-core's data parallelism: `megatron.override_ddp_config`", megatron_options.DDP),
+    )
+    parts = [
+        "## Options of SGLang and Megatron-core\n\n[Engine and Megatron options](options.md) says how they are checked. Options that are in "
+        "neither list are passed on with a warning in the log, since nothing is known of their effect on megarl's guarantees.\n"
+    ]
+    for title, table in sections:
+        parts += [f"### {title}\n", *options_text(table)]
+    return "\n".join(parts)
 
 
 def _flags() -> str:

@@ -16,11 +16,11 @@ copies of its values, so that the fused tensor goes; without (megarl's modules i
 values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megarl.costs.tensors import ModelUse, StageTensors
+from megarl.costs.tensors import CORE_ATTENTION, ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models.lora import COLUMNS, ROWS
 
@@ -91,7 +91,23 @@ def attention_bytes(run: RankPass, name: str) -> int:
 def mlp_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer's MLP or its experts keep, their input and adapters included."""
     mlp = name + "mlp."
-    return (_experts(run, mlp) if is_moe else _dense(run, mlp)) + _adapters(run, mlp)
+    if is_moe:
+        kept = _experts(run, mlp)
+    else:  # computed again, it keeps its input, which is no one else's
+        kept = run.hidden if run.use.recomputes("mlp") else _dense(run, mlp)
+    return kept + _adapters(run, mlp)
+
+
+def complete(run: RankPass) -> RankPass:
+    """The same pass with layers that keep all tensors which their parts, computed again, have in the backward pass.
+
+    With attention alone computed again, a layer needs no more than it keeps at other times.
+    """
+    if run.use.recompute != "selective" or run.use.recompute_modules == CORE_ATTENTION:
+        return run
+    if "core_attn" in run.use.recompute_modules:
+        return replace(run, use=replace(run.use, recompute_modules=CORE_ATTENTION))
+    return replace(run, use=replace(run.use, recompute=None))
 
 
 def head_bytes(run: RankPass) -> int:
@@ -115,10 +131,10 @@ def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = 
         trimmed: the rest of the output where it is cut before its projection, whose input is then a copy of it.
     """
     if trimmed is not None:
-        size = 0 if run.use.recompute == "selective" else out * run.use.itemsize + heads * FLOAT32
+        size = 0 if run.use.recomputes("core_attn") else out * run.use.itemsize + heads * FLOAT32
         return size + trimmed * run.use.itemsize * run.keeps(proj)
     size = 0
-    if run.use.recompute != "selective":
+    if not run.use.recomputes("core_attn"):
         size += out * run.use.itemsize + heads * FLOAT32
         if not run.use.fused and run.keeps(proj):  # it is put together of sequences, in a new tensor
             size += out * run.use.itemsize
@@ -158,15 +174,25 @@ def _latent_attention(run: RankPass, name: str) -> int:
     parts = 1 if run.use.fused else run.use.layout.cp  # all keys and values of a sequence are copies
     # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
     padded = mla.v_head_dim != dim
-    width = dim if padded and run.use.recompute != "selective" else mla.v_head_dim
-    each = item * heads * (dim + (dim + width) * parts)
+    attended = run.use.recomputes("core_attn")
+    width = dim if padded and not attended else mla.v_head_dim
+    if run.use.recomputes(
+        "mla_up_proj"
+    ):  # what attention keeps of it alone: values that were padded, in a copy
+        each = item * heads * dim * parts if padded and not attended else 0
+    else:
+        each = item * heads * (dim + (dim + width) * parts)
     trimmed = heads * mla.v_head_dim if padded else None
     each += _core(run, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
-    size = run.tokens * each + _norm(run, config.hidden_size, run.own, any(map(run.keeps, down)))
+    used = any(map(run.keeps, down)) and not run.use.recomputes("layernorm")
+    size = run.tokens * each + _norm(run, config.hidden_size, run.own, used)
+    up = not run.use.recomputes(
+        "mla_up_proj"
+    )  # norms of latent vectors are computed again with what follows them
     if mla.q_lora_rank is not None:
-        size += _norm(run, mla.q_lora_rank, run.own, run.keeps(name + "linear_q_up_proj"))
-    size += _norm(run, mla.kv_lora_rank, run.own, run.keeps(name + "linear_kv_up_proj"))
+        size += _norm(run, mla.q_lora_rank, run.own, up and run.keeps(name + "linear_q_up_proj"))
+    size += _norm(run, mla.kv_lora_rank, run.own, up and run.keeps(name + "linear_kv_up_proj"))
     return (
         size + run.own * mla.qk_rope_head_dim * item
     )  # in addition to the latent keys and values, in one tensor
@@ -174,8 +200,10 @@ def _latent_attention(run: RankPass, name: str) -> int:
 
 def _gated(run: RankPass, width: int, fc2: str, weighted: bool = False) -> int:
     """Gate and up, and their product; of a token. `weighted`: by the router's probabilities."""
-    parts = 2 + run.keeps(fc2) + (0 if run.use.fused else 2 + weighted)
-    return parts * width * run.use.itemsize
+    inner = run.keeps(fc2) + (0 if run.use.fused else 2 + weighted)
+    if weighted and run.use.recomputes("moe_act"):
+        inner = 0
+    return (2 + inner) * width * run.use.itemsize
 
 
 def _dense(run: RankPass, name: str) -> int:
@@ -188,14 +216,22 @@ def _dense(run: RankPass, name: str) -> int:
 def _experts(run: RankPass, name: str) -> int:
     """Norm, router, routed experts, shared experts."""
     config, moe = run.use.config, run.use.config.moe
-    size = _norm(run, config.hidden_size, run.own, used=True)  # the router keeps it
-    scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
-    size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
+    # The router keeps its input, a layer of experts that is computed again, too.
+    size = _norm(run, config.hidden_size, run.own, used=not run.use.recomputes("layernorm"))
+    if run.use.recomputes("moe"):
+        return size
+    if run.use.fused:  # scores and the map of who goes where, and two rows for each expert by which tokens are sorted and put back
+        size += run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
+    else:
+        scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
+        size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
     width = moe.ffn_hidden_size // run.use.layout.etp
     each = _gated(run, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
     if run.keeps(name + "experts.linear_fc1"):
         each += config.hidden_size * run.use.itemsize
     size += run.routed * each
+    if run.use.recomputes("shared_experts"):
+        return size
     shared = name + "shared_experts.linear_fc2"
     return size + run.tokens * _gated(run, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
 
@@ -240,8 +276,10 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     layers = stage_layers(run, stage)
     at_head = head_bytes(run) if stage == run.use.layout.pp - 1 else 0
     # A layer is computed again when the head's tensors are gone.
-    largest = max(layer_bytes(run, layer.name, layer.is_moe) for layer in layers)
-    again = largest - run.hidden if run.use.recompute == "full" else 0
+    again, full = 0, run.use.recompute == "full"
+    for layer in layers:
+        kept = run.hidden if full else layer_bytes(run, layer.name, layer.is_moe)
+        again = max(again, layer_bytes(complete(run), layer.name, layer.is_moe) - kept)
     return waiting_bytes(run, stage, micro_batches) + max(at_head, again)
 
 

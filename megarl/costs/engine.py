@@ -9,7 +9,7 @@ shrinks until the last has ended. Speculation and several turns are left out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 
 import torch
@@ -42,7 +42,7 @@ def engine_weight_bytes(
     Of latent attention SGLang 0.5.21 keeps kv_b_proj a second time, as the two factors that it multiplies into queries and
     outputs.
     """
-    layout = sglang_layout(config, EngineLayout(engines.tp, engines.ep, engines.dp))
+    layout = sglang_layout(config, replace(engines, num_engines=1))
     if fp8_block is not None:
         layout = with_scales(layout, logical_tensors(config), fp8_block)
     total = 0
@@ -87,6 +87,7 @@ def cache_bytes(
     """The cache of `tokens` in an engine's rank, and the table of where in it the tokens of each request are.
 
     Args:
+        dtype: of the cache.
         requests: that run at once. context: the most tokens of each.
     """
     table = torch.int32.itemsize * (requests + 1) * (context + _TABLE_MARGIN)

@@ -10,6 +10,7 @@ from megarl.costs.activations import (
     Layer,
     RankPass,
     attention_bytes,
+    complete,
     head_bytes,
     layer_bytes,
     mlp_bytes,
@@ -122,10 +123,11 @@ def _peak(run: RankPass, stage: int) -> int:
     for layer in _turns(stage_layers(run, stage), full):
         before = waiting + received - run.hidden * (layer.later + 1 if full else 0)
         before -= 0 if full else layer_bytes(run, layer.name, layer.is_moe)
-        moments += [before + received + extra for extra in _adapter_moments(run, layer)]
+        whole = complete(run)  # with what its parts have when they are computed again
+        moments += [before + received + extra for extra in _adapter_moments(whole, layer)]
         # While linear layers compute, their weights are made of a base in float8.
-        moments += [before + received + extra + _exact(run) for extra in _forward_moments(run, layer)]
-        moments += [before + extra + _exact(run) for extra in _backward_moments(run, layer)]
+        moments += [before + received + extra + _exact(run) for extra in _forward_moments(whole, layer)]
+        moments += [before + extra + _exact(run) for extra in _backward_moments(whole, layer)]
     more = run.hidden * (use.layout.vpp is not None) + run.tokens * MICRO_BATCH
     return max(moments) + more + _dummy_gradients(run)
 

@@ -13,6 +13,7 @@ from math import log2
 
 from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
 from megarl.costs.hardware import Assumptions, Hardware
+from megarl.costs.tensors import CORE_ATTENTION
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, head_chunk_tokens
 
@@ -169,7 +170,7 @@ class Passes:
     """A Megatron model that goes through texts.
 
     Attributes:
-        trained: one of TRAINED, None where it is only evaluated. recompute: as megatron.recompute_granularity.
+        trained: one of TRAINED, None where it is only evaluated. recompute, recompute_modules: as megatron's.
         itemsize: bytes of a weight and of an activation.
         on_host: whether optimizer states are there, and pass through the device.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
@@ -181,6 +182,7 @@ class Passes:
     machine: Machine
     trained: str | None = None
     recompute: str | None = None
+    recompute_modules: tuple[str, ...] = CORE_ATTENTION
     itemsize: int = 2
     on_host: bool = False
     fused: bool = True
@@ -284,8 +286,18 @@ class Passes:
         computed += 2 * layer.between + layer.summed
         # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
         backward = max(computed, layer.launched) + layer.sent
-        again = {None: 0.0, "selective": layer.attention, "full": layer.forward}[self.recompute]
+        again = {None: 0.0, "selective": self._modules_again(layer), "full": layer.forward}[self.recompute]
         return layer.forward + backward + again
+
+    def _modules_again(self, layer: LayerSeconds) -> float:
+        """Of parts that are computed again: attention's; whole MLPs and projections count as the forward pass, what moves values as nothing
+        that is not between matrices already."""
+        found = layer.attention if "core_attn" in self.recompute_modules else 0.0
+        if {"mlp", "moe", "mla_up_proj", "shared_experts"} & set(self.recompute_modules):
+            found += layer.matrices
+        if {"layernorm", "moe_act"} & set(self.recompute_modules):
+            found += layer.between
+        return min(found, layer.forward)
 
     def reduce_seconds(self) -> float:
         """Gradients of an optimizer step to the ranks that own their states, and the weights back (fully trained ones)."""

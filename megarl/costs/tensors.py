@@ -45,6 +45,8 @@ _MODULES = (
 _TENSORS = ("weight", "bias", "layer_norm_weight")
 _IN_A_LAYER = re.compile(r"(\d+:decoder\.layers\.\d+\.)(.*\.)([a-z_]+)(\d*)")
 
+CORE_ATTENTION = ("core_attn",)  # Megatron's recompute_modules, where none are given
+
 
 @dataclass(frozen=True)
 class ModelUse:
@@ -57,7 +59,7 @@ class ModelUse:
         base_block: rows and columns of a block of projections in float8; None: they are not.
         distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets.
         on_host: whether optimizer states are there (`optimizer_cpu_offload`).
-        recompute: None, "selective" or "full".
+        recompute: None, "selective" or "full". recompute_modules: of "selective".
         fused: whether Transformer Engine's kernels are there.
         chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
     """
@@ -76,8 +78,13 @@ class ModelUse:
     overlap: bool = False
     on_host: bool = False
     recompute: str | None = None
+    recompute_modules: tuple[str, ...] = CORE_ATTENTION
     chunk_tokens: int | None = None
     fused: bool = True
+
+    def recomputes(self, module: str) -> bool:
+        """Whether a part of each layer, one of `recompute_modules`, is computed again by itself."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ built model.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megarl.config.pipeline_layout import parse_layout
+
 if TYPE_CHECKING:
     from megarl.config.schema.commands import MegatronConfig
 
@@ -22,6 +24,7 @@ class ParallelLayout:
         replicas of the experts.
     first_layers, last_layers: layers of the first and the last stage; None: the layers that the others leave are
         shared out evenly.
+    chunk_layers: layers of each chunk, first those of all stages' first chunks; None: as the above say.
 
     Raises ValueError, with the configuration's key, for sizes that do not fit each other.
     """
@@ -36,6 +39,7 @@ class ParallelLayout:
     etp: int = 1
     first_layers: int | None = None
     last_layers: int | None = None
+    chunk_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for key, size in (
@@ -69,6 +73,16 @@ class ParallelLayout:
                 f"megatron.virtual_pipeline_model_parallel_size={self.vpp} with "
                 f"pipeline_model_parallel_size={self.pp}: both must be at least 2 (or the first null)"
             )
+        if self.chunk_layers is not None:
+            if len(self.chunk_layers) != self.pp * (self.vpp or 1):
+                raise ValueError(
+                    f"megatron.pipeline_model_parallel_layout has {len(self.chunk_layers)} parts; {self.pp * (self.vpp or 1)} are needed"
+                )
+            if (self.first_layers, self.last_layers) != (None, None):
+                raise ValueError(
+                    "megatron.pipeline_model_parallel_layout and num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage both "
+                    "say how many layers a stage has"
+                )
         if self.sp and self.tp == 1:
             raise ValueError(
                 "megatron.sequence_parallel=true needs megatron.tensor_model_parallel_size of at least 2"
@@ -89,6 +103,9 @@ class ParallelLayout:
             etp=config.expert_tensor_parallel_size,
             first_layers=config.num_layers_in_first_pipeline_stage,
             last_layers=config.num_layers_in_last_pipeline_stage,
+            chunk_layers=None
+            if config.pipeline_model_parallel_layout is None
+            else parse_layout(config.pipeline_model_parallel_layout),
         )
 
     @property
@@ -141,12 +158,25 @@ def layers_of(layout: ParallelLayout, num_layers: int, pp_rank: int) -> list[lis
     Raises:
         ValueError: the layers cannot be shared out.
     """
+    if layout.chunk_layers is not None:
+        return _given_layers(layout, layout.chunk_layers, num_layers, pp_rank)
     shares = _layers_of_stages(layout, num_layers)
     turn = sum(shares) // layout.num_chunks  # layers of the chunks c of all stages
     size = shares[pp_rank] // layout.num_chunks
     before = sum(shares[:pp_rank]) // layout.num_chunks
     starts = [chunk * turn + before for chunk in range(layout.num_chunks)]
     return [list(range(start, start + size)) for start in starts]
+
+
+def _given_layers(
+    layout: ParallelLayout, counts: tuple[int, ...], num_layers: int, pp_rank: int
+) -> list[list[int]]:
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"megatron.pipeline_model_parallel_layout has {sum(counts)} layers, the model {num_layers}"
+        )
+    places = [chunk * layout.pp + pp_rank for chunk in range(layout.num_chunks)]
+    return [list(range(sum(counts[:place]), sum(counts[: place + 1]))) for place in places]
 
 
 def _layers_of_stages(layout: ParallelLayout, num_layers: int) -> list[int]:

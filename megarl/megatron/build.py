@@ -12,6 +12,7 @@ Needs `init_parallel` first. Seen with megatron-core 0.19.2.
 
 import logging
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def build_model(
     dtype: torch.dtype,
     trainable: bool = True,
     recompute_granularity: str | None = None,
+    recompute_modules: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     base_block: int | None = None,
     seed: int = 1,
 ) -> list[GPTModel]:
@@ -55,7 +58,8 @@ def build_model(
             (weight [1, hidden]), and `output_layer` is None.
         trainable: False for a model that is only evaluated: no gradients, evaluation mode.
         recompute_granularity: activations that backward computes again: None, "full" (each layer) or
-            "selective" (attention).
+            "selective" (`recompute_modules`; None: attention).
+        overrides: further fields of Megatron's TransformerConfig.
         base_block: linear layers' weights are in float8, in blocks of so many rows and columns that share a scale, and
             frozen; zeros until they are loaded. None: in `dtype`.
         seed: of the random start, which is meant to be overwritten by real weights.
@@ -64,7 +68,7 @@ def build_model(
         ValueError: the model does not divide by the layout; names both. Ranks' parts cut blocks.
     """
     assert head in ("lm", "value"), head
-    settings = transformer_config(config, layout, dtype, recompute_granularity)
+    settings = transformer_config(config, layout, dtype, recompute_granularity, recompute_modules, overrides)
     place = coords()
     held = _float8_base(config, layout, place, base_block)
     layers = layers_of(layout, config.num_layers, place.pp)
@@ -91,18 +95,27 @@ def wrap_for_training(
     chunks: list[GPTModel],
     *,
     overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
     use_distributed_optimizer: bool = True,
+    overrides: Mapping[str, Any] | None = None,
 ) -> list[DistributedDataParallel]:
     """The chunks with gradient buffers (float32) that are summed over data and context parallel ranks.
 
     Moves the parameters into contiguous buffers where the optimizer is distributed: keep no reference to
     their old storage. Loading weights in place works before and after.
+
+    Args:
+        overlap_param_gather: whether the weights that an optimizer's step has changed are gathered while the next forward pass begins; who
+            reads them otherwise calls `gather_parameters` first.
+        overrides: further fields of Megatron's DistributedDataParallelConfig.
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=use_distributed_optimizer,
+        **(overrides or {}),
     )
     wrapped = [
         # As in Megatron: only the first chunk's reduction is on the critical path and worth bucketing.
@@ -113,7 +126,38 @@ def wrap_for_training(
     if overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    if overlap_param_gather:
+        if ddp_config.align_param_gather:
+            starts = [chunk.start_param_sync for chunk in wrapped]
+            config.param_sync_func = starts if len(wrapped) > 1 else starts[0]
+        for group in _bucket_groups(wrapped):
+            group.param_gather_dispatched = (
+                True  # all ranks have all weights: nothing is to be gathered before the first step
+            )
     return wrapped
+
+
+def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have all of the weights that an optimizer's step has changed on each rank, where `overlap_param_gather` has put it off.
+
+    Megatron gathers before the forward pass of the module that has a weight. Whoever reads weights elsewhere (heads, the weight sync,
+    checkpoints, moves to the host) needs this first. Collective over data parallel ranks.
+    """
+    for group in _bucket_groups(chunks):
+        if not group.param_gather_dispatched or group.param_gather_handle is not None:
+            group.start_param_sync(force_sync=True)
+            group.param_gather_dispatched = True
+
+
+def _bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """The groups of buckets of chunks whose weights are gathered late."""
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    return [
+        group
+        for chunk in wrapped
+        if chunk.ddp_config.overlap_param_gather
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
 
 
 def unwrap(chunks: list[DistributedDataParallel] | list[GPTModel]) -> list[GPTModel]:

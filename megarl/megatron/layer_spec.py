@@ -102,7 +102,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, last: bool) -> T
             layer.submodules.self_attention.module = DirectQueryAttention
     # With sequence parallelism ranks have equally many positions each. Transformer Engine's kernels have bounds on how many
     # there are (multiples of 8 or 16 for FP8, at least one), and have not been tried.
-    if last and not config.sequence_parallel and not has_transformer_engine():
+    if last and spec.layer_specs and not config.sequence_parallel and not has_transformer_engine():
         spec.layer_specs[-1] = replace(spec.layer_specs[-1], module=LiveLayer)
     return spec
 

@@ -114,6 +114,7 @@ def replay_routings(chunks: Sequence[GPTModel]) -> list[RouterReplay]:
     """Have the routers of a model choose the experts of each batch that has some (`PackedBatch.experts`)."""
     replays = []
     for index, layer in enumerate(_routed_layers(chunks)):
+        assert not layer.mlp.router.config.moe_router_fusion, "the fused kernel asks no replay"
         replay = RouterReplay()
         layer.mlp.router.router_replay = replay
         layer.register_forward_pre_hook(partial(_give, replay, index), with_kwargs=True)

@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl import platform
-from megarl.megatron.build import unwrap
+from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.optimizer import loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.packing import PackedBatch
 
@@ -115,6 +115,11 @@ def _run_schedule(
     """On the last stage the collected results of each micro-batch: outputs without a loss, stats with one."""
     _check_counts(len(micro_batches))
 
+    def gathered_head(*args: Any, **options: Any) -> Any:
+        # A head reads its module's weight without a forward pass of the module, before which Megatron gathers it.
+        gather_parameters(chunks[-1:])
+        return head(*args, **options)
+
     def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(iterator)
         outputs = model(
@@ -122,7 +127,7 @@ def _run_schedule(
             position_ids=batch.position_ids,
             attention_mask=None,
             packed_seq_params=batch.packed_seq_params(live_only=True),
-            output_processor=head,
+            output_processor=head if loss is None else gathered_head,
             output_processor_context=(batch, unwrap([model])[0]),
         )
 

@@ -4,15 +4,20 @@ Written against megatron-core 0.19.2.
 """
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
+
+# Parts whose output is freed and made again: megatron-core 0.19.2 asks Transformer Engine for its state there (tensor_parallel/random.py).
+_WITHOUT_OUTPUT = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 
 
 def has_transformer_engine() -> bool:
@@ -21,15 +26,33 @@ def has_transformer_engine() -> bool:
 
 
 def transformer_config(
-    config: ModelConfig, layout: ParallelLayout, dtype: torch.dtype, recompute_granularity: str | None
+    config: ModelConfig,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    recompute_granularity: str | None,
+    recompute_modules: Sequence[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """The settings that all layers share; an MLATransformerConfig where the model has latent attention.
 
+    Args:
+        recompute_modules: of "selective"; None: core_attn.
+        overrides: `megatron.override_transformer_config`, which `megatron_option_problems` does not refuse.
+
     Raises:
-        ValueError: as `check_layout`.
+        ValueError: as `check_layout`, or Megatron refuses an override.
     """
     check_layout(config, layout)
     fused = has_transformer_engine()
+    if (
+        recompute_granularity == "selective"
+        and not fused
+        and (fine := sorted(_WITHOUT_OUTPUT & set(recompute_modules or ())))
+    ):
+        raise ValueError(
+            f"megatron.recompute_modules has {', '.join(fine)}: Megatron-core computes these parts again by code that needs Transformer Engine, "
+            "which is not there; mlp, moe, shared_experts and core_attn do not need it"
+        )
     settings: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -64,19 +87,52 @@ def transformer_config(
         "persist_layer_norm": fused,
         "masked_softmax_fusion": False,
     }
-    settings |= _parallel_settings(layout, dtype) | _recompute_settings(recompute_granularity)
+    settings |= _parallel_settings(layout, dtype) | _recompute_settings(
+        recompute_granularity, recompute_modules
+    )
     # The default dispatcher is refused with variable lengths, experts or not.
     settings["moe_token_dispatcher_type"] = "alltoall"
     if config.moe is not None:
-        settings |= _moe_settings(config)
+        # In plain torch a layer's tokens are sorted by masks and gathered by several kernels, and the choice of experts is about ten.
+        settings |= _moe_settings(config) | {"moe_permute_fusion": fused, "moe_router_fusion": fused}
+    kind: type[TransformerConfig] = TransformerConfig
     if config.mla is not None:
-        return MLATransformerConfig(**settings | _mla_settings(config))
-    result = TransformerConfig(**settings)
-    if _is_yarn(config):
+        kind, settings = MLATransformerConfig, settings | _mla_settings(config)
+    result = _make(kind, settings, overrides or {})
+    if config.mla is None and _is_yarn(config):
         for name, value in _yarn_settings(config).items():
             # GPTModel reads these as attributes that TransformerConfig has no fields for.
             setattr(result, f"yarn_{name}", value)
     return result
+
+
+def _make(
+    kind: type[TransformerConfig], settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> TransformerConfig:
+    _check_overrides(overrides)
+    if "attention_backend" in overrides:
+        overrides = {**overrides, "attention_backend": AttnBackend[overrides["attention_backend"]]}
+    try:
+        return kind(**{**settings, **overrides})
+    except (AssertionError, ValueError) as error:
+        if not overrides:
+            raise
+        raise ValueError(
+            f"megatron.override_transformer_config: Megatron-core refuses the settings: {error}"
+        ) from error
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Refuse what a configuration's checks cannot know of: the packages of this machine.
+
+    Raises:
+        ValueError: DeepEP's or HybridEP's kernels are asked for, and are not installed here.
+    """
+    if overrides.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError(
+            "megatron.override_transformer_config.moe_token_dispatcher_type=flex sends tokens by DeepEP's kernels: the package deep_ep is not "
+            "installed; leave it out for alltoall"
+        )
 
 
 def rope_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -207,6 +263,7 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, 
         "num_layers_in_last_pipeline_stage": None
         if layout.pp == 2 and layout.first_layers is not None
         else layout.last_layers,
+        "pipeline_model_parallel_layout": _pipeline_layout(layout),
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -221,12 +278,25 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def _recompute_settings(granularity: str | None) -> dict[str, Any]:
+def _pipeline_layout(layout: ParallelLayout) -> list[list[str]] | None:
+    """As Megatron takes it: by chunk, the first chunks of all stages first."""
+    if layout.chunk_layers is None:
+        return None
+    parts = [["decoder"] * count for count in layout.chunk_layers]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return parts
+
+
+def _recompute_settings(granularity: str | None, modules: Sequence[str] | None) -> dict[str, Any]:
     if granularity is None:
         return {}
     if granularity == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return {"recompute_granularity": granularity}
+    return {
+        "recompute_granularity": granularity,
+        "recompute_modules": None if modules is None else list(modules),
+    }
 
 
 def _moe_settings(config: ModelConfig) -> dict[str, Any]:

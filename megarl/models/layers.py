@@ -7,7 +7,7 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
 - Multi-head latent attention: SGLang's `fused_qkv_a_proj_with_mqa` is [queries | keys, values and the rotary key], complete on every rank.
   Queries and keys rotate pairs of neighbouring dimensions in Hugging Face, Megatron and SGLang alike, so that no rows change their order.
 - Gated MLPs: [gate shard | up shard] in one tensor in both. The shared experts of a mixture, which SGLang does not fuse with the routed
-  ones, are cut as a dense MLP is; the norm before a mixture is a module of its own.
+  ones, are cut as a dense MLP is, or complete on every rank of an engine with DeepEP (`SGLangPlace.whole_shared`); the norm before a mixture is a module of its own.
 - Routed experts: a rank has a contiguous block of them. In Megatron each expert is a pair of tensors of its own (`linear_fc1.weight0`,
   ...), cut over the expert tensor parallel ranks; in SGLang they are stacked along a first dimension: `w13_weight` [experts, gate shard |
   up shard, hidden] and `w2_weight` [experts, hidden, shard].
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from megarl.models.config import ModelConfig
 from megarl.models.shards import COLUMNS, ROWS, Weight
 
+SHARED = "mlp.shared_experts."  # names of the shared experts' tensors begin with this, after the layer's
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 
 
@@ -112,7 +113,7 @@ def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
         bias = "mlp.gate.e_score_correction_bias"
         table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
     if moe.shared_ffn_hidden_size:
-        table += _gated("mlp.shared_experts.", hidden, moe.shared_ffn_hidden_size)
+        table += _gated(SHARED, hidden, moe.shared_ffn_hidden_size)
     return table
 
 

@@ -33,12 +33,14 @@ class SGLangPlace:
 
     ep: ranks that share the experts (SGLang's ep_size); the tp // ep ranks of one share cut each expert.
     dp: data parallel parts of attention (SGLang's dp_size with enable_dp_attention); tp // dp ranks cut attention.
+    whole_shared: whether each rank has the shared experts as a whole, as where DeepEP sends tokens to experts.
     """
 
     tp: int = 1
     tp_rank: int = 0
     ep: int = 1
     dp: int = 1
+    whole_shared: bool = False
 
     @property
     def moe_tp(self) -> int:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 from megarl.models.layers import (
+    SHARED,
     attention_weights,
     expert_weights,
     is_mixture,
@@ -24,6 +25,7 @@ from megarl.models.shards import (
     MegatronPlace,
     SGLangPlace,
     Shapes,
+    Weight,
     megatron_shards,
     sglang_shards,
     vocab_shard,
@@ -259,7 +261,11 @@ def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str
     if part != "experts":
         attention = (place.attention_tp, place.attention_tp_rank)
         pieces += sglang_shards(attention_weights(config), "", *attention)
-        pieces += sglang_shards(mlp_weights(config, layer), "", place.tp, place.tp_rank)
+        shared: list[Weight] = []
+        cut: list[Weight] = []
+        for weight in mlp_weights(config, layer):
+            (shared if place.whole_shared and weight.name.startswith(SHARED) else cut).append(weight)
+        pieces += [*sglang_shards(cut, "", place.tp, place.tp_rank), *sglang_shards(shared, "", 1, 0)]
     if part != "dense" and is_mixture(config, layer):
         pieces += _sglang_experts(config, place)
     return pieces

@@ -177,6 +177,7 @@ def sized(
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
+        pipeline_model_parallel_layout=None,
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
     )

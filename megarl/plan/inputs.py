@@ -21,6 +21,7 @@ from megarl.config import (
     needs_old_log_probs,
     needs_ref_log_probs,
     needs_reference,
+    overlaps,
     reference_in_actor,
     resolve,
 )
@@ -28,13 +29,14 @@ from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, model_flops
-from megarl.costs.tensors import ModelUse, StageTensors
+from megarl.costs.tensors import CORE_ATTENTION, ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 from megarl.weight_sync.layouts import EngineLayout
 
+_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 T = TypeVar("T")
 
@@ -193,16 +195,20 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         facts = role_facts(config, inputs, role)
         pool = config.resource_pools[facts.section.resource_pool]
     megatron, training = facts.section.megatron, {}
+    layout = layout_of(megatron, pool)
     if facts.trained:
         training = {
             "distributed": megatron.use_distributed_optimizer,
-            "overlap": megatron.overlap_grad_reduce,
+            "overlap": overlaps(
+                megatron, layout.dp * layout.cp, on_gpus=True, adapted=facts.lora.rank > 0
+            ).gradients,
             "on_host": facts.section.optim.optimizer_cpu_offload,
             "recompute": megatron.recompute_granularity,
+            "recompute_modules": megatron.recompute_modules or CORE_ATTENTION,
         }
     return ModelUse(
         config=facts.model,
-        layout=layout_of(megatron, pool),
+        layout=layout,
         tokens=facts.tokens,
         evaluated=_evaluated_by_actor(config, inputs, facts.tokens) if role == "actor" else facts.tokens,
         head=facts.head,
@@ -232,5 +238,13 @@ def layout_of(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:
     """The engines' layout from a resolved section."""
     return EngineLayout(
-        rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
+        rollout.tensor_model_parallel_size,
+        rollout.expert_parallel_size,
+        num_engines=rollout.num_engines,
+        whole_shared=rollout.moe_a2a_backend is not None,
     )
+
+
+def cache_dtype(rollout: RolloutConfig) -> torch.dtype:
+    """Of keys and values in the engines' cache on GPUs."""
+    return _CACHE_DTYPES.get(rollout.kv_cache_dtype or "", precision(rollout.dtype))

@@ -37,6 +37,7 @@ from megarl.costs.reserve import EngineRank, reserved
 from megarl.layout.grid import ParallelLayout
 from megarl.plan.inputs import (
     PlanInputs,
+    cache_dtype,
     engine_layout,
     layout_of,
     model_use,
@@ -317,10 +318,11 @@ def engine_owners(
         weights += engine_adapter_bytes(model, layout, adapters, dtype)
     context = config.data.max_prompt_length + config.data.max_response_length
     weights += rotary_bytes(model, context)
-    token, tokens = token_bytes(model, layout, dtype), rollout.max_total_tokens
+    cached = cache_dtype(rollout)
+    token, tokens = token_bytes(model, layout, cached), rollout.max_total_tokens
     if tokens is None:
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
-    cache = cache_bytes(model, layout, dtype, max(tokens, 0), rollout.max_num_seqs, context)
+    cache = cache_bytes(model, layout, cached, max(tokens, 0), rollout.max_num_seqs, context)
     found = [
         Owner(name, "rollout", pool, (size,), _when(needs, name) if freed else None)
         for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))
@@ -336,7 +338,7 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     """Weights that a rank of an engine holds, without adapters."""
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    key = ("served", layout.tp, layout.ep, dtype, block)
+    key = ("served", layout.tp, layout.ep, layout.whole_shared, dtype, block)
     return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
 
 

@@ -38,6 +38,8 @@ _ALWAYS = (
     "recompute_granularity",
 )
 _IF_CHANGED = (
+    "recompute_modules",
+    "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "virtual_pipeline_model_parallel_size",
@@ -301,7 +303,12 @@ def _megatrons(
                     for first, last in ends(model.num_layers, pp):
                         for recompute in RECOMPUTE:
                             found = sized(megatron, tp, pp, cp, ep, first, last)
-                            yield replace(found, sequence_parallel=None, recompute_granularity=recompute)
+                            yield replace(
+                                found,
+                                sequence_parallel=None,
+                                recompute_granularity=recompute,
+                                recompute_modules=None,
+                            )
 
 
 def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:

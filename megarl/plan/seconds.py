@@ -16,7 +16,8 @@ from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
-from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision, role_facts
+from megarl.costs.tensors import CORE_ATTENTION
+from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
 GAPS, MOVED_PARTS = "controller and workers", "moved to and from the host"
@@ -161,7 +162,7 @@ def generate(
         layout,
         machine,
         served_bytes(rollout, inputs),
-        token_bytes(inputs.model, layout, dtype),
+        token_bytes(inputs.model, layout, cache_dtype(rollout)),
         dtype.itemsize,
         rollout.quantization == "fp8",
     )
@@ -189,6 +190,7 @@ def model_parts(
             replace(machine, per_node=pool.n_gpus_per_node),
             trained,
             megatron.recompute_granularity,
+            megatron.recompute_modules or CORE_ATTENTION,
             precision(megatron.dtype).itemsize,
             update is not None and section.optim.optimizer_cpu_offload,
             fused,

@@ -1,6 +1,8 @@
 """A rollout engine from outside: its configuration, its sampling, the figures of its weight updates, its errors."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.data.trajectories import Generation
 
@@ -74,6 +76,10 @@ class EngineConfig:
             the cache. On a CPU in float32 only.
         request_timeout: seconds within which an engine with requests must compute its next tokens, and calls end.
         return_routed_experts: whether answers have the experts that each token was routed to (`Generation.routed_experts`).
+        kv_cache_dtype: of keys and values on a GPU: "fp8_e4m3" or "fp8_e5m2"; None: `dtype`.
+        moe_runner_backend: kernels of experts on a GPU: "triton" or "deep_gemm"; None: deep_gemm with DeepEP, else triton.
+        moe_a2a_backend: how tokens reach experts of other ranks on a GPU: "deepep"; None: every rank has all tokens.
+        arguments: further ones of SGLang's server, which `rollout.engine_kwargs` has and `engine_option_problems` does not refuse.
     """
 
     model_path: str
@@ -99,6 +105,10 @@ class EngineConfig:
     adapters: AdapterConfig | None = None
     deterministic: bool = False
     return_routed_experts: bool = False
+    kv_cache_dtype: str | None = None
+    moe_runner_backend: str | None = None
+    moe_a2a_backend: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ranks_per_node(self) -> int:

@@ -132,9 +132,17 @@ def _runner(arguments: dict, rank: int):
     )
 
 
+def _layout(engine: EngineConfig) -> EngineLayout:
+    return EngineLayout(
+        engine.tensor_parallel_size,
+        engine.expert_parallel_size,
+        whole_shared=engine.moe_a2a_backend is not None,
+    )
+
+
 def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slice]:
     """The slices that a sync writes into a rank of an engine: every piece of the table of weights, with the type in which it travels."""
-    layout = sglang_layout(facts, EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size))
+    layout = sglang_layout(facts, _layout(engine))
     dtype = getattr(torch, engine.dtype)
     if engine.fp8_block is not None:
         layout = with_scales(layout, logical_tensors(facts), engine.fp8_block)
@@ -154,9 +162,8 @@ def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.n
             place(item, targets)
         except RefusedError as error:
             yield str(error)
-    layout = EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size)
     try:
-        check_complete(weights_of(model), written, sglang_padding(facts, layout.place(rank)))
+        check_complete(weights_of(model), written, sglang_padding(facts, _layout(engine).place(rank)))
     except RefusedError as error:
         yield str(error)
 

@@ -43,6 +43,7 @@ _IN_PLACE = (
     ),
     *("multi_tensor_unscale_l2norm", "multi_tensor_compute_scale_and_scale_inv"),
     *("thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"),
+    "fused_topk_with_score_function_bwd",
 )
 
 
@@ -279,7 +280,18 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
     def splits_to_offsets(sizes, factor):
         return torch.empty(sizes.shape[0] + 1, dtype=torch.int64, device=sizes.device)
 
+    def fused_topk_with_score_function_fwd(logits, topk, *rest):
+        # The choice is the shadow's own, as of torch's: the map has values, from which the numbers of tokens follow.
+        chosen = torch.topk(logits, topk, dim=-1).indices
+        taken = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter(-1, chosen, True)
+        return (
+            torch.empty_like(logits),
+            taken,
+            torch.empty(logits.shape, dtype=torch.float32, device=logits.device),
+        )
+
     return {
+        "fused_topk_with_score_function_fwd": fused_topk_with_score_function_fwd,
         "generic_gemm": generic_gemm,
         "te_general_grouped_gemm": te_general_grouped_gemm,
         "rmsnorm_fwd": rmsnorm_fwd,

@@ -26,12 +26,14 @@ class EngineLayout:
     """How the ranks of each of `num_engines` equal SGLang engines share the model.
 
     tp: ranks of an engine. ep: ranks among them that share the experts. dp: data parallel parts of attention.
+    whole_shared: whether each rank has the shared experts as a whole.
     """
 
     tp: int = 1
     ep: int = 1
     dp: int = 1
     num_engines: int = 1
+    whole_shared: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("ep", self.ep), ("dp", self.dp)):
@@ -46,7 +48,7 @@ class EngineLayout:
         return self.tp * self.num_engines
 
     def place(self, rank: int) -> SGLangPlace:
-        return SGLangPlace(tp=self.tp, tp_rank=rank % self.tp, ep=self.ep, dp=self.dp)
+        return SGLangPlace(self.tp, rank % self.tp, self.ep, self.dp, self.whole_shared)
 
 
 def megatron_layout(

@@ -46,9 +46,28 @@ def test_a_layout_from_the_configuration() -> None:
         ({"world": 6, "tp": 4}, r"6 devices .*tensor_model_parallel_size=4.*multiple of 4"),
         ({"world": 2, "tp": 0}, r"tensor_model_parallel_size is 0"),
         ({"world": 2, "vpp": 2}, r"virtual_pipeline_model_parallel_size=2.*pipeline_model_parallel_size=1"),
+        (
+            {"world": 2, "pp": 2, "chunk_layers": (1,)},
+            r"pipeline_model_parallel_layout has 1 parts; 2 are needed",
+        ),
+        ({"world": 2, "pp": 2, "chunk_layers": (1, 1), "first_layers": 1}, r"both say how many layers"),
         ({"world": 2, "sp": True}, r"sequence_parallel=true needs"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_key(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelLayout(**sizes)
+
+
+def test_stages_of_a_layout_in_megatrons_notation() -> None:
+    config = MegatronConfig(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et|t*3||ttL",
+    )
+    layout = ParallelLayout.from_config(config, world=2)
+    assert layout.chunk_layers == (1, 3, 0, 2)
+    assert layers_of(layout, 6, 0) == [[0], []]
+    assert layers_of(layout, 6, 1) == [[1, 2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="has 6 layers, the model 7"):
+        layers_of(layout, 7, 0)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import build_model, gather_parameters, local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, arrange_sequences
@@ -142,6 +142,35 @@ def _train(
     for name, bias in expert_biases(chunks).items():
         assert torch.equal(bias, biases[name]), f"{name} is no parameter, and was changed"
     return history
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A rank after its steps: (loss, norm) of each, the bits of its weights, and how many of them it lacked before they were gathered."""
+
+    history: list[tuple[float, float]]
+    weights: dict[str, bytes]
+    incomplete: int
+
+
+def train_gathering(rank: int, world: int, case: Case, sizes: dict[str, Any], late: bool) -> Gathered:
+    """Two steps with several buckets of weights, which are gathered in the next step's forward pass (`late`) or after each."""
+    layout = ParallelLayout(world=world, **sizes)
+    _, chunks = load_model(rank, case.folder, layout)
+    chunks = wrap_for_training(
+        chunks, overlap_grad_reduce=True, overlap_param_gather=late, overrides={"bucket_size": 8192}
+    )
+    assert layout.pp > 1 or len(chunks[0].bucket_groups) > 2
+    optimizer, scheduler = build_optimizer(chunks, case.optim)
+    history = take_steps(chunks, optimizer, scheduler, layout)
+    before = {name: tensor.clone() for name, tensor in local_parameters(chunks).items()}
+    gather_parameters(chunks)
+    weights = local_parameters(chunks)
+    return Gathered(
+        history,
+        {name: tensor.numpy().tobytes() for name, tensor in weights.items()},
+        sum(int((tensor != before[name]).sum()) for name, tensor in weights.items()),
+    )
 
 
 def expert_biases(chunks: list) -> dict[str, torch.Tensor]:

@@ -259,6 +259,8 @@ def test_every_gradient_is_hugging_faces(
         {"overlap": True},
         {"recompute_granularity": "full"},
         {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "shared_experts", "core_attn")},
+        {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
-from tests.megatron.parity import OPTIM, VOCAB, Case, check, train_hugging_face
+from tests.megatron.parity import OPTIM, VOCAB, Case, check, train_gathering, train_hugging_face
 from tests.ranks import RankPool
 
 
@@ -56,6 +56,8 @@ GRID = {
     "pp2": (2, {"pp": 2}),
     "pp4": (4, {"pp": 4}),
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
+    "pp2_given": (2, {"pp": 2, "chunk_layers": (1, 3)}),
+    "pp2_vpp2_given": (2, {"pp": 2, "vpp": 2, "chunk_layers": (1, 2, 0, 1)}),
     "cp2": (2, {"cp": 2}),
     "dp2": (2, {}),
     "tp2_sp_pp2": (4, {"tp": 2, "sp": True, "pp": 2}),
@@ -94,6 +96,22 @@ def test_recomputed_activations_change_nothing(ranks: RankPool, untied: Case, gr
 @pytest.mark.parametrize("distributed", [True, False])
 def test_overlapped_reduction_changes_nothing(ranks: RankPool, untied: Case, distributed: bool) -> None:
     check(ranks, untied, 2, {}, overlap=True, distributed=distributed)
+
+
+GATHERED = {"replicas": (2, {}), "stages": (4, {"pp": 2}), "tensors": (4, {"tp": 2, "sp": True})}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_that_are_gathered_late_are_the_same_bits(ranks: RankPool, untied: Case, name: str) -> None:
+    world, sizes = GATHERED[name]
+    for late, early in zip(
+        ranks.run(train_gathering, untied, sizes, True, world=world),
+        ranks.run(train_gathering, untied, sizes, False, world=world),
+        strict=True,
+    ):
+        assert late.history == early.history
+        assert late.weights == early.weights
+        assert late.incomplete > 0 and early.incomplete == 0  # before they were gathered
 
 
 def test_plain_optimizer_changes_nothing(ranks: RankPool, untied: Case) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.config.schema.models import RECOMPUTE_MODULES
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron import transformer_config
 from megarl.models import read_model_config
@@ -24,3 +25,85 @@ def test_latent_attentions_rotary_kernel_takes_powers_of_two_alone(
     config = replace(config, mla=replace(config.mla, **changes))
     settings = transformer_config.transformer_config(config, ParallelLayout(world=1), torch.bfloat16, None)
     assert settings["apply_rope_fusion"] is fused
+
+
+def built(model: str, layout: ParallelLayout | None = None, **options):
+    """Megatron's own configuration of one of the recipes' models."""
+    config = read_model_config(str(shipped() / "recipes" / "models" / model))
+    granularity = options.pop("granularity", None)
+    return transformer_config.transformer_config(
+        config, layout or ParallelLayout(world=1), torch.bfloat16, granularity, **options
+    )
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen2.5-7b"])
+def test_overrides_are_fields_of_the_configuration_that_is_built(model: str) -> None:
+    given = {
+        "moe_shared_expert_overlap": False,
+        "deterministic_mode": False,
+        "cp_comm_type": "a2a",
+        "attention_backend": "fused",
+    }
+    found = built(model, overrides=given)
+    assert (found.cp_comm_type, found.attention_backend.name) == ("a2a", "fused")
+    assert (
+        found.apply_rope_fusion is False
+        and built(model, overrides={"persist_layer_norm": True}).persist_layer_norm
+    )
+
+
+def test_what_megatron_itself_refuses_is_told_with_the_key() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"override_transformer_config: Megatron-core refuses the settings: .*fused permutation",
+    ):
+        built("deepseek-v3", overrides={"moe_permute_fusion": True})
+
+
+def test_deepeps_dispatcher_needs_its_package() -> None:
+    with pytest.raises(ValueError, match="the package deep_ep is not installed; leave it out for alltoall"):
+        built("deepseek-v3", overrides={"moe_token_dispatcher_type": "flex"})
+
+
+def test_kernels_of_experts_are_fused_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not built("deepseek-v3").moe_permute_fusion and not built("deepseek-v3").moe_router_fusion
+    monkeypatch.setattr(transformer_config, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(transformer_config, "MLATransformerConfig", dict)
+    found = built("deepseek-v3")
+    assert found["moe_permute_fusion"] and found["moe_router_fusion"]
+
+
+@pytest.mark.filterwarnings("ignore:If you are using transformer_engine")
+def test_parts_that_are_computed_again() -> None:
+    modules = ("core_attn", "mlp", "moe", "shared_experts")
+    found = built("deepseek-v3", granularity="selective", recompute_modules=modules)
+    assert (found.recompute_granularity, tuple(found.recompute_modules)) == ("selective", modules)
+    assert built("deepseek-v3", granularity="selective").recompute_modules == ["core_attn"]
+
+
+@pytest.mark.parametrize("module", sorted({"layernorm", "mla_up_proj", "moe_act"}))
+def test_parts_whose_output_is_freed_need_transformer_engine(module: str) -> None:
+    assert module in RECOMPUTE_MODULES
+    with pytest.raises(ValueError, match=f"recompute_modules has {module}: .*needs Transformer Engine"):
+        built("deepseek-v3", granularity="selective", recompute_modules=(module, "mlp"))
+
+
+def test_stages_are_as_the_layout_has_them() -> None:
+    """Megatron's own reading of the notation gives the same layers."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    from megarl.config.pipeline_layout import parse_layout
+    from megarl.layout.grid import layers_of
+
+    text = "E,t*4|(ttt|)*2,tttt|tt|(t*3|)*2tt,L"
+    theirs = PipelineParallelLayerLayout(PipelineParallelLayerLayout.parse_str_to_list(text), 4)
+    layout = ParallelLayout(world=4, pp=4, vpp=2, chunk_layers=parse_layout(text))
+    config = built("qwen2.5-0.5b", layout)
+    assert config.num_layers == 24 and config.pipeline_model_parallel_layout.layout == theirs.layout
+    first = 0
+    for chunk in range(2):
+        for stage in range(4):
+            count = sum(layer.name == "decoder" for layer in theirs.layout[stage][chunk])
+            assert layers_of(layout, 24, stage)[chunk] == list(range(first, first + count))
+            first += count
+    assert first == 24

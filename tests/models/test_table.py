@@ -92,3 +92,17 @@ def test_what_prediction_layers_repeat():
         "model.layers.46.shared_head.head.weight": "lm_head.weight",
     }
     assert mtp_copies(published("Kimi-K2-Instruct")) == {}
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5-Air"])
+def test_shared_experts_are_complete_on_each_rank_where_deepep_sends_tokens(name):
+    """SGLang 0.5.21 then makes them with one tensor parallel rank (models/deepseek_v2.py, glm4_moe.py)."""
+    config = published(name)
+    cut = elements(sglang_layout(config, EngineLayout(tp=8, ep=8)))
+    whole = elements(sglang_layout(config, EngineLayout(tp=8, ep=8, whole_shared=True)))
+    shared = {tensor for tensor in cut if "shared_experts" in tensor}
+    assert len(shared) > 100
+    assert {tensor: 8 * count for tensor, count in cut.items() if tensor in shared} == {
+        tensor: whole[tensor] for tensor in shared
+    }
+    assert all(whole[tensor] == count for tensor, count in cut.items() if tensor not in shared)

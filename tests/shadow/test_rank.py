@@ -60,13 +60,17 @@ def peaks(reports: Iterable[dict], keys: list[str]) -> list[Comparison]:
     return [row for report in reports for row in compare(plan, report) if row.phase in ("evaluate", "update")]
 
 
-@pytest.mark.parametrize("recompute", ["full", "null"])
-def test_experts_and_latent_attention_take_what_was_planned(machine, experts: Path, recompute: str) -> None:
+MODULES = ["recompute_granularity=selective", "recompute_modules=[layernorm,mla_up_proj,moe_act]"]
+
+
+@pytest.mark.parametrize(
+    "recompute", [["recompute_granularity=full"], ["recompute_granularity=null"], MODULES], ids=str
+)
+def test_experts_and_latent_attention_take_what_was_planned(
+    machine, experts: Path, recompute: list[str]
+) -> None:
     """Routed tokens are copied again and again; packed values are made as wide as queries."""
-    keys = [
-        *expert_overrides(experts),
-        f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
-    ]
+    keys = [*expert_overrides(experts), *(f"actor_rollout_ref.actor.megatron.{key}" for key in recompute)]
     reports = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=2, num_processes=1)
     (report,) = reports
     kept = sum(size for (_, _, line), size in report["kept_by"] if line.startswith(WORKSPACE))

@@ -42,10 +42,18 @@ def check(plan: MemoryPlan, report: dict, tolerance: float) -> None:
     assert report["kv_tokens"] == pytest.approx(plan.kv_tokens, rel=tolerance)
 
 
-def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(machine, model: Path) -> None:
-    plan, report = shadow(RECIPE, [*overrides(model), f"{ROLLOUT}.max_total_tokens=null"], 1)
+@pytest.mark.parametrize(("cache", "tolerance"), [("null", 0.02), ("fp8_e5m2", 0.04)])
+def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(
+    machine, model: Path, cache: str, tolerance: float
+) -> None:
+    keys = [
+        f"{ROLLOUT}.max_total_tokens=null",
+        f"{ROLLOUT}.kv_cache_dtype={cache}",
+        f"{ROLLOUT}.engine_kwargs.chunked_prefill_size=512",
+    ]
+    plan, report = shadow(RECIPE, [*overrides(model), *keys], 1)
     assert (report["model"], report["world_size"]) == ("Qwen2ForCausalLM", 2)
-    check(plan, report, 0.02)  # a tiny model shows the list of free tokens, 8 bytes each
+    check(plan, report, tolerance)  # a tiny model shows the list of free tokens, 8 bytes each
 
 
 def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: Path) -> None:

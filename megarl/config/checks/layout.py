@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from megarl.config.engine_options import engine_option_problems
+from megarl.config.megatron_options import megatron_option_problems
+from megarl.config.pipeline_layout import pipeline_layout_problems
 from megarl.config.problems import did_you_mean
 from megarl.config.resolve import GLOBAL_POOL, megatron_sections, needs_reference, pool_devices
 from megarl.config.schema.commands import (
@@ -160,6 +163,14 @@ def _expert_division_problems(role: _Role) -> Iterator[str]:
 
 
 def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
+    yield from megatron_option_problems(key, megatron)
+    yield from pipeline_layout_problems(key, megatron)
+    yield from _overlap_problems(key, megatron)
+    if megatron.recompute_modules is not None and megatron.recompute_granularity != "selective":
+        yield (
+            f"{key}.recompute_modules={list(megatron.recompute_modules)} are of {key}.recompute_granularity=selective, which is "
+            f"{megatron.recompute_granularity or 'null'}; set that, or leave them out"
+        )
     pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
     if vpp is not None and pp == 1:
         yield (
@@ -174,6 +185,15 @@ def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
             f"{key}.sequence_parallel=true needs {key}.tensor_model_parallel_size of at least 2; leave it out "
             "(null: true where that is over 1)"
         )
+
+
+def _overlap_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
+    if not megatron.overlap_param_gather:
+        return
+    if not megatron.use_distributed_optimizer:
+        yield f"{key}.overlap_param_gather=true needs {key}.use_distributed_optimizer=true: else no rank has weights to gather"
+    if megatron.overlap_grad_reduce is False:
+        yield f"{key}.overlap_param_gather=true needs {key}.overlap_grad_reduce=true"
 
 
 def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
@@ -293,6 +313,30 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
         yield from _node_problems(key, rollout, pool, f"{per_node}={pool.n_gpus_per_node}")
     if rollout.max_total_tokens is not None:
         yield from _budget_problems(f"{key}.max_total_tokens", rollout.max_total_tokens, config)
+    yield from _expert_kernel_problems(key, rollout)
+    yield from engine_option_problems(f"{key}.engine_kwargs", rollout.engine_kwargs)
+
+
+def _expert_kernel_problems(key: str, rollout: RolloutConfig) -> Iterator[str]:
+    runner, tp, ep = (
+        rollout.moe_runner_backend,
+        rollout.tensor_model_parallel_size,
+        rollout.expert_parallel_size,
+    )
+    if rollout.moe_a2a_backend is not None:
+        backend = f"{key}.moe_a2a_backend={rollout.moe_a2a_backend}"
+        if ep != tp or tp == 1:
+            yield (
+                f"{backend} has each rank's experts as a whole: {key}.expert_parallel_size={ep} must be {key}.tensor_model_parallel_size={tp}, "
+                "and more than 1"
+            )
+        if runner == "triton":
+            yield f"{backend} hands tokens to DeepGEMM's kernels: leave {key}.moe_runner_backend=triton out"
+    elif runner == "deep_gemm" and rollout.quantization is None:
+        yield (
+            f"{key}.moe_runner_backend=deep_gemm needs {key}.quantization=fp8 (or moe_a2a_backend=deepep): without either experts are Triton's; "
+            "leave it out"
+        )
 
 
 def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node: str) -> Iterator[str]:

@@ -56,6 +56,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     if isinstance(config, TuningConfig):
         return
     yield from _algorithm_problems(config)
+    yield from _replay_problems(config.actor_rollout_ref.actor)
     yield from _full_kl_problems(config)
     yield from _health_problems(config)
     lora = config.actor_rollout_ref.model.lora
@@ -140,6 +141,16 @@ def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
         yield (
             f"{POLICY}.actor.clip_ratio_low={actor.clip_ratio_low:g}: loss_mode {loss.loss_mode!r} clips the ratio to "
             "1 - this, so it must be less than 1"
+        )
+
+
+def _replay_problems(actor: ActorConfig) -> Iterator[str]:
+    if actor.router_replay is not None and (actor.megatron.override_transformer_config or {}).get(
+        "moe_router_fusion"
+    ):
+        yield (
+            f"{POLICY}.actor.router_replay={actor.router_replay}: routers must be given their choice, and Transformer Engine's kernel makes its "
+            f"own; leave {POLICY}.actor.megatron.override_transformer_config.moe_router_fusion=true out"
         )
 
 

@@ -4,6 +4,7 @@
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.schema import option, section
 
@@ -161,6 +162,9 @@ class OptimConfig:
     )
 
 
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
     """Layout and execution of one Megatron model. Data parallel is what remains of the pool's devices."""
@@ -179,15 +183,38 @@ class MegatronConfig:
     num_layers_in_last_pipeline_stage: int | None = option(
         "Layers of the last stage; null: as many as other stages have.", None, ge=1
     )
+    pipeline_model_parallel_layout: str | None = option(
+        "Which layers each stage has, in Megatron's notation: E the embedding, t a layer, L the head, | between stages, *n repeats "
+        "(Ettt|(tt|)*6tL: 8 stages); with virtual stages the first chunks of all stages, then the second ones. null: equal shares, but for the "
+        "two keys above.",
+        None,
+    )
     sequence_parallel: bool | None = option(
         "Split activations between tensor parallel parts along the sequence; null: where tp > 1.", None
     )
     use_distributed_optimizer: bool = option("Shard optimizer state over data parallel ranks.", True)
-    overlap_grad_reduce: bool = option("Reduce gradients while the backward pass runs.", False)
+    overlap_grad_reduce: bool | None = option(
+        "Reduce gradients while the backward pass runs; null: on GPUs with data parallelism and the distributed optimizer, where it hides the "
+        "reduction behind the pass; on CPUs, which have no second stream, not.",
+        None,
+    )
+    overlap_param_gather: bool | None = option(
+        "Gather the updated weights of a distributed optimizer while the next forward pass begins, in place of before it; null: as "
+        "overlap_grad_reduce. It needs that.",
+        None,
+    )
     recompute_granularity: str | None = option(
-        "What the backward pass computes again instead of storing it; null: nothing.",
+        "What the backward pass computes again instead of storing it: full: each layer; selective: recompute_modules; null: nothing.",
         None,
         choices=("full", "selective"),
+    )
+    recompute_modules: tuple[str, ...] | None = option(
+        "Of selective: parts of a layer that are computed again. core_attn: attention (of no use with flash kernels, which store no scores); "
+        "layernorm: norms; mla_up_proj: keys and values of latent attention from their latent ones; moe_act, mlp, moe, shared_experts: gated "
+        "units of experts, dense MLPs, all of an MoE layer, shared experts. layernorm, mla_up_proj and moe_act need Transformer Engine. "
+        "null: core_attn.",
+        None,
+        choices=RECOMPUTE_MODULES,
     )
     dtype: str | None = option(
         "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
@@ -204,3 +231,11 @@ class MegatronConfig:
         ge=1,
     )
     seed: int = option("Of newly made weights and of Megatron's random state.", 1, ge=0)
+    override_transformer_config: dict[str, Any] | None = option(
+        "Further fields of Megatron-core's TransformerConfig, by its own names; which may be set, and which are refused and why, is listed at "
+        "the end of this page. Names and types are checked against the Megatron-core that is installed.",
+        None,
+    )
+    override_ddp_config: dict[str, Any] | None = option(
+        "Likewise of its DistributedDataParallelConfig.", None
+    )

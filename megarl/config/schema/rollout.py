@@ -48,6 +48,36 @@ SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p", "nixl")
 
 LORA_SYNCS = ("adapters", "merged")
 
+MOE_RUNNERS = ("triton", "deep_gemm")
+_NO_OTHER_RUNNER = {
+    **dict.fromkeys(
+        (
+            "flashinfer_cutlass",
+            "flashinfer_trtllm",
+            "flashinfer_trtllm_routed",
+            "experimental_sgl_trtllm",
+            "flashinfer_cutedsl",
+        ),
+        "it holds an expert's up projection before its gate, and may permute rows: a sync writes gate before up, in the table's order; write "
+        "triton or deep_gemm",
+    ),
+    **dict.fromkeys(
+        (
+            "triton_kernel",
+            "marlin",
+            "experimental_sgl_marlin",
+            "cutlass",
+            "humming",
+            "hpc_ops",
+            "flashinfer_mxfp4",
+            "megamoe",
+            "flashinfer_megamoe",
+        ),
+        "it transposes or repacks experts' weights when they are loaded, so that no sync could fill them; write triton or deep_gemm",
+    ),
+    "auto": "SGLang would choose kernels that a sync's order of rows does not fit, by GPU: leave the key out (null), or write triton or deep_gemm",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -172,5 +202,29 @@ class RolloutConfig:
         "and none of the keys above need merged weights.",
         None,
         choices=LORA_SYNCS,
+    )
+    kv_cache_dtype: str | None = option(
+        "GPUs: keys and values in the cache in float8 without scales, which holds twice as many tokens; null: in dtype. Log-probs then differ "
+        "more from the trainer's (algorithm.rollout_correction).",
+        None,
+        choices=("fp8_e4m3", "fp8_e5m2"),
+    )
+    moe_runner_backend: str | None = option(
+        "GPUs: the kernels of experts. deep_gemm: DeepGEMM's, on Hopper with quantization=fp8, or with moe_a2a_backend=deepep; null: deep_gemm "
+        "with deepep, else triton. Others move an expert's rows, so that a sync would write into the wrong ones.",
+        None,
+        choices=MOE_RUNNERS,
+        refused=_NO_OTHER_RUNNER,
+    )
+    moe_a2a_backend: str | None = option(
+        "GPUs: how tokens reach the experts of other ranks. deepep: by DeepEP's kernels (package deep_ep), with expert_parallel_size = "
+        "tensor_model_parallel_size; each rank then has the shared experts as a whole. null: all ranks have all tokens.",
+        None,
+        choices=("deepep",),
+    )
+    engine_kwargs: dict[str, Any] | None = option(
+        "Further arguments of SGLang's server, by its own names (chunked_prefill_size: 8192); which may be set, and which are refused and why, "
+        "is listed at the end of this page. Names and types are checked against the SGLang that is installed.",
+        None,
     )
     resource_pool: str | None = option("Where the engines live; null: with the actor.", None)

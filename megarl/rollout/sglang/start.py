@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import RolloutConfig
+from megarl.config.engine_options import TABLE, engine_option_problems
 from megarl.config.model_fit import check_rollout_model
+from megarl.config.options import unknown_options
+from megarl.config.problems import raise_if_any
 from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.sglang.before_import import prepare_schedulers
@@ -61,10 +64,11 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     """The arguments of SGLang's engine."""
     context = config.context_length or model["max_position_embeddings"]
     node: dict[str, Any] = {}
+    _check_arguments(config)
     if config.nodes > 1:
         assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
         node = {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
-    return {
+    told = {
         "model_path": config.model_path,
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
@@ -90,6 +94,29 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         **_device_arguments(config, context),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
+    if twice := sorted(told.keys() & config.arguments.keys()):
+        raise ValueError(
+            f"rollout.engine_kwargs: megarl itself sets {', '.join(twice)} on a {config.device} device; leave it out"
+        )
+    return {**told, **config.arguments}
+
+
+def _check_arguments(config: EngineConfig) -> None:
+    """Refuse what a configuration's checks cannot know of: the SGLang that is installed here, and the device."""
+    raise_if_any(
+        "arguments of the engine", list(engine_option_problems("rollout.engine_kwargs", config.arguments))
+    )
+    if unknown := unknown_options(config.arguments, TABLE):
+        logger.warning(
+            "rollout.engine_kwargs: %s: passed on to SGLang; their effect on megarl's guarantees is not known",
+            ", ".join(unknown),
+        )
+    of_gpus = ("kv_cache_dtype", "moe_runner_backend", "moe_a2a_backend")
+    given = [
+        f"rollout.{name}={getattr(config, name)}" for name in of_gpus if getattr(config, name) is not None
+    ]
+    if given and config.device != "cuda":
+        raise ValueError(f"{', '.join(given)}: for engines on GPUs, and there are none here; leave it out")
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
@@ -99,8 +126,10 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             "device": "cuda",
             "mem_fraction_static": config.gpu_memory_utilization,
             "max_total_tokens": config.max_total_tokens,
-            "moe_runner_backend": "triton",  # others swap an expert's up and gate projections, or permute rows
-            **(_float8_arguments() if config.fp8_block is not None else {}),
+            "moe_runner_backend": _moe_runner(config),
+            **({} if config.moe_a2a_backend is None else {"moe_a2a_backend": config.moe_a2a_backend}),
+            **({} if config.kv_cache_dtype is None else {"kv_cache_dtype": config.kv_cache_dtype}),
+            **(_float8_arguments(config) if config.fp8_block is not None else {}),
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
@@ -114,16 +143,32 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
     }
 
 
-def _float8_arguments() -> dict[str, Any]:
+def _moe_runner(config: EngineConfig) -> str:
+    """The kernels of experts; other ones than these two swap an expert's up and gate projections, or permute rows."""
+    return config.moe_runner_backend or ("triton" if config.moe_a2a_backend is None else "deep_gemm")
+
+
+def _float8_arguments(config: EngineConfig) -> dict[str, Any]:
     """The arguments of an engine in float8: Triton's kernels on Blackwell.
 
     SGLang's choice there, DeepGEMM, packs scales into integers of another shape as soon as weights are loaded, which no sync could
     fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0). Triton's kernels keep scales in float32.
+
+    Raises:
+        ValueError: DeepGEMM is asked for on Blackwell.
     """
     import torch
 
     major, _ = torch.cuda.get_device_capability()
-    return {"fp8_gemm_runner_backend": "triton"} if major >= 10 else {}
+    if major < 10:
+        return {}
+    if _moe_runner(config) == "deep_gemm":
+        raise ValueError(
+            "rollout.moe_runner_backend=deep_gemm (which moe_a2a_backend=deepep takes) with rollout.quantization=fp8: on Blackwell DeepGEMM packs "
+            "the scales of experts into integers (UE8M0) when they are loaded, and no sync could fill or verify them; leave both keys out, or "
+            "the quantization"
+        )
+    return {"fp8_gemm_runner_backend": "triton"}
 
 
 def _note_failed_start(signum: int, frame: object) -> None:

@@ -61,6 +61,10 @@ def engine_config(
         adapters=adapters,
         deterministic=is_deterministic(rollout, device, dtype, adapters is not None),
         return_routed_experts=return_routed_experts,
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        moe_runner_backend=rollout.moe_runner_backend,
+        moe_a2a_backend=rollout.moe_a2a_backend,
+        arguments=rollout.engine_kwargs or {},
     )
 
 

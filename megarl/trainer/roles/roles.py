@@ -170,6 +170,7 @@ def engine_layout(rollout: RolloutConfig) -> EngineLayout:
         tp=rollout.tensor_model_parallel_size,
         ep=rollout.expert_parallel_size,
         num_engines=rollout.num_engines,
+        whole_shared=rollout.moe_a2a_backend is not None,
     )
 
 

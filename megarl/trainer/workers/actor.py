@@ -19,7 +19,7 @@ from megarl.algorithms.metrics import RolloutDifference, reported_difference
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyTokens, Sequences, actor_loss, select_tokens
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
-from megarl.megatron.build import unwrap
+from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.heads import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.offload import assert_resident, weights_of
@@ -199,7 +199,7 @@ class ActorWorker(ModelWorker):
                 batches = [*batches, *pack_ptx(self, examples, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
             take_counts(self.replays)  # those of other passes
-            result = self.train(batches, head, loss, names)
+            result = self.train(batches, head, loss, names, more=True)
             steps.append({**result.stats, **result.numbers(), **self._routing_counts()})
             if first is not None:
                 steps[-1] |= reported_difference(
@@ -211,6 +211,7 @@ class ActorWorker(ModelWorker):
                 steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
                 if steps[-1]["stopped_early"]:
                     break
+        gather_parameters(self.chunks)
         return steps
 
     def open_outbox(self, share: SyncShare, host: str, timeout: float) -> Address:

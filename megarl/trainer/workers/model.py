@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,10 +33,18 @@ from megarl.checkpoints.hf.export import Bundle, ExportPlan, read_companions
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
+from megarl.config import overlaps
 from megarl.data.routing import ROUTED_EXPERTS, routing_values
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.build import (
+    add_value_head,
+    build_model,
+    gather_parameters,
+    local_parameters,
+    unwrap,
+    wrap_for_training,
+)
 from megarl.megatron.checkpoint.checkpoint import (
     BaseModel,
     Loaded,
@@ -152,10 +161,14 @@ class ModelWorker:
         if spec.adapted:
             self._adapt()
         if spec.optim is not None:
+            replicas = self.layout.dp * self.layout.cp
+            overlap = overlaps(spec.megatron, replicas, on_gpus=platform.is_cuda(), adapted=spec.adapted)
             self.chunks = wrap_for_training(
                 self.chunks,
-                overlap_grad_reduce=spec.megatron.overlap_grad_reduce,
+                overlap_grad_reduce=overlap.gradients,
+                overlap_param_gather=overlap.parameters,
                 use_distributed_optimizer=spec.megatron.use_distributed_optimizer,
+                overrides=spec.megatron.override_ddp_config,
             )
             self.optimizer, self.scheduler = build_optimizer(
                 self.chunks, spec.optim, num_steps=spec.num_updates
@@ -228,6 +241,8 @@ class ModelWorker:
             dtype=self.dtype,
             trainable=trainable,
             recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
+            recompute_modules=self.spec.megatron.recompute_modules if trainable else None,
+            overrides=self._overrides(),
             base_block=self.spec.lora.blocks,
             seed=self.spec.megatron.seed,
         )
@@ -238,6 +253,12 @@ class ModelWorker:
             what = f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded"
             wait_for_all(self.store, what, self.info.rank, world, limit)
         return chunks
+
+    def _overrides(self) -> dict[str, Any]:
+        """Of Megatron's TransformerConfig: the configuration's, and what routing replay needs."""
+        given = self.spec.megatron.override_transformer_config or {}
+        # Transformer Engine's kernel chooses experts itself, and would not ask for those of an earlier pass (megatron-core 0.19.2).
+        return given if self.spec.router_replay is None else {**given, "moe_router_fusion": False}
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
         """Fill this rank's local tensors from a Hugging Face folder."""
@@ -380,6 +401,7 @@ class ModelWorker:
         head: Callable,
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
         names: Names | None = None,
+        more: bool = False,
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
@@ -387,6 +409,8 @@ class ModelWorker:
 
         Args:
             names: gives the names of the micro-batches' sequences, for the error; None: they have none.
+            more: leave updated weights to be gathered in the next forward pass (`overlap_param_gather`); the caller ends with
+                `gather_parameters`.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
@@ -397,6 +421,8 @@ class ModelWorker:
             if part in self.parts:
                 self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
+        if not (more and result.ok):
+            gather_parameters(self.chunks)
         for reserved in self.reserved:  # the first step makes the optimizer's states
             reserved.reserve()
         self.reserved = []

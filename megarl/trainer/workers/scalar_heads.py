@@ -14,6 +14,7 @@ import torch
 from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.value_loss import value_loss
 from megarl.cluster.ranks import RankInfo
+from megarl.megatron.build import gather_parameters
 from megarl.megatron.heads import value_head
 from megarl.megatron.lora.parameter_sets import in_turn, parameter_set
 from megarl.megatron.offload import frozen_of
@@ -66,8 +67,9 @@ class CriticWorker(ModelWorker):
             share = shares[self.coords.dp]
             batches = pack_weighted(self, table, share, fields, aggregation, count)
             names = partial(trajectory_names, table, share)
-            result = self.train(batches, value_head, loss, names)
+            result = self.train(batches, value_head, loss, names, more=True)
             steps.append({**result.stats, **result.numbers()})
+        gather_parameters(self.chunks)
         return steps
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from megarl.config.engine_options import TABLE
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang import start as sglang_start
 from megarl.rollout.sglang.start import check_version, config_overrides, read_model, server_arguments
@@ -35,6 +36,67 @@ def test_scales_in_float8_stay_in_float32_on_every_gpu(monkeypatch, capability, 
     config = replace(GPU, fp8_block=(128, 128))
     assert server_arguments(config, {}).get("fp8_gemm_runner_backend") == backend
     assert "fp8_gemm_runner_backend" not in server_arguments(GPU, {})
+
+
+def test_kernels_of_experts_and_the_type_of_the_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert server_arguments(GPU, {})["moe_runner_backend"] == "triton"
+    assert not {"kv_cache_dtype", "moe_a2a_backend"} & server_arguments(GPU, {}).keys()
+    fp8 = replace(GPU, fp8_block=(128, 128), moe_runner_backend="deep_gemm", kv_cache_dtype="fp8_e5m2")
+    told = server_arguments(fp8, {})
+    assert (told["moe_runner_backend"], told["kv_cache_dtype"]) == ("deep_gemm", "fp8_e5m2")
+    told = server_arguments(replace(GPU, moe_a2a_backend="deepep"), {})
+    assert (told["moe_runner_backend"], told["moe_a2a_backend"]) == ("deep_gemm", "deepep")
+
+
+def test_deepgemms_scales_on_blackwell_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    config = replace(GPU, fp8_block=(128, 128))
+    assert server_arguments(config, {})["moe_runner_backend"] == "triton"
+    for keys in ({"moe_runner_backend": "deep_gemm"}, {"moe_a2a_backend": "deepep"}):
+        with pytest.raises(
+            ValueError, match=r"on Blackwell DeepGEMM packs the scales of experts into integers \(UE8M0\)"
+        ):
+            server_arguments(replace(config, **keys), {})
+        assert (
+            server_arguments(replace(GPU, **keys), {})["moe_runner_backend"] == "deep_gemm"
+        )  # bfloat16 has no scales
+
+
+def test_further_arguments_are_sglangs(caplog):
+    given = {"chunked_prefill_size": 512, "schedule_policy": "lpm", "gc_threshold": [1, 2]}
+    told = server_arguments(replace(GPU, arguments=given), {})
+    assert {name: told[name] for name in given} == given
+    assert "rollout.engine_kwargs: gc_threshold: passed on" in caplog.text and "chunked" not in caplog.text
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_kwargs\.tp_size: use rollout\.tensor_model_parallel_size"
+    ):
+        server_arguments(replace(GPU, arguments={"tp_size": 2}), {})
+
+
+def test_what_megarl_sets_is_in_the_table_of_what_is_refused(monkeypatch):
+    """But for what it sets on a CPU alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    config = replace(
+        GPU, fp8_block=(128, 128), kv_cache_dtype="fp8_e4m3", nodes=2, tensor_parallel_size=2, address="a:1"
+    )
+    told = server_arguments(config, {})
+    assert [name for name in told if TABLE.why_refused(name) is None] == []
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    with pytest.raises(
+        ValueError, match="megarl itself sets attention_backend on a cpu device; leave it out"
+    ):
+        server_arguments(
+            EngineConfig("/model", arguments={"attention_backend": "triton"}), {"max_position_embeddings": 8}
+        )
+
+
+@pytest.mark.parametrize(
+    "key", [{"kv_cache_dtype": "fp8_e4m3"}, {"moe_runner_backend": "triton"}, {"moe_a2a_backend": "deepep"}]
+)
+def test_options_of_gpus_are_refused_on_a_cpu(key):
+    with pytest.raises(ValueError, match=rf"rollout\.{next(iter(key))}=.*: for engines on GPUs"):
+        server_arguments(EngineConfig("/model", **key), {"max_position_embeddings": 8})
 
 
 def test_what_a_start_on_gpus_is_busy_with_is_in_the_log():

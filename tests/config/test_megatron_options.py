@@ -1,0 +1,113 @@
+"""`override_transformer_config` and `override_ddp_config` against Megatron-core's own data classes."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from megarl.config import TrainConfig, check_config
+from megarl.config.checks.layout import _megatron_problems
+from megarl.config.megatron_options import (
+    DDP,
+    TRANSFORMER,
+    ddp_fields,
+    megatron_option_problems,
+    transformer_fields,
+)
+from megarl.config.schema.models import MegatronConfig
+
+
+def problems(transformer: dict | None = None, ddp: dict | None = None) -> list[str]:
+    config = MegatronConfig(override_transformer_config=transformer, override_ddp_config=ddp)
+    return list(megatron_option_problems("megatron", config))
+
+
+@pytest.mark.parametrize(
+    ("table", "fields", "count"), [(TRANSFORMER, transformer_fields, 300), (DDP, ddp_fields, 30)]
+)
+def test_tables_are_of_fields_that_there_are(table, fields, count: int) -> None:
+    found = fields()
+    assert len(found) > count
+    assert [name for name in table.known if name not in found or table.why_refused(name)] == []
+    for pattern in table.refused:
+        assert any(re.fullmatch(pattern, name) for name in found), pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("hidden_size", 8, "a fact of the model"),
+        ("moe_aux_loss_coeff", 0.1, "losses are sums"),
+        ("attention_dropout", 0.1, "drops nothing"),
+        ("fp8", "hybrid", "training in float8 has not been checked"),
+        ("bf16", True, "use megatron.dtype"),
+        ("recompute_granularity", "full", "use the key of this name in megatron"),
+        ("sequence_parallel", True, "use the key of this name in megatron"),
+        ("tp_comm_overlap", True, "user buffers"),
+        ("cuda_graph_impl", "local", "differ in shape from step to step"),
+        ("overlap_moe_expert_parallel_comm", True, "Megatron's own schedule"),
+        ("no_sync_func", None, "a function"),
+        ("moe_permute_fusio", True, "did you mean moe_permute_fusion?"),
+        ("moe_permute_fusion", 1, "takes bool"),
+        ("attention_backend", "fa3", "one of flash, fused, unfused, auto"),
+        ("moe_token_dispatcher_type", "allgather", "one of alltoall, flex"),
+        ("flash_attention_version", 5, "takes Optional[Literal[2, 3, 4]]"),
+    ],
+)
+def test_refused_settings(name: str, value: object, words: str) -> None:
+    (line,) = problems({name: value})
+    assert line.startswith(f"megatron.override_transformer_config.{name}") and words in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("overlap_grad_reduce", True, "use the key of this name"),
+        ("average_in_collective", True, "divided by nothing"),
+        ("use_megatron_fsdp", True, "tensor, pipeline and expert parallelism"),
+        ("bucket_size", "many", "takes Optional[int]"),
+    ],
+)
+def test_refused_settings_of_data_parallelism(name: str, value: object, words: str) -> None:
+    (line,) = problems(ddp={name: value})
+    assert line.startswith(f"megatron.override_ddp_config.{name}") and words in line
+
+
+def test_what_is_right_is_taken() -> None:
+    assert (
+        problems(
+            {"moe_token_dispatcher_type": "flex", "attention_backend": "fused", "cp_comm_type": "a2a"},
+            {"bucket_size": 8},
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"recompute_modules": ("mlp",)}, "are of megatron.recompute_granularity=selective, which is null"),
+        ({"overlap_param_gather": True, "use_distributed_optimizer": False}, "no rank has weights to gather"),
+        ({"overlap_param_gather": True, "overlap_grad_reduce": False}, "needs megatron.overlap_grad_reduce=true"),
+        ({"pipeline_model_parallel_layout": "Ett"}, "ends with L"),
+        ({"pipeline_model_parallel_layout": "Ett|mL"}, "model.mtp"),
+        ({"pipeline_model_parallel_layout": "Et|tL"}, "has 2 parts between bars"),
+        (
+            {"pipeline_model_parallel_layout": "Et|tL", "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+            "give one of them",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_each_other(keys: dict, words: str) -> None:
+    (line,) = _megatron_problems("megatron", MegatronConfig(**keys))
+    assert words in line
+
+
+def test_routers_that_are_given_their_choice_are_not_fused(train: Callable[..., TrainConfig]) -> None:
+    actor = "actor_rollout_ref.actor"
+    config = train(
+        f"{actor}.router_replay=rollout",
+        f"{actor}.megatron.override_transformer_config.moe_router_fusion=true",
+    )
+    with pytest.raises(ValueError, match="Transformer Engine's kernel makes its own"):
+        check_config(config, data_files=False)

@@ -11,8 +11,11 @@ from megarl.costs.tensors import (
     StageTensors,
     TrainingBytes,
     float32_buffers,
+    gathered_bytes,
     stage_tensors,
     training_bytes,
+    unreduced_bytes,
+    whole_bytes,
 )
 from megarl.layout.grid import layers_of
 from megarl.models import padded_vocab_size
@@ -31,6 +34,7 @@ class StageBytes:
         kept: activations that wait for their backward pass.
         working: further memory that a pass needs at a time; evaluating: the memory of a forward pass without gradients.
         merged: a layer's weight with its adapters, and the product that is added to it at a time, while weights are sent; the largest layer's.
+        gathered: weights that data parallel ranks share, while they are sent: all of them.
     """
 
     held: TrainingBytes
@@ -38,6 +42,7 @@ class StageBytes:
     working: int
     evaluating: int
     merged: int
+    gathered: int = 0
 
 
 def model_bytes(
@@ -86,6 +91,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         working=_working(trained, last) if use.trainable else 0,
         evaluating=_evaluating(evaluated, first, last),
         merged=_merging(trained) if use.lora.rank else 0,
+        gathered=whole_bytes(use, tensors),
     )
 
 
@@ -108,7 +114,8 @@ def _working(run: RankPass, last: bool) -> int:
     if routed and any(EXPERTS in tensor.name for tensor in run.tensors.weights):
         # Permuted and exchanged tokens and the outputs before and after they are put in order; sorted ones are kept.
         experts = (4 * routed + (5 + _around_experts(run)) * run.own) * config.hidden_size * item
-    return max(2 * widest, experts, head) + _exact(run) + _dummy_gradients(run)
+    shared = gathered_bytes(run.use, run.tensors) + unreduced_bytes(run.use, run.tensors)
+    return max(2 * widest, experts, head) + _exact(run) + _dummy_gradients(run) + shared
 
 
 def _dummy_gradients(run: RankPass) -> int:
@@ -141,7 +148,8 @@ def _evaluating(run: RankPass, first: bool, last: bool) -> int:
     parts += [size + 3 * hidden for size in _evaluated_adapters(run)]
     if last and run.use.head == "lm":
         parts.append(_head(run) + 2 * hidden)  # and the last norm's input and output
-    return max(parts, default=0) + run.tokens * MICRO_BATCH + _exact(run)
+    shared = gathered_bytes(run.use, run.tensors)
+    return max(parts, default=0) + run.tokens * MICRO_BATCH + _exact(run) + shared
 
 
 def _around_experts(run: RankPass) -> int:

@@ -60,6 +60,12 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     yield from _full_kl_problems(config)
     yield from _health_problems(config)
     lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
+    actor = config.actor_rollout_ref.actor
+    if actor.router_replay is not None and actor.megatron.fsdp is not None:
+        yield (
+            f"{POLICY}.actor.megatron.fsdp={actor.megatron.fsdp} with {POLICY}.actor.router_replay={actor.router_replay} has not been "
+            "tried; leave out one of them"
+        )
     if lora.blocks is not None and reference is not None and reference.fsdp is not None:
         yield (
             f"{POLICY}.ref.megatron.fsdp={reference.fsdp} goes without {POLICY}.model.lora.base_dtype=float8: layers would make "

@@ -176,7 +176,8 @@ class Gradients:
                 chunk.restore_grad_buffers()
         for storage in self._shared():
             storage.resize_(self.sizes[storage._cdata])
-            storage.fill_(0)
+            for part in _chunks(storage):
+                part.zero_()
         self.resident = True
 
     def require(self) -> None:

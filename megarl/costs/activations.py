@@ -92,9 +92,9 @@ def mlp_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer's MLP or its experts keep, their input and adapters included."""
     mlp = name + "mlp."
     if is_moe:
-        kept = _experts(run, mlp)
-    else:  # computed again, it keeps its input, which is no one else's
-        kept = run.hidden if run.use.recomputes("mlp") else _dense(run, mlp)
+        return _experts(run, mlp) + _adapters(run, mlp)
+    # Computed again, it keeps its input, which is no one else's.
+    kept = run.hidden if run.use.recomputes("mlp") else _dense(run, mlp)
     return kept + _adapters(run, mlp)
 
 

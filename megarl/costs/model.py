@@ -23,8 +23,11 @@ from megarl.costs.tensors import (
     StageTensors,
     TrainingBytes,
     float32_buffers,
+    gathered_bytes,
     stage_tensors,
     training_bytes,
+    unreduced_bytes,
+    whole_bytes,
 )
 from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
@@ -44,6 +47,7 @@ class StageBytes:
         kept: activations that wait for their backward pass.
         working: further memory that a pass needs at a time; evaluating: the memory of a forward pass without gradients.
         merged: a layer's weight with its adapters, and the product that is added to it at a time, while weights are sent; the largest layer's.
+        gathered: weights that data parallel ranks share, while they are sent: all of them.
     """
 
     held: TrainingBytes
@@ -51,6 +55,7 @@ class StageBytes:
     working: int
     evaluating: int
     merged: int
+    gathered: int = 0
 
 
 def model_bytes(
@@ -99,6 +104,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         working=_peak(trained, stage) - kept if use.trainable else 0,
         evaluating=_evaluating(evaluated, stage),
         merged=_merging(trained) if use.lora.rank else 0,
+        gathered=whole_bytes(use, tensors),
     )
 
 
@@ -129,7 +135,8 @@ def _peak(run: RankPass, stage: int) -> int:
         moments += [before + received + extra + _exact(run) for extra in _forward_moments(whole, layer)]
         moments += [before + extra + _exact(run) for extra in _backward_moments(whole, layer)]
     more = run.hidden * (use.layout.vpp is not None) + run.tokens * MICRO_BATCH
-    return max(moments) + more + _dummy_gradients(run)
+    shared = gathered_bytes(run.use, run.tensors) + unreduced_bytes(run.use, run.tensors)
+    return max(moments) + more + _dummy_gradients(run) + shared
 
 
 def _turns(layers: list[Layer], full: bool) -> Iterator[Layer]:
@@ -254,7 +261,8 @@ def _evaluating(run: RankPass, stage: int) -> int:
         # And the live positions' hidden states, the stage's input, the last norm's output; an input of another micro-batch.
         live = run.tokens * config.hidden_size * item
         others.append(_head(run) + live + (2 + (layout.vpp is not None)) * hidden)
-    return max(max(parts, default=0) + _exact(run), *others, 0) + run.tokens * MICRO_BATCH
+    shared = gathered_bytes(run.use, run.tensors)
+    return max(max(parts, default=0) + _exact(run), *others, 0) + run.tokens * MICRO_BATCH + shared
 
 
 def _shared_experts(run: RankPass) -> int:

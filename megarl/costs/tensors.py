@@ -57,6 +57,7 @@ class ModelUse:
         itemsize: bytes of a parameter.
         lora: its adapters; of rank 0: none. adapted: `adapted_weights` of these.
         base_block: rows and columns of a block of projections in float8; None: they are not.
+        fsdp: what data parallel ranks share by Megatron-FSDP (`megarl.megatron.fsdp`); None: without it.
         distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets.
         on_host: whether optimizer states are there (`optimizer_cpu_offload`).
         recompute: None, "selective" or "full". recompute_modules: of "selective".
@@ -74,6 +75,7 @@ class ModelUse:
     lora: LoraConfig = field(default_factory=LoraConfig)
     adapted: Shapes | None = None
     base_block: int | None = None
+    fsdp: str | None = None
     distributed: bool = True
     overlap: bool = False
     on_host: bool = False
@@ -278,6 +280,8 @@ def training_bytes(
             expert's, it is.
     """
     itemsize, trained = use.itemsize, tensors.trained
+    if use.fsdp is not None:
+        return _shared_bytes(use, tensors)
     frozen = [tensor for tensor in tensors.weights if not tensor.trained]
     elements = states = sum(tensor.numel for tensor in trained)
     if use.distributed:  # of the stages, the first alone has buckets
@@ -294,6 +298,111 @@ def training_bytes(
         optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if use.on_host else states),
         host=_state(itemsize) * states if use.on_host else 0,
     )
+
+
+FULL = "optim_grads_params"
+LARGEST_BUCKET = 40_000_000  # elements at which a bucket of parameters that are in no unit ends
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """Parameters that Megatron-FSDP keeps end to end: of a layer, or of none (`layer` is empty).
+
+    numel: elements with padding. ranks: that share them.
+    """
+
+    layer: str
+    numel: int
+    ranks: int
+
+
+def shared_buckets(use: ModelUse, tensors: StageTensors) -> list[SharedBucket]:
+    """The buckets of a model that Megatron-FSDP wraps (param_and_grad_buffer.py of megatron-core 0.19.2).
+
+    With shared weights those of a layer, and of all that is in no layer; else of all parameters in their order, cut where they are
+    large. Experts have their own. Within a bucket a tensor of several rows begins at a multiple of the least common multiple of all
+    rows' lengths, and small ones fill the gaps; the end is padded to a multiple of that and of the ranks.
+    """
+    grouped: dict[tuple[str, bool], list[LocalTensor]] = {}
+    for tensor in tensors.weights:
+        inside = _IN_A_LAYER.fullmatch(tensor.name) if use.fsdp == FULL else None
+        key = (inside[1] if inside else "", _EXPERTS in tensor.name)
+        grouped.setdefault(key, []).append(tensor)
+    found = []
+    for (layer, expert), own in grouped.items():
+        ranks = use.layout.expert_dp if expert else use.layout.dp * use.layout.cp
+        parts = [own] if use.fsdp == FULL else _cut(own)
+        found += [SharedBucket(layer, _bucket_numel(part, ranks), ranks) for part in parts]
+    return found
+
+
+def _cut(tensors: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
+    parts: list[list[LocalTensor]] = [[]]
+    for tensor in tensors:
+        if sum(other.numel for other in parts[-1]) >= LARGEST_BUCKET:
+            parts.append([])
+        parts[-1].append(tensor)
+    return parts
+
+
+def _bucket_numel(tensors: Sequence[LocalTensor], ranks: int) -> int:
+    unit = lcm(*(prod(tensor.shape[1:]) for tensor in tensors))
+    large = sum(-(-tensor.numel // unit) for tensor in tensors if tensor.numel >= unit) * unit
+    gaps = large - sum(tensor.numel for tensor in tensors if tensor.numel >= unit)
+    small = sum(tensor.numel for tensor in tensors if tensor.numel < unit)
+    return -(-(large + max(0, small - gaps)) // (unit * ranks)) * unit * ranks
+
+
+def _shared_bytes(use: ModelUse, tensors: StageTensors) -> TrainingBytes:
+    """Of a rank whose bytes Megatron-FSDP shares out; a part of a bucket counts with its padding."""
+    buckets = shared_buckets(use, tensors)
+    whole = sum(bucket.numel for bucket in buckets)
+    share = sum(bucket.numel // bucket.ranks for bucket in buckets)
+    trained = use.trainable
+    return TrainingBytes(
+        weights=use.itemsize * (share if use.fsdp == FULL else whole),
+        adapters=0,
+        gradients=GRADIENT * share * trained,
+        optimizer=_state(use.itemsize) * share * trained,
+    )
+
+
+def gathered_bytes(use: ModelUse, tensors: StageTensors) -> int:
+    """Weights that a pass gathers at most at a time: those in no layer, a layer's and the next one's."""
+    if use.fsdp != FULL:
+        return 0
+    return use.itemsize * _at_a_time(use, tensors, 2)
+
+
+def unreduced_bytes(use: ModelUse, tensors: StageTensors) -> int:
+    """Gradients of a backward pass that wait to be summed over ranks: of all that is in no layer, of a layer that is waited for and of
+    the one that is computed; with whole weights of the four largest buckets, an upper estimate."""
+    if use.fsdp is None or not use.trainable:
+        return 0
+    return GRADIENT * _at_a_time(use, tensors, 2 if use.fsdp == FULL else 4)
+
+
+def whole_bytes(use: ModelUse, tensors: StageTensors) -> int:
+    """All weights, as they are gathered for a weight sync; 0: they are whole in any case."""
+    if use.fsdp != FULL:
+        return 0
+    return use.itemsize * sum(bucket.numel for bucket in shared_buckets(use, tensors))
+
+
+def _at_a_time(use: ModelUse, tensors: StageTensors, count: int) -> int:
+    """Elements of all that is in no layer and of the `count` largest layers; with whole weights of the `count` largest buckets.
+
+    Megatron-FSDP keeps buckets of a single rank in place.
+    """
+    outside, layers = 0, dict[object, int]()
+    for number, bucket in enumerate(shared_buckets(use, tensors)):
+        size = bucket.numel if bucket.ranks > 1 else 0
+        if use.fsdp == FULL and not bucket.layer:
+            outside += size
+        else:
+            key = bucket.layer or number
+            layers[key] = layers.get(key, 0) + size
+    return outside + sum(sorted(layers.values(), reverse=True)[:count])
 
 
 def _state(itemsize: int) -> int:

@@ -26,6 +26,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
+from megarl.megatron.fsdp import is_sharded, parameters_of, wrap_sharded
 from megarl.megatron.layer_spec import forget_routings, layer_modules, layer_spec
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
@@ -98,18 +99,26 @@ def wrap_for_training(
     overlap_param_gather: bool = False,
     use_distributed_optimizer: bool = True,
     overrides: Mapping[str, Any] | None = None,
+    fsdp: str | None = None,
 ) -> list[DistributedDataParallel]:
     """The chunks with gradient buffers (float32) that are summed over data and context parallel ranks.
 
     Moves the parameters into contiguous buffers where the optimizer is distributed: keep no reference to
-    their old storage. Loading weights in place works before and after.
+    their old storage. Loading weights in place works before and after; with `fsdp` before alone.
 
     Args:
         overlap_param_gather: whether the weights that an optimizer's step has changed are gathered while the next forward pass begins; who
             reads them otherwise calls `gather_parameters` first.
         overrides: further fields of Megatron's DistributedDataParallelConfig.
+        fsdp: a level of `megarl.megatron.fsdp`: what data parallel ranks share, whatever the other arguments say; None: without it.
     """
     config = chunks[0].config
+    if fsdp is not None:
+        assert len(chunks) == 1, "there are no pipeline stages"
+        sharded = [wrap_sharded(chunks[0], fsdp)]
+        config.finalize_model_grads_func = finalize_gradients
+        config.no_sync_func = sharded[0].no_sync
+        return sharded
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
@@ -162,17 +171,39 @@ def _bucket_groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 def unwrap(chunks: list[DistributedDataParallel] | list[GPTModel]) -> list[GPTModel]:
     """The GPTModels themselves, whether or not they are wrapped."""
-    return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
+    return [_unwrapped(chunk) for chunk in chunks]
+
+
+def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
+    if is_sharded(chunk):
+        return chunk.module.module
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+
+
+def runnable(chunks: list[DistributedDataParallel] | list[GPTModel]) -> list[torch.nn.Module]:
+    """The chunks as a pass without gradients calls them: wrapped only where weights must be gathered."""
+    return [chunk if is_sharded(chunk) else _unwrapped(chunk) for chunk in chunks]
+
+
+def named_parameters(
+    chunks: list[DistributedDataParallel] | list[GPTModel],
+) -> dict[str, torch.nn.Parameter]:
+    """ "<chunk>:<name>" -> parameter."""
+    named = {}
+    for index, chunk in enumerate(chunks):
+        own = parameters_of(chunk) if is_sharded(chunk) else dict(_unwrapped(chunk).named_parameters())
+        named |= {f"{index}:{name}": parameter for name, parameter in own.items()}
+    return named
 
 
 def local_parameters(chunks: list[DistributedDataParallel] | list[GPTModel]) -> dict[str, torch.Tensor]:
     """ "<chunk>:<name>" -> its data: this rank's local tensors as weight tables name them.
 
-    They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always).
+    They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always). Weights that data
+    parallel ranks share have values while they are gathered alone (`megarl.megatron.fsdp.gather`).
     """
-    tensors = {}
+    tensors = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     for index, chunk in enumerate(unwrap(chunks)):
-        tensors |= {f"{index}:{name}": parameter.data for name, parameter in chunk.named_parameters()}
         tensors |= {
             f"{index}:{name}": buffer
             for name, buffer in chunk.named_buffers()

@@ -18,8 +18,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megarl import platform
-from megarl.megatron.build import unwrap
 from megarl.megatron.checkpoint.states import parts_of
+from megarl.megatron.fsdp import (
+    gathered_bytes,
+    gradient_buffers,
+    is_sharded,
+    local,
+    release,
+    weight_buffers,
+)
 from megarl.megatron.host_adam import HostAdam, HostRoom
 from megarl.megatron.layer_spec import drop_dummy_gradients
 
@@ -127,25 +134,50 @@ class Offloadable:
 
 
 @dataclass
+class SharedWeights(Offloadable):
+    """The weights of chunks whose data parallel ranks share something: those that a rank keeps, and, while they are there, gathered ones."""
+
+    chunks: Chunks = field(default_factory=list)
+
+    def offload(self) -> None:
+        """Free gathered weights, and move the others to the host."""
+        release(self.chunks)
+        super().offload()
+
+    def device_bytes(self) -> int:
+        return super().device_bytes() + sum(map(gathered_bytes, self.chunks))
+
+
+@dataclass
 class Gradients:
     """The gradient buffers of chunks that are trained: dropped, and back as zeros, as every step begins with them."""
 
     chunks: list[DistributedDataParallel]
     resident: bool = True
+    sizes: dict[int, int] = field(default_factory=dict)  # of storages that Megatron-FSDP made
 
     def offload(self) -> None:
         """Free them."""
         assert self.resident
         drop_dummy_gradients()
         for chunk in self.chunks:
-            chunk.offload_grad_buffers()
+            if not is_sharded(chunk):
+                chunk.offload_grad_buffers()
+        for storage in self._shared():
+            self.sizes[storage._cdata] = storage.nbytes()
+            storage.resize_(0)
         self.resident = False
 
     def reload(self) -> None:
         """Allocate them, as zeros."""
         assert not self.resident
         for chunk in self.chunks:
-            chunk.restore_grad_buffers()
+            if not is_sharded(chunk):
+                chunk.restore_grad_buffers()
+        for storage in self._shared():
+            storage.resize_(self.sizes[storage._cdata])
+            for part in _chunks(storage):
+                part.zero_()
         self.resident = True
 
     def require(self) -> None:
@@ -154,13 +186,19 @@ class Gradients:
 
     def device_bytes(self) -> int:
         """The present bytes of the buffers on the device."""
-        buffers = [
-            buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+        plain = (chunk for chunk in self.chunks if not is_sharded(chunk))
+        buffers = [buffer for chunk in plain for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        shared = sum(storage.nbytes() for storage in self._shared())
+        return shared + sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
     def host_bytes(self) -> int:
         return 0
+
+    def _shared(self) -> Iterable[torch.UntypedStorage]:
+        """The storages of gradients that Megatron-FSDP keeps, each once."""
+        tensors = (tensor for chunk in self.chunks if is_sharded(chunk) for tensor in gradient_buffers(chunk))
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return {storage._cdata: storage for storage in storages}.values()
 
 
 @dataclass
@@ -201,6 +239,8 @@ def weights_of(chunks: Chunks, *, constant: bool = False) -> Offloadable:
     Args:
         constant: whether nothing ever changes them once they are loaded.
     """
+    if any(map(is_sharded, chunks)):
+        return SharedWeights(lambda: _parameters(chunks), constant=constant, chunks=chunks)
     return Offloadable(lambda: _parameters(chunks), constant=constant)
 
 
@@ -239,16 +279,19 @@ def assert_resident(chunks: Chunks) -> None:
 
 
 def _parameters(chunks: Chunks) -> Iterator[torch.Tensor]:
-    for chunk in unwrap(chunks):
-        yield from chunk.parameters()
+    for chunk in chunks:
+        if is_sharded(chunk):
+            yield from weight_buffers(chunk)
+        else:
+            yield from chunk.parameters()
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
-            yield from group["params"]
+            yield from map(local, group["params"])
         for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            yield from (local(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _chunks(storage: torch.UntypedStorage) -> Iterable[torch.Tensor]:

@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megarl.config.schema.commands import OptimConfig
 from megarl.megatron.checkpoint.states import parts_of, updated_by
 from megarl.megatron.cpu import adam
+from megarl.megatron.fsdp import is_sharded
 from megarl.megatron.host_adam import BUCKET, HostAdam, Slots
 
 
@@ -106,7 +107,8 @@ def loss_scale(optimizer: MegatronOptimizer) -> float | None:
 def zero_gradients(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Start a new sum of gradients; before the first micro-batch of every step."""
     for chunk in chunks:
-        chunk.zero_grad_buffer()
+        if not is_sharded(chunk):  # whose optimizer does it
+            chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 

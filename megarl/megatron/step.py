@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.megatron.build import gather_parameters, unwrap
+from megarl.megatron.fsdp import release
 from megarl.megatron.optimizer import loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.packing import PackedBatch
 
@@ -78,6 +79,7 @@ def forward_only(
         outputs = _run_schedule(chunks, micro_batches, head, loss=None)
     finally:
         forget_pass(chunks)
+        release(chunks)
         for chunk, mode in zip(chunks, modes, strict=True):
             chunk.train(mode)
     return outputs or [None] * len(micro_batches)
@@ -97,6 +99,7 @@ def train_step(
     stats = _reduce_stats(_run_schedule(chunks, micro_batches, head, loss))
     forget_pass(chunks)
     grad_norm, ok, lr = optimizer_step(optimizer, scheduler)
+    release(chunks)
     return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok, loss_scale=scale)
 
 

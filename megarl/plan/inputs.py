@@ -29,7 +29,7 @@ from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, model_flops
-from megarl.costs.tensors import CORE_ATTENTION, ModelUse, StageTensors
+from megarl.costs.tensors import CORE_ATTENTION, FULL, ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
@@ -218,6 +218,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         adapted=inputs.weights(role, facts.model, facts.lora),
         base_block=facts.base_block,
         chunk_tokens=megatron.log_prob_chunk_tokens,
+        fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,
     )
 

@@ -252,6 +252,8 @@ def _trained(
         if rollout.resource_pool == pool and pool_devices(config.resource_pools, pool) > 1:
             bucket *= 2
         yield Owner("actor_sync_buffers", role, pool, (bucket,) * len(stages), frozenset({"sync"}))
+        if any(stage.gathered for stage in stages):
+            yield Owner("actor_gathered", role, pool, _of(stages, "gathered"), frozenset({"sync"}))
         if any(stage.merged for stage in stages):
             yield Owner("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
 

@@ -19,6 +19,7 @@ from megarl.costs.activations import RECOMPUTE
 from megarl.costs.model import model_bytes
 from megarl.costs.phases import phase_needs
 from megarl.costs.speed import GRADIENT, STATES, Machine
+from megarl.costs.tensors import FULL
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.plan.fit import ends, powers, sized
@@ -204,9 +205,11 @@ class Search:
         if policy.actor.optim.optimizer_cpu_offload:
             states = 0
         shared = (layout.dp * layout.cp, layout.expert_dp) if megatron.use_distributed_optimizer else (1, 1)
-        return dense * (item + GRADIENT + states / shared[0]) + experts * (
-            item + GRADIENT + states / shared[1]
-        )
+        total = 0.0
+        for weights, ranks in zip((dense, experts), shared, strict=True):
+            held = item / (ranks if megatron.fsdp == FULL else 1)
+            total += weights * (held + (GRADIENT / ranks if megatron.fsdp else GRADIENT) + states / ranks)
+        return total
 
     def _engines(self) -> list[_Engine]:
         """All sizes of engines whose cache holds the longest trajectory, with their seconds: sizes within a node, and where
@@ -293,13 +296,17 @@ def _together(trainer: Mapping[str, float], engine: Mapping[str, float]) -> dict
 def _megatrons(
     megatron: MegatronConfig, model: ModelConfig, world: int, per_node: int
 ) -> Iterator[MegatronConfig]:
-    """Sizes that divide the devices, tensor parallel ones within a node, expert parallel ones that divide the experts."""
-    for pp in (size for size in range(1, min(world, model.num_layers) + 1) if world % size == 0):
+    """Sizes that divide the devices, tensor parallel ones within a node, expert parallel ones that divide the experts.
+
+    With Megatron-FSDP there are neither stages nor parts of the experts.
+    """
+    most = min(world, model.num_layers) if megatron.fsdp is None else 1
+    for pp in (size for size in range(1, most + 1) if world % size == 0):
         for tp in powers(per_node):
             for cp in powers(per_node):
                 if world % (tp * pp * cp):
                     continue
-                for ep in _expert_sizes(model, world // pp):
+                for ep in _expert_sizes(model, world // pp) if megatron.fsdp is None else (1,):
                     for first, last in ends(model.num_layers, pp):
                         for recompute in RECOMPUTE:
                             found = sized(megatron, tp, pp, cp, ep, first, last)

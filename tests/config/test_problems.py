@@ -73,7 +73,8 @@ def test_advice_is_of_the_role_that_was_meant() -> None:
     [
         ("actor_rollout_ref.actor.strategy=fsdp", "megarl trains with Megatron-core: leave the key out"),
         ("actor_rollout_ref.ref.strategy=fsdp2", "megarl trains with Megatron-core: leave the key out"),
-        ("critic.strategy=fsdp", "the section megatron beside it"),
+        ("critic.strategy=fsdp", "fsdp=optim_grads_params in the section megatron beside it"),
+        ("critic.strategy=ddp", "the section megatron beside it"),
         ("actor_rollout_ref.rollout.name=vllm", "write sglang"),
         ("actor_rollout_ref.model.use_remove_padding=false", "pads nothing anywhere"),
         ("critic.model.use_remove_padding=false", "pads nothing anywhere"),

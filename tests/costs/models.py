@@ -80,6 +80,7 @@ def build(
     distributed: bool = True,
     recompute: str | None = None,
     on_host: bool = False,
+    fsdp: str | None = None,
 ) -> Built:
     """Ready to be trained, with random weights."""
     from megatron.core import parallel_state  # once megarl's seam is installed
@@ -99,7 +100,7 @@ def build(
         attach_adapters(chunks, config, layout, lora)
         if head == "value" and hasattr(chunks[-1], "value_head"):
             chunks[-1].value_head.requires_grad_(True)
-    chunks = wrap_for_training(chunks, use_distributed_optimizer=distributed)
+    chunks = wrap_for_training(chunks, use_distributed_optimizer=distributed, fsdp=fsdp)
     optimizer, scheduler = build_optimizer(chunks, OptimConfig(lr=1e-3, optimizer_cpu_offload=on_host))
     replica = (
         parallel_state.get_data_parallel_rank(with_context_parallel=True),

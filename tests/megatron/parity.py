@@ -134,6 +134,7 @@ def _train(
     layout = ParallelLayout(world=world, **sizes)
     wrapping = {"use_distributed_optimizer": options.pop("distributed", True)}
     wrapping["overlap_grad_reduce"] = options.pop("overlap", False)
+    wrapping["fsdp"] = options.pop("fsdp", None)
     _, chunks = load_model(rank, case.folder, layout, **options)
     biases = expert_biases(chunks)
     chunks = wrap_for_training(chunks, **wrapping)

@@ -12,10 +12,11 @@ from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.checkpoint.checkpoint import RankStates
 from megarl.megatron.checkpoint.places import model_places
 from megarl.megatron.checkpoint.states import fragments
+from megarl.megatron.fsdp import gather, local, release
 from megarl.megatron.heads import lm_head
 from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.optimizer import build_optimizer
@@ -31,7 +32,8 @@ OPTIM = OptimConfig(
 
 @dataclass(frozen=True)
 class Setting:
-    """A model in a layout. `distributed`: the optimizer's states. `on_host`: where they are, in buckets of so many elements."""
+    """A model in a layout. `distributed`: the optimizer's states. `on_host`: where they are, in buckets of so many elements.
+    `fsdp`: what data parallel ranks share."""
 
     world: int
     sizes: dict[str, Any]
@@ -39,6 +41,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     head: str = "lm"
     on_host: int | None = None
+    fsdp: str | None = None
 
 
 class Trainee:
@@ -52,11 +55,13 @@ class Trainee:
         chunks = build_model(config, self.layout, dtype=setting.dtype, head=setting.head, seed=seed)
         if seed == 1:
             load_hf_weights(model, config, self.layout, rank, local_parameters(chunks), setting.head)
-        self.chunks = wrap_for_training(chunks, use_distributed_optimizer=setting.distributed)
+        places = model_places(chunks, VOCAB)
+        self.chunks = wrap_for_training(
+            chunks, use_distributed_optimizer=setting.distributed, fsdp=setting.fsdp
+        )
         optim = replace(OPTIM, optimizer_cpu_offload=setting.on_host is not None)
         bucket = setting.on_host or BUCKET
         self.optimizer, self.scheduler = build_optimizer(self.chunks, optim, bucket=bucket)
-        places = model_places(unwrap(self.chunks), VOCAB)
         self.states = RankStates(self.chunks, self.optimizer, self.scheduler, self.layout, places, seed=7)
 
     def steps(self, count: int) -> list[tuple[float, float, float]]:
@@ -75,10 +80,12 @@ class Trainee:
         return {name: digest(tensor) for name, tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        gather(self.chunks)
         yield from local_parameters(self.chunks).items()
+        release(self.chunks)
         for index, fragment in enumerate(fragments(self.optimizer)):
-            yield f"main {index}", fragment.main
-            yield from ((f"{kind} {index}", tensor) for kind, tensor in fragment.state.items())
+            yield f"main {index}", local(fragment.main)
+            yield from ((f"{kind} {index}", local(tensor)) for kind, tensor in fragment.state.items())
         yield "random", torch.get_rng_state()
 
 

@@ -11,7 +11,8 @@ import torch
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron import offload
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import build_model, local_parameters, runnable, wrap_for_training
+from megarl.megatron.fsdp import gather
 from megarl.megatron.heads import lm_head
 from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
 from megarl.megatron.optimizer import build_optimizer
@@ -37,6 +38,7 @@ def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[s
     chunks = wrap_for_training(
         build_model(replace(CONFIG, moe=options.get("moe")), layout, dtype=dtype),
         use_distributed_optimizer=options.get("distributed", True),
+        fsdp=options.get("fsdp"),
     )
     optimizer, scheduler = build_optimizer(chunks, OPTIM, num_steps=2)
     parts = [weights_of(chunks), gradients_of(chunks), optimizer_of(chunks, optimizer)]
@@ -49,7 +51,8 @@ def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[s
         norms.append(train_step(chunks, optimizer, scheduler, batches, head, weighted_loss).grad_norm)
         if away:
             sizes.append(_take_away_and_back(parts))
-    outputs = [output for output in forward_only(chunks, batches, head) if output is not None]
+    outputs = [output for output in forward_only(runnable(chunks), batches, head) if output is not None]
+    gather(chunks)
     weights = {name: tensor.clone() for name, tensor in local_parameters(chunks).items()}
     return {"norms": norms, "weights": weights, "outputs": outputs, "sizes": sizes}
 
@@ -79,11 +82,15 @@ OPTIONS = [
 ]
 
 
+SHARED = [
+    (2, {"fsdp": "optim_grads"}),
+    (2, {"fsdp": "optim_grads_params", "dtype": torch.bfloat16}),
+]
 # Experts have buffers and an optimizer of their own.
 MIXTURE = (2, {"layout": {"ep": 2}, "moe": EXPERTS})
 
 
-@pytest.mark.parametrize(("world", "options"), [*OPTIONS, MIXTURE])
+@pytest.mark.parametrize(("world", "options"), [*OPTIONS, *SHARED, MIXTURE])
 def test_training_is_the_same_bit_for_bit(ranks: RankPool, world: int, options: dict[str, Any]) -> None:
     stayed = ranks.run(_train, options, False, world=world)
     for found, expected in zip(ranks.run(_train, options, True, world=world), stayed, strict=True):

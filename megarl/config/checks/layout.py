@@ -177,6 +177,7 @@ def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
             f"{key}.virtual_pipeline_model_parallel_size={vpp} needs {key}.pipeline_model_parallel_size of at least "
             "2; leave it out (null) without pipeline parallelism"
         )
+    yield from _fsdp_problems(key, megatron)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(megatron, name) is not None and pp == 1:
             yield f"{key}.{name}={getattr(megatron, name)} needs {key}.pipeline_model_parallel_size of at least 2"
@@ -194,6 +195,29 @@ def _overlap_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
         yield f"{key}.overlap_param_gather=true needs {key}.use_distributed_optimizer=true: else no rank has weights to gather"
     if megatron.overlap_grad_reduce is False:
         yield f"{key}.overlap_param_gather=true needs {key}.overlap_grad_reduce=true"
+
+
+def _fsdp_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
+    if megatron.fsdp is None:
+        return
+    given = f"{key}.fsdp={megatron.fsdp}"
+    for name, why in (
+        (
+            "pipeline_model_parallel_size",
+            "Megatron-FSDP (megatron-core 0.19.2) makes its mesh of all ranks without pipeline stages",
+        ),
+        ("expert_model_parallel_size", "experts over several ranks have not been tried with it"),
+        ("expert_tensor_parallel_size", "experts over several ranks have not been tried with it"),
+    ):
+        if getattr(megatron, name) > 1:
+            yield f"{given} goes without {key}.{name}={getattr(megatron, name)}: {why}; set that to 1, or leave fsdp out"
+    if not megatron.use_distributed_optimizer:
+        yield f"{given} shares out optimizer states, {key}.use_distributed_optimizer=false does not; leave out one of them"
+    if megatron.dtype == "float16":
+        yield (
+            f"{given} goes without {key}.dtype=float16: Megatron-FSDP has no gradient where a rank has no part of a weight, "
+            "which scaled losses need; use bfloat16"
+        )
 
 
 def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:

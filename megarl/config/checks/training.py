@@ -52,6 +52,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         yield from _checkpointing_problems(role)
         yield from _optim_problems(role)
         yield from _loss_scale_problems(role)
+        yield from _fsdp_problems(role)
         yield from _lora_problems(f"{role.model_key}.lora", role.model.lora)
     if isinstance(config, TuningConfig):
         return
@@ -59,7 +60,18 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     yield from _replay_problems(config.actor_rollout_ref.actor)
     yield from _full_kl_problems(config)
     yield from _health_problems(config)
-    lora = config.actor_rollout_ref.model.lora
+    lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
+    actor = config.actor_rollout_ref.actor
+    if actor.router_replay is not None and actor.megatron.fsdp is not None:
+        yield (
+            f"{POLICY}.actor.megatron.fsdp={actor.megatron.fsdp} with {POLICY}.actor.router_replay={actor.router_replay} has not been "
+            "tried; leave out one of them"
+        )
+    if lora.blocks is not None and reference is not None and reference.fsdp is not None:
+        yield (
+            f"{POLICY}.ref.megatron.fsdp={reference.fsdp} goes without {POLICY}.model.lora.base_dtype=float8: layers would make "
+            "their weights from shares; leave out one of them"
+        )
     if lora.rank and lora.dropout:
         yield (
             f"{POLICY}.model.lora.dropout={lora.dropout:g}: the policy that is trained would not be the one that generated, "
@@ -203,6 +215,12 @@ def _full_kl_problems(config: TrainConfig) -> Iterator[str]:
                 f"{key}='full' compares whole distributions, so policy and reference must be in the same processes: give "
                 f"{POLICY}.ref neither a layout (megatron) nor a resource_pool of its own, or choose low_var_kl"
             )
+    reference = config.actor_rollout_ref.actor.megatron
+    if any(uses.values()) and reference is not None and reference.fsdp == "optim_grads_params":
+        yield (
+            f"{POLICY}.actor.megatron.fsdp=optim_grads_params frees the reference's head after its pass, which the exact KL reads "
+            "beside the policy's; choose low_var_kl, or fsdp=optim_grads"
+        )
     if full_kl_in_reward(config) and config.algorithm.rollout_correction.bypass_mode:
         yield (
             "algorithm.kl_penalty='full' needs the policy's forward pass, which "
@@ -250,6 +268,22 @@ def _optim_problems(role: _Trained) -> Iterator[str]:
         yield (
             f"{key}.optimizer_cpu_offload=true has the optimizer's states on the host, "
             f"{role.prefix}megatron.optimizer_offload=false on the devices: leave out one of them"
+        )
+
+
+def _fsdp_problems(role: _Trained) -> Iterator[str]:
+    if role.megatron.fsdp is None:
+        return
+    given = f"{role.prefix}megatron.fsdp={role.megatron.fsdp}"
+    if role.model.lora.rank:
+        yield (
+            f"{given} goes without {role.model_key}.lora.rank={role.model.lora.rank}: adapters are small, and frozen weights next to "
+            "them are read as they are; leave out one of them"
+        )
+    if role.optim.optimizer_cpu_offload:
+        yield (
+            f"{given} goes without {role.prefix}optim.optimizer_cpu_offload=true: states on the host pass through the device by "
+            f"Megatron's own optimizer; leave out one of them, or give {role.prefix}megatron.optimizer_offload=true"
         )
 
 

@@ -10,8 +10,12 @@ from megarl.config.schema import option, section
 
 ALL_LINEAR = "all-linear"
 # Values of other trainers, and what to do instead.
-NO_OTHER_STRATEGY = dict.fromkeys(
-    ("fsdp", "fsdp2", "ddp", "deepspeed", "veomni", "torchtitan", "mindspeed"),
+_FSDP = (
+    "megarl trains with Megatron-core: leave the key out; what FSDP shares out Megatron-FSDP does with fsdp=optim_grads_params in "
+    "the section megatron beside it, also next to tensor_model_parallel_size and context_parallel_size"
+)
+NO_OTHER_STRATEGY = {"fsdp": _FSDP, "fsdp2": _FSDP} | dict.fromkeys(
+    ("ddp", "deepspeed", "veomni", "torchtitan", "mindspeed"),
     "megarl trains with Megatron-core: leave the key out; the section megatron beside it says how devices share the model "
     "(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, ...)",
 )
@@ -193,6 +197,17 @@ class MegatronConfig:
         "Split activations between tensor parallel parts along the sequence; null: where tp > 1.", None
     )
     use_distributed_optimizer: bool = option("Shard optimizer state over data parallel ranks.", True)
+    fsdp: str | None = option(
+        "Megatron-FSDP: what data (and context) parallel ranks share: optim_grads, gradients and optimizer states; "
+        "optim_grads_params, weights too, which each layer gathers for its passes. null: without it, and "
+        "use_distributed_optimizer shares optimizer states. A model that is not trained has weights alone to share.",
+        None,
+        choices=("optim_grads", "optim_grads_params"),
+        refused={
+            "optim": "that is use_distributed_optimizer=true without it; leave it out",
+            "no_shard": "leave it out",
+        },
+    )
     overlap_grad_reduce: bool | None = option(
         "Reduce gradients while the backward pass runs; null: on GPUs with data parallelism and the distributed optimizer, where it hides the "
         "reduction behind the pass; on CPUs, which have no second stream, not.",

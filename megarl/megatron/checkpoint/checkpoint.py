@@ -24,7 +24,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ from megarl.checkpoints.dcp import (
 )
 from megarl.layout import Box
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import local_parameters, unwrap
+from megarl.megatron.build import local_parameters, named_parameters
 from megarl.megatron.checkpoint.places import (
     CONTENT,
     OPTIMIZER,
@@ -54,6 +54,7 @@ from megarl.megatron.checkpoint.places import (
     Places,
     in_parts,
     relative,
+    shard_items,
     weight_items,
 )
 from megarl.megatron.checkpoint.states import (
@@ -67,6 +68,7 @@ from megarl.megatron.checkpoint.states import (
     set_scaler_state,
     set_schedule,
 )
+from megarl.megatron.fsdp import shards_of, shares_weights
 from megarl.util.files import naming
 
 # Loading: each chunk of the checkpoint that holds elements of this rank is read once, whatever layout saved it.
@@ -201,12 +203,15 @@ class RankStates:
 
     def items(self, places: Places) -> list[Item]:
         """The tensors that lie in `places`, as they are now."""
-        names = {
-            parameter: f"{index}:{name}"
-            for index, chunk in enumerate(unwrap(self.chunks))
-            for name, parameter in chunk.named_parameters()
+        names = {parameter: name for name, parameter in named_parameters(self.chunks).items()}
+        shards = {
+            f"{index}:{shard.name}": shard
+            for index, chunk in enumerate(self.chunks)
+            if shares_weights(chunk)
+            for shard in shards_of(chunk)
         }
-        items = weight_items(places, local_parameters(self.chunks))
+        whole = replace(places, pieces=tuple(piece for piece in places.pieces if piece.local not in shards))
+        items = weight_items(whole, local_parameters(self.chunks)) + shard_items(places, shards)
         return items + list(optimizer_items(self.optimizer, places, names))
 
 

@@ -27,6 +27,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megarl.layout import Box, Piece
 from megarl.megatron.build import local_parameters
+from megarl.megatron.fsdp import Shard
 from megarl.models.lora import IN_CHECKPOINTS
 from megarl.models.shards import Shapes
 from megarl.models.table import VALUE_HEAD
@@ -151,6 +152,16 @@ def weight_items(places: Places, parameters: Mapping[str, torch.Tensor]) -> list
     ]
 
 
+def shard_items(places: Places, shards: Mapping[str, Shard]) -> list[Item]:
+    """The elements that this rank holds of weights which data parallel ranks share. `shards`: as `local_parameters` names them."""
+    pieces = pieces_by_tensor(places)
+    return [
+        item
+        for name, (_, parameter, start, values) in shards.items()
+        for item in range_items("", places, pieces.get(name, ()), tuple(parameter.shape), start, values)
+    ]
+
+
 def pieces_by_tensor(places: Places) -> dict[str, list[Piece]]:
     """The pieces of each of the rank's tensors."""
     found: dict[str, list[Piece]] = defaultdict(list)
@@ -160,17 +171,17 @@ def pieces_by_tensor(places: Places) -> dict[str, list[Piece]]:
 
 
 def range_items(
-    kind: str,
+    prefix: str,
     places: Places,
     pieces: Sequence[Piece],
     shape: tuple[int, ...],
     start: int,
     values: torch.Tensor,
 ) -> Iterator[Item]:
-    """A state of some elements of a weight.
+    """Some elements of a weight, or a state of them.
 
     Args:
-        kind: of the state.
+        prefix: of the global tensor's name, before the weight's.
         pieces: of the weight's local tensor, which has shape `shape`.
         start, values: the state of the elements from `start` on, in row-major order, [number of elements].
     """
@@ -182,7 +193,7 @@ def range_items(
             if common is not None:
                 inside = common.inside(box, Box.whole(box.size))
                 yield Item(
-                    f"{OPTIMIZER}{kind}.{piece.tensor}",
+                    f"{prefix}{piece.tensor}",
                     places.shapes[piece.tensor],
                     common.inside(piece.local_box, piece.box),
                     part[inside.slices],

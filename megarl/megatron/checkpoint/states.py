@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl import platform
-from megarl.megatron.checkpoint.places import Item, Places, pieces_by_tensor, range_items
+from megarl.megatron.checkpoint.places import OPTIMIZER, Item, Places, pieces_by_tensor, range_items
+from megarl.megatron.fsdp import first_element, local
 from megarl.megatron.host_adam import MOMENTS, HostAdam, Updated
 from megarl.megatron.lora.adapter import OWN, start_streams
 
@@ -28,7 +29,8 @@ class Fragment(NamedTuple):
     """An optimizer's part of a parameter: the elements from `start` on.
 
     Attributes:
-        main: the tensor that Adam updates: these elements themselves, or their float32 copy (which may be on the host).
+        main: the tensor that Adam updates: these elements themselves, or their float32 copy (which may be on the host); with
+            Megatron-FSDP a tensor over all ranks whose `local` part they are.
         state: Adam's, of `main`.
     """
 
@@ -57,7 +59,10 @@ def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
     """Parameter, first element, and the tensor that is updated for it."""
     groups = part.optimizer.param_groups
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(part, DistributedOptimizer) and part.ddp_config.use_megatron_fsdp:
+        for main in (main for group in groups for main in group["params"]):
+            yield main.orig_param, first_element(main), main
+    elif isinstance(part, DistributedOptimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
             # No public function tells the range (0.19.2).
             elements = part._get_model_param_range_map(parameter)["param"]
@@ -94,7 +99,8 @@ def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
     for fragment in fragments(optimizer):
         if count == 0:
             fragment.state.clear()
-        for moment in MOMENTS if count else ():
+        # Adam has made no states of a part that is empty, which only Megatron-FSDP has.
+        for moment in MOMENTS if count and local(fragment.main).numel() else ():
             if moment not in fragment.state:
                 fragment.state[moment] = torch.zeros_like(fragment.main)
 
@@ -110,7 +116,8 @@ def optimizer_items(
             kinds[MAIN] = main
         for kind, values in kinds.items():
             own = pieces[names[parameter]]
-            yield from range_items(kind, places, own, tuple(parameter.shape), start, values.detach().view(-1))
+            flat = local(values).detach().view(-1)
+            yield from range_items(f"{OPTIMIZER}{kind}.", places, own, tuple(parameter.shape), start, flat)
 
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:

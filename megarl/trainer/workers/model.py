@@ -42,6 +42,7 @@ from megarl.megatron.build import (
     build_model,
     gather_parameters,
     local_parameters,
+    runnable,
     unwrap,
     wrap_for_training,
 )
@@ -55,7 +56,8 @@ from megarl.megatron.checkpoint.checkpoint import (
     identify,
     load_states,
 )
-from megarl.megatron.checkpoint.places import adapter_places, model_places
+from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
+from megarl.megatron.fsdp import gather, wrap_sharded
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.lora import attach_adapters
@@ -160,7 +162,11 @@ class ModelWorker:
         # Adapters come before the wrapper for training, so that only they get gradients and optimizer states.
         if spec.adapted:
             self._adapt()
+        self.places: Places | None = None
         if spec.optim is not None:
+            if not spec.adapted:
+                # Before the wrapping: Megatron-FSDP changes what Megatron would save.
+                self.places = model_places(self.chunks, self.config.vocab_size)
             replicas = self.layout.dp * self.layout.cp
             overlap = overlaps(spec.megatron, replicas, on_gpus=platform.is_cuda(), adapted=spec.adapted)
             self.chunks = wrap_for_training(
@@ -169,6 +175,7 @@ class ModelWorker:
                 overlap_param_gather=overlap.parameters,
                 use_distributed_optimizer=spec.megatron.use_distributed_optimizer,
                 overrides=spec.megatron.override_ddp_config,
+                fsdp=spec.megatron.fsdp,
             )
             self.optimizer, self.scheduler = build_optimizer(
                 self.chunks, spec.optim, num_steps=spec.num_updates
@@ -229,6 +236,7 @@ class ModelWorker:
         Called on all ranks at once. Merged tensors are made one by one on access: do not collect them.
         """
         if not self.spec.adapted:
+            gather(self.chunks)
             return local_parameters(self.chunks)
         return MergedParameters(self.chunks, self.adapter)
 
@@ -252,6 +260,8 @@ class ModelWorker:
             world, limit = self.info.world_size, LOAD_TIMEOUTS * self.spec.timeout
             what = f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded"
             wait_for_all(self.store, what, self.info.rank, world, limit)
+        if not trainable and self.spec.megatron.fsdp == "optim_grads_params":
+            return [wrap_sharded(chunk, self.spec.megatron.fsdp) for chunk in chunks]
         return chunks
 
     def _overrides(self) -> dict[str, Any]:
@@ -375,7 +385,7 @@ class ModelWorker:
         assert_resident(chunks)
         if record:
             start_recording(self.replays)
-        outputs, experts = forward_only(unwrap(chunks), batches, head), None
+        outputs, experts = forward_only(runnable(chunks), batches, head), None
         if record:
             assert self.routing is not None
             of_stages = layers_of_stages(self.config, self.layout)
@@ -510,7 +520,8 @@ def rank_states(worker: ModelWorker) -> RankStates:
         tensors = adapter_tensors(worker.config, spec.lora, spec.head)
         places, base = adapter_places(layout.pieces(worker.info.rank), tensors), _base(worker)
     else:
-        places = model_places(unwrap(worker.chunks), worker.config.vocab_size)
+        assert worker.places is not None
+        places = worker.places
     seed = spec.megatron.seed
     return RankStates(worker.chunks, worker.optimizer, worker.scheduler, worker.layout, places, seed, base)
 

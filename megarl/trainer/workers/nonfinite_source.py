@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import torch
 
-from megarl.megatron.build import unwrap
+from megarl.megatron.build import runnable
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import Head, Loss, StepResult, forward_only
@@ -64,7 +64,7 @@ def find_source(
     Args:
         names: gives the names of the sequences of each micro-batch; None: they have none.
     """
-    outputs = forward_only(unwrap(chunks), batches, head)
+    outputs = forward_only(runnable(chunks), batches, head)
     own = None
     if outputs[0] is not None:
         own = _first(batches, outputs, loss, names() if names is not None else ())

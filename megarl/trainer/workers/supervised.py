@@ -12,7 +12,7 @@ from megarl.algorithms.preference import Pairs, dpo_loss, preference_loss, ranki
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
 from megarl.data.preferences import ranking_lengths, texts_of
-from megarl.megatron.build import unwrap
+from megarl.megatron.build import runnable
 from megarl.megatron.heads import value_head
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks, text_values
@@ -48,7 +48,7 @@ class SFTWorker(ModelWorker):
     def sum_losses(self, table: pa.Table, shares: list[Share]) -> float | None:
         """The summed negative log-likelihood of this data parallel rank's examples; None on all but one rank."""
         batches = self.pack_examples(table, shares[self.coords.dp])
-        outputs = forward_only(unwrap(self.chunks), batches, self.lm_head())
+        outputs = forward_only(runnable(self.chunks), batches, self.lm_head())
         if self.coords.pp != self.layout.pp - 1:
             return None
         total = torch.stack(

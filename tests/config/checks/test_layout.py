@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from megarl.config import EvalConfig, TrainConfig, check_config, resolve
 from tests.config.conftest import problems
 
@@ -52,3 +54,43 @@ def test_nodes_per_engine_follows_from_the_pool(train: Train) -> None:
     ):
         rollout = resolve(train(*changes)).actor_rollout_ref.rollout
         assert (rollout.nodes_per_engine, rollout.num_engines) == (nodes, engines)
+
+
+CRITIC = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-5")
+
+
+def test_fsdp_of_a_critic_next_to_an_actor_in_stages(train: Train) -> None:
+    """The layout of the articles, in megarl's keys."""
+    actor = (
+        "actor_rollout_ref.actor.megatron={tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}",
+    )
+    alone = "tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1"
+    config = train(*CRITIC, *actor, f"critic.megatron={{fsdp: optim_grads_params, {alone}}}")
+    check_config(config)
+    critic = resolve(config).critic
+    assert critic is not None and critic.megatron is not None
+    assert critic.megatron.fsdp == "optim_grads_params" and critic.megatron.pipeline_model_parallel_size == 1
+
+
+def test_what_fsdp_cannot_be_with_is_refused(train: Train) -> None:
+    megatron, one = "critic.megatron", "critic.megatron.pipeline_model_parallel_size=1"
+    for changes, words in (
+        ([f"{megatron}.pipeline_model_parallel_size=2"], "mesh of all ranks without pipeline stages"),
+        ([f"{megatron}.use_distributed_optimizer=false"], "use_distributed_optimizer=false does not"),
+        ([f"{megatron}.dtype=float16"], "use bfloat16"),
+        (["critic.model.lora.rank=8"], "critic.model.lora.rank=8: adapters are small"),
+        (["critic.optim.optimizer_cpu_offload=true"], "critic.megatron.optimizer_offload=true"),
+    ):
+        (line,) = problems(train(*CRITIC, one, f"{megatron}.fsdp=optim_grads", *changes))
+        assert line.startswith(f"{megatron}.fsdp=optim_grads ") and words in line
+    with pytest.raises(ValueError, match="that is use_distributed_optimizer=true"):
+        train("actor_rollout_ref.actor.megatron.fsdp=optim")
+    full = (
+        "actor_rollout_ref.actor.megatron.fsdp=optim_grads_params",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    )
+    one = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1"
+    (line,) = problems(train(*full, one, "actor_rollout_ref.actor.kl_loss_type=full"))
+    assert "frees the reference's head" in line and "fsdp=optim_grads" in line
+    (line,) = problems(train(full[0], one, "actor_rollout_ref.actor.router_replay=trainer"))
+    assert "has not been tried" in line

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -18,13 +19,14 @@ from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import ModelSpec, forward_plan, update_plan
 from megarl.trainer.workers.model import ModelWorker
-from megarl.trainer.workers.scalar_heads import ActorCriticWorker
+from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker
 from tests.megatron.hf import save_model
 from tests.ranks import RankPool
 from tests.trainer.test_lora import CRITIC_LORA, CUT, HOW, LORA, MEAN, assert_same, table
 from tests.trainer.workers.test_actor import TEMPERATURE
 
 TP2, PP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+SHARED = {"fsdp": "optim_grads_params"}
 DROPOUT = replace(LORA, dropout=0.3)
 
 
@@ -107,14 +109,15 @@ def assert_close(found: Any, expected: Any) -> None:
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("megatron", [TP2, SHARED], ids=["tp2", "fsdp"])
 def test_a_model_goes_on_and_is_converted(
-    ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path
+    ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path, megatron: dict[str, Any]
 ) -> None:
     folder, lora = str(tmp_path), LoraConfig()
-    results = ranks.run(_save, model[0], TP2, lora, folder, world=2)
+    results = ranks.run(_save, model[0], megatron, lora, folder, world=2)
     check_files(tmp_path, results)
     for (_, expected, _), (exact, found) in zip(
-        results, ranks.run(_load, model[0], TP2, lora, folder, world=2), strict=True
+        results, ranks.run(_load, model[0], megatron, lora, folder, world=2), strict=True
     ):
         assert exact == [True]
         assert_same(found, expected)
@@ -130,6 +133,38 @@ def test_a_model_goes_on_and_is_converted(
     compared = compare(str(tmp_path / "exported"), str(tmp_path / "converted"))
     assert compared.equal and compared.num_equal > 20
     assert not compare(model[0], str(tmp_path / "converted")).equal
+
+
+def _critic(rank: int, world: int, model: str, megatron: dict[str, Any]) -> list[Any]:
+    """A critic's values, two rounds of updates with its memory away in between, and its values then."""
+    info = RankInfo(rank, world, rank, "localhost", 0, "critic", "", (), "")
+    optim = OptimConfig(lr=3e-2, lr_decay_style="linear")
+    worker = CriticWorker(
+        info, ModelSpec(model, "value", MegatronConfig(**megatron), optim, num_updates=9, timeout=60.0)
+    )
+    rows = table()
+    plan, counts = update_plan(rows, worker.layout, CUT, 3)
+    shares = forward_plan(rows, worker.layout, CUT)
+    found = [worker.compute_values(rows, shares)]
+    for _ in range(2):
+        found.append(worker.update_values(rows, plan, counts, MEAN, 0.5))
+        worker.release_memory(list(worker.parts))
+        assert not any(worker.memory()[0][part] for part in worker.parts)
+        worker.resume_memory(list(worker.parts))
+    return [*found, worker.compute_values(rows, shares)]
+
+
+def test_a_critic_that_shares_its_weights_learns_the_same(
+    ranks: RankPool, model: tuple[str, PreTrainedModel]
+) -> None:
+    expected = ranks.run(_critic, model[0], {}, world=2)
+    for megatron in ({"fsdp": "optim_grads"}, SHARED):
+        for found, wanted in zip(ranks.run(_critic, model[0], megatron, world=2), expected, strict=True):
+            assert_close(found[1], wanted[1])
+            assert_close(found[2], wanted[2])
+            for (rows, columns), (others, right) in ((found[0], wanted[0]), (found[3], wanted[3])):
+                assert rows == others
+                np.testing.assert_allclose(columns["values"][0], right["values"][0], rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_of_two_roles_go_on(

@@ -187,7 +187,8 @@ def kernels() -> ModuleType:
 def gradient_sum(weight: Tensor) -> Tensor:
     """Where products that are parts of a weight's gradient are added up in float32: its part of the gradient buffer, as Megatron's own layers
     do it (megatron-core 0.19.2, tensor_parallel/layers.py), or zeros where it has none."""
-    buffer = getattr(weight, "main_grad", None)
+    # Megatron-FSDP makes buffers for each pass, and what a weight still names may be gone.
+    buffer = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
     if buffer is None or buffer.dtype != torch.float32:
         return torch.zeros_like(weight, dtype=torch.float32)
     return buffer

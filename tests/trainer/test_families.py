@@ -73,11 +73,13 @@ CASES = [
             f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.num_engines=2",
         ),
     ),
+    # a critic that shares its weights over data parallel ranks
     Case(
         "qwen3", 2,
         (
             "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
-            "critic.megatron.pipeline_model_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2",
+            "critic.megatron.pipeline_model_parallel_size=1", "critic.megatron.tensor_model_parallel_size=1",
+            "critic.megatron.fsdp=optim_grads_params",
         ),
     ),
 ]  # fmt: skip

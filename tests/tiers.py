@@ -42,6 +42,7 @@ BY_NAME: Mapping[str, str] = {
     "gpu_test/": PROCESSES,
     "launch/": PROCESSES,
     "megatron/test_fused_head.py": PROCESSES,
+    "models/test_float8_kernels.py": PROCESSES,
     "models/test_weight_files.py::test_it_is_checked_without_torch": PROCESSES,
     "report/test_browser.py": PROCESSES,
     "rewards/processes/": PROCESSES,

@@ -3,7 +3,7 @@
 Transformer Engine's kernels are the ones that models use here (megarl/megatron/layer_spec.py); the sizes are small models'.
 
 The only Triton kernel of megatron-core 0.19.2 in use is the rotary embedding of latent attention (`apply_rope_fusion` in
-megarl/megatron/transformer_config.py); megarl's own are those of the head, of the weight sync and of sampling. On a GPU they are compiled; with
+megarl/megatron/transformer_config.py); megarl's own are those of the head, of the weight sync, of sampling and of a base in float8. On a GPU they are compiled; with
 TRITON_INTERPRET=1, set before anything imports Triton, they are interpreted on a CPU: `python -m megarl.gpu_test.kernels` prints those
 checks as JSON lines.
 """
@@ -431,6 +431,21 @@ def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
     yield Compared("gradient of padding", buffer[rows:], torch.full_like(buffer[rows:], 0.5))
 
 
+def _exact_weights(device: str) -> Iterator[Compared]:
+    """Weights made of float8 blocks, beside those that torch makes of them on a CPU."""
+    from megarl.models.float8 import FP8, dequantise, in_blocks, scale_at_once
+
+    block = (128, 128)
+    for shape in ((40, 300),) if device == "cpu" else ((40, 300), (4096, 7168)):
+        generator = torch.Generator().manual_seed(shape[0])
+        values = (torch.randn(shape, generator=generator) * 100).to(FP8)
+        scales = torch.rand(in_blocks(shape, block), generator=generator)
+        for dtype in (torch.bfloat16, torch.float32):
+            found = torch.empty(shape, dtype=dtype, device=device)
+            scale_at_once(values.to(device), scales.to(device), block, found)
+            yield Compared(f"{shape} {dtype}", found.cpu(), dequantise(values, scales, block, dtype))
+
+
 TRITON: dict[str, tuple[Case, float]] = {
     "rotary embedding of latent attention": (lambda device: _rotary(device, 0, 1), TRITON_TOLERANCE),
     "the same, the second of two context parallel ranks": (
@@ -444,6 +459,7 @@ TRITON: dict[str, tuple[Case, float]] = {
     "the same, bfloat16": (lambda device: _head(device, torch.bfloat16), BF16),
     "slices of a weight sync": (_slices, 0.0),
     "tokens drawn by seed": (_draws, 1e-6),
+    "weights of a base in float8": (_exact_weights, 0.0),
 }
 
 

@@ -33,10 +33,11 @@ def test_kernels_compute_what_torch_does() -> None:
     assert len(found) == len(TRITON)
     for check in found:
         assert check["ok"], check
-    rotary, second, head, rounded, slices, draws = (check["figures"] for check in found)
+    rotary, second, head, rounded, slices, draws, exact = (check["figures"] for check in found)
     assert set(rotary) == set(second) == PARTS
     assert set(head) == set(rounded) == PARTS_OF_HEAD
     assert {name.partition(" 0 x")[0] for name in slices if " 0 x" in name} == PARTS_OF_SLICES
+    assert set(exact) == {f"(40, 300) torch.{dtype}" for dtype in ("bfloat16", "float32")}
     assert set(draws) == {
         f"{what} of 3 x 5000, {dtype}"
         for what in ("tokens", "log-probs")

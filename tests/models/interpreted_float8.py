@@ -1,0 +1,35 @@
+"""The kernel of `float8.dequantise`, interpreted on a CPU: `python -m tests.models.interpreted_float8` (with TRITON_INTERPRET=1) prints
+{case: whether it has torch's numbers} as JSON. It has a process of its own: Triton reads the variable when it is imported."""
+
+import json
+import sys
+
+import torch
+
+from megarl.models.float8 import FP8, dequantise, in_blocks, scale_at_once
+from megarl.shadow.device import PACKAGES
+
+
+def main() -> None:
+    sys.path.append(str(PACKAGES))
+    import triton
+
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
+    found = {}
+    for block in ((128, 128), (16, 32), (6, 10)):
+        for shape in ((1, 1), (37, 300), (256, 128), (130, 515)):
+            drawn = torch.Generator().manual_seed(shape[1])
+            values = (torch.randn(shape, generator=drawn) * 100).to(FP8)
+            # The least and the largest number, and -0. NaN the interpreter (3.7.1) takes for 480.
+            values.view(torch.uint8).view(-1)[:3] = torch.tensor([1, 0x7E, 0x80])[: values.numel()]
+            scales = torch.rand(in_blocks(shape, block), generator=drawn)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                expected = dequantise(values, scales, block, dtype)
+                out = torch.empty(shape, dtype=dtype)
+                scale_at_once(values, scales, block, out)
+                found[f"{block} {shape} {dtype}"] = torch.equal(out.view(-1), expected.view(-1))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

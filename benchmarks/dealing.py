@@ -95,10 +95,12 @@ class SimulatedGroup:
     def capacity(self, engine: SimulatedEngine) -> EngineCapacity:
         return EngineCapacity(engine.places, 1 << 40)
 
-    def in_flight(self, engine: SimulatedEngine) -> list[str]:
+    def abandon(self, engine: SimulatedEngine, of: str) -> list[str]:
         return []
 
-    def land(self, engine: SimulatedEngine, seconds: float, parts: Sequence[tuple[pa.Table, Any]]) -> Landed:
+    def land(
+        self, engine: SimulatedEngine, seconds: float, parts: Sequence[tuple[pa.Table, Any]], of: str
+    ) -> Landed:
         self.rounds += 1
         for requests, _ in parts:
             engine.add([(self.lengths[uid], uid) for uid in requests["uid"].to_pylist()])

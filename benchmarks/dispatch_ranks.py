@@ -141,10 +141,10 @@ class Engines(Movable):
     def capacity(self) -> EngineCapacity:
         return EngineCapacity(1 << 20, 1 << 40)
 
-    def in_flight(self) -> list[str]:
+    def abandon(self, of: str) -> list[str]:
         return []
 
-    def land(self, seconds: float, parts: list[tuple[pa.Table, Any]]) -> Landed:
+    def land(self, seconds: float, parts: list[tuple[pa.Table, Any]], of: str) -> Landed:
         """Answers `at_once` of the requests that it has."""
         waiting = self.waiting.setdefault(called_rank(), [])
         for requests, _ in parts:

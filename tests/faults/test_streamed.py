@@ -27,6 +27,7 @@ from megarl.trainer.schedule.in_flight import save_in_flight
 from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.schedule.streaming import Streamed
 from megarl.trainer.stages.advantages import make_controls
+from megarl.trainer.stages.request_queue import RequestQueue
 from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 
@@ -184,7 +185,9 @@ def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) 
     empty = replace(batches.in_flight, prompts={}, ready=[], dropped=[], drawn=0, too_late=0)
     scorer = started.enter_context(make_scorer(live.config))
     rewards = replace(batches.rewards, scorer=scorer)
-    other = replace(batches, in_flight=empty, drawn=None, engine_of={}, rewards=rewards)
+    other = replace(
+        batches, in_flight=empty, drawn=None, queue=RequestQueue(live.roles.engines), rewards=rewards
+    )
     other.load(saved)
     save_in_flight(other.in_flight, other.drawn, again)
     assert sorted(file.name for file in saved.iterdir()) == sorted(file.name for file in again.iterdir())

@@ -80,8 +80,7 @@ def test_requests_are_refused_before_any_is_sent(engine, sync, model_a):
 def answer_by_queue(engine, sampling):
     """120 requests of 6 prompts, by the queue of a controller whose only engine is this one; (uids, response ids), and the calls."""
     worker, calls = EngineWorker.__new__(EngineWorker), []  # its constructor starts SGLang
-    worker.engine, worker.players, worker._launched = engine, None, {}
-    worker.flight, worker._signs, worker._waited, worker._busy = engine.flight(), engine.last_sign, 0.0, 0.0
+    worker.engine, worker.players, worker._of = engine, None, {}
 
     def call(_, method, *args):
         found = getattr(worker, method)(*args)

@@ -20,7 +20,8 @@ last time: a call takes new requests there and finished trajectories back.
 Guarantees, each asserted by a test:
 - all requests of a prompt that are sent together go to one engine, the one with fewest requests of those that have room;
 - no engine without room gets a prompt, and while prompts wait every engine with room gets one;
-- the requests of a lost engine go back into the queue; answers that the other engines gave at that moment are kept.
+- the requests of a lost engine go back into the queue; answers that the other engines gave at that moment are kept;
+- requests that a failed generation has left behind are given up, and those of training in flight are not landed by a validation.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megarl.cluster import WorkerGroup, WorkerLost
 from megarl.data.trajectories import list_lengths, take
 from megarl.rollout.engine import EngineCapacity, SamplingParams
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.dispatch import Landed
+from megarl.trainer.workers.dispatch import TRAINING, Landed
 
 # Seconds between two calls of the engines, for each engine of the run: the controller needs a millisecond for a table.
 APART = 0.05
@@ -77,6 +78,7 @@ class RequestQueue:
     """The requests that each engine has, and how much room it has for more.
 
     Attributes:
+        of: whose requests they are (`EngineWorker.land`).
         capacities: by engine.
         engine_of: the rank of the engine that has a request, by the request's uid.
         waiting: by engine, how many of its requests wait within it.
@@ -88,6 +90,7 @@ class RequestQueue:
     """
 
     engines: WorkerGroup
+    of: str = TRAINING
     capacities: dict[int, EngineCapacity] = field(default_factory=dict)
     engine_of: dict[str, int] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
@@ -109,8 +112,11 @@ class RequestQueue:
         working = {*self.engine_of.values()}
         return {process.mark for process in self.engines.processes if process.rank in working}
 
-    def open(self, run: Run) -> None:
+    def open(self, run: Run, *, anew: bool = False) -> None:
         """Before generation begins or continues: ask the engines how much they compute at a time, and which requests they have.
+
+        Args:
+            anew: have them give up requests that are left of an earlier generation.
 
         Engines that were restarted before get weights, and lost ones are restarted, as in `exchange`.
 
@@ -121,19 +127,17 @@ class RequestQueue:
             if run.restarts is not None:
                 run.restarts.serve_all()
             try:
-                self._ask(run)
+                self._ask(run, "abandon" if anew else "in_flight")
                 return
             except WorkerLost as failure:
                 self._lose(run, failure)
                 self._revive(run, failure)
 
-    def _ask(self, run: Run) -> None:
+    def _ask(self, run: Run, what_is_held: str) -> None:
         alive = [engine for engine in range(self.engines.world_size) if engine not in self.lost]
-        calls = {
-            method: [self.engines.call_rank(engine, method) for engine in alive]
-            for method in ("capacity", "in_flight")
-        }
-        capacities, held = (run.wait(calls[method]) for method in ("capacity", "in_flight"))
+        asked = [self.engines.call_rank(engine, "capacity") for engine in alive]
+        holding = [self.engines.call_rank(engine, what_is_held, self.of) for engine in alive]
+        capacities, held = run.wait(asked), run.wait(holding)
         self.capacities = dict(zip(alive, capacities, strict=True))
         self.engine_of = {uid: engine for engine, uids in zip(alive, held, strict=True) for uid in uids}
         self.waiting, self.landed = {}, {}
@@ -196,7 +200,7 @@ class RequestQueue:
         """
         working = {*self.engine_of.values()}  # with the requests that it gets now
         calls = {
-            engine: self.engines.call_rank(engine, "land", self.apart, list(own))
+            engine: self.engines.call_rank(engine, "land", self.apart, list(own), self.of)
             for engine, own in enumerate(parts)
             if engine in working
         }

@@ -85,8 +85,8 @@ def answer_all(
 
     Engines get prompts as they have room (request_queue.py), also those of engines that are lost.
     """
-    queue = RequestQueue(engines)
-    queue.open(run)
+    queue = RequestQueue(engines, "batch")
+    queue.open(run, anew=True)
     uids = [uid for requests, _ in parts for uid in requests["uid"].to_pylist()]
     came: set[str] = set()
     tables: list[pa.Table] = []

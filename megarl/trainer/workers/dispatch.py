@@ -39,6 +39,7 @@ from megarl.data.trajectories import (
 )
 from megarl.layout.grid import ParallelLayout
 
+TRAINING = "training"  # whose requests an engine has: those that training has in flight from call to call
 NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with a model
 
 

@@ -9,20 +9,62 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from megarl.cluster.ranks import RankInfo
+from megarl.data.routing import RoutingShape
 from megarl.data.trajectories import build_trajectories, take
+from megarl.rollout.completions import Flight
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
-from megarl.trainer.workers.dispatch import Landed
+from megarl.trainer.workers.dispatch import TRAINING, Landed
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.receiver import InboxFile
+
+
+@dataclass
+class _Requests:
+    """Requests that were launched and have not landed.
+
+    Attributes:
+        signs: the engine's last sign of life when they were last seen to go on.
+        launched: by uid, the request's table and row.
+        waited: seconds in which they were waited for since then.
+        busy: as the flight's, at the last call.
+    """
+
+    flight: Flight[Generation]
+    signs: float
+    launched: dict[str, tuple[pa.Table, int]] = field(default_factory=dict)
+    waited: float = 0.0
+    busy: float = 0.0
+
+    def launch(self, requests: pa.Table, coroutines: list[Coroutine[Any, Any, Generation]]) -> None:
+        uids = requests["uid"].to_pylist()
+        twice = [uid for uid in uids if uid in self.launched]
+        assert not twice and len({*uids}) == len(uids), f"requests were launched twice: {twice or uids}"
+        self.launched |= {uid: (requests, row) for row, uid in enumerate(uids)}
+        self.flight.add(coroutines)
+
+    def trajectories(
+        self, generations: Sequence[Generation], routing: RoutingShape | None
+    ) -> pa.Table | None:
+        """The trajectories of finished requests, which it forgets; None: there are none."""
+        found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
+        for generation in generations:
+            requests, row = self.launched.pop(generation.uid)
+            _, rows, own = found.setdefault(id(requests), (requests, [], []))
+            rows.append(row)
+            own.append(generation)
+        tables = [
+            build_trajectories(take(requests, rows), own, routing) for requests, rows, own in found.values()
+        ]
+        return pa.concat_tables(tables).combine_chunks() if tables else None
 
 
 class EngineWorker:
@@ -38,14 +80,13 @@ class EngineWorker:
         self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)
         self.engine.start()
         self.players: Players | None = None
-        self._launched: dict[str, tuple[pa.Table, int]] = {}  # by uid, the request's table and row
-        if info.part == 0:
-            if turns is not None:
-                self.players = Players(turns, self.engine.answer, config.stop_token_ids)
-            self.flight = self.engine.flight()
-            self._signs, self._waited, self._busy = self.engine.last_sign, 0.0, 0.0
+        self._of: dict[str, _Requests] = {}
+        if info.part == 0 and turns is not None:
+            self.players = Players(turns, self.engine.answer, config.stop_token_ids)
 
-    def land(self, seconds: float, parts: Sequence[tuple[pa.Table, SamplingParams]] = ()) -> Landed:
+    def land(
+        self, seconds: float, parts: Sequence[tuple[pa.Table, SamplingParams]] = (), of: str = TRAINING
+    ) -> Landed:
         """Begin to answer further requests, and return the trajectories that have finished since the last call.
 
         They are waited for so many seconds, or until all requests are answered. Requests continue between calls; while weights change or
@@ -53,51 +94,41 @@ class EngineWorker:
 
         Args:
             parts: tables of requests (see `expand_prompts`), each with its own sampling.
+            of: whose requests they are: a validation lands none of those that training has in flight.
 
         Raises:
             EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
         """
-        begun = time.monotonic()
+        begun, own = time.monotonic(), self._requests(of)
         for requests, sampling in parts:
-            self._launch(requests, sampling)
-        generations = self.flight.take(seconds)
-        self._waited += time.monotonic() - begun
-        if generations or self._signs != self.engine.last_sign or not len(self.flight):
-            self._signs, self._waited = self.engine.last_sign, 0.0
-        if self._waited > self.engine.config.request_timeout:
+            own.launch(requests, self._answers(requests, sampling))
+        generations = own.flight.take(seconds)
+        own.waited += time.monotonic() - begun
+        if generations or own.signs != self.engine.last_sign or not len(own.flight):
+            own.signs, own.waited = self.engine.last_sign, 0.0
+        if own.waited > self.engine.config.request_timeout:
             raise EngineError(
-                f"SGLang has neither computed a step for any of {len(self.flight)} requests nor answered one within "
+                f"SGLang has neither computed a step for any of {len(own.flight)} requests nor answered one within "
                 f"request_timeout={self.engine.config.request_timeout} s"
             )
-        before, self._busy = self._busy, self.flight.busy
-        busy = self._busy - before
-        return Landed(self._trajectories(generations), self.engine.waiting, busy)
+        before, own.busy = own.busy, own.flight.busy
+        table = own.trajectories(generations, self.engine.routing)
+        return Landed(table, self.engine.waiting, own.busy - before)
 
-    def _launch(self, requests: pa.Table, sampling: SamplingParams) -> None:
-        uids = requests["uid"].to_pylist()
-        twice = [uid for uid in uids if uid in self._launched]
-        assert not twice and len({*uids}) == len(uids), f"requests were launched twice: {twice or uids}"
-        coroutines = self._answers(requests, sampling)
-        self._launched |= {uid: (requests, row) for row, uid in enumerate(uids)}
-        self.flight.add(coroutines)
-
-    def _trajectories(self, generations: Sequence[Generation]) -> pa.Table | None:
-        """The trajectories of finished requests, which it forgets; None: there are none."""
-        found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
-        for generation in generations:
-            requests, row = self._launched.pop(generation.uid)
-            _, rows, own = found.setdefault(id(requests), (requests, [], []))
-            rows.append(row)
-            own.append(generation)
-        tables = [
-            build_trajectories(take(requests, rows), own, self.engine.routing)
-            for requests, rows, own in found.values()
-        ]
-        return pa.concat_tables(tables).combine_chunks() if tables else None
-
-    def in_flight(self) -> list[str]:
+    def in_flight(self, of: str = TRAINING) -> list[str]:
         """The uids of requests that were launched and have not landed."""
-        return list(self._launched)
+        return list(self._requests(of).launched)
+
+    def abandon(self, of: str) -> list[str]:
+        """Give up requests that another call has left behind, as one that failed; returns those in flight: none."""
+        self._requests(of).flight.cancel()
+        del self._of[of]
+        return []
+
+    def _requests(self, of: str) -> _Requests:
+        if of not in self._of:
+            self._of[of] = _Requests(self.engine.flight(), self.engine.last_sign)
+        return self._of[of]
 
     def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
         """A coroutine for each of the requests, in their order."""

@@ -136,10 +136,14 @@ class Engines:
     def capacity(self, engine):
         return EngineCapacity(2, 10**6)
 
-    def in_flight(self, engine):
+    def in_flight(self, engine, of):
         return list(self.has[engine])
 
-    def land(self, engine, seconds, parts):
+    def abandon(self, engine, of):
+        self.has[engine].clear()
+        return []
+
+    def land(self, engine, seconds, parts, of):
         assert seconds == APART * 2
         uids = [uid for requests, _ in parts for uid in requests["uid"].to_pylist()]
         self.log.append((engine, uids))
@@ -208,6 +212,14 @@ def test_all_are_answered_once():
     # Ten answers, one a call: an engine that has no request is not called.
     assert len(engines.log) == 10
     assert all(engine_of[f"p{number}/0"] == engine_of[f"p{number}/1"] for number in range(5))
+
+
+def test_what_a_failed_generation_has_left_behind_is_given_up():
+    """Prompts come again in another epoch, under the same names: their old answers would be taken for new ones."""
+    engines = Engines()
+    engines.has = [["p1/0", "x/0"], ["p1/1"]]
+    answered(engines, Run(engines))
+    assert "x/0" not in engines.answered
 
 
 @pytest.mark.parametrize("dies", [0, 2, 5])

@@ -27,10 +27,11 @@ class FakeEngines:
     def capacity(self, engine):
         return EngineCapacity(64, 10**6)
 
-    def in_flight(self, engine):
-        return [uid for requests in self.has[engine] for uid in requests["uid"].to_pylist()]
+    def abandon(self, engine, of):
+        assert not self.has[engine]
+        return []
 
-    def land(self, engine, seconds, parts):
+    def land(self, engine, seconds, parts, of):
         self.seconds.add(seconds)
         self.sent[engine] += parts
         for requests, _ in parts:

@@ -55,6 +55,9 @@ class FakeEngine:
     def __init__(self, tokenizer):
         self.tokenizer, self.loop, self.checked = tokenizer, asyncio.new_event_loop(), []
 
+    def flight(self):
+        return Flight(self.loop)
+
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)
 
@@ -82,8 +85,7 @@ def prompts(tokenizer, pairs):
 
 def start(worker, engine):
     """What its constructor makes, besides the start of SGLang."""
-    worker.engine, worker.flight, worker._launched = engine, Flight(engine.loop), {}
-    worker._signs, worker._waited, worker._busy = engine.last_sign, 0.0, 0.0
+    worker.engine, worker._of = engine, {}
 
 
 def make_worker(model, **options):
@@ -120,6 +122,18 @@ def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
     texts = tokenizer.batch_decode(called["response_ids"].to_pylist(), skip_special_tokens=True)
     assert texts[0] == "<<3+4>>\ntool\n7\nassistant\n#### 7" and texts[2].endswith("#### 14")
     assert [note.numbers["num_turns"] for note in environment_notes(called)] == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_a_validation_does_not_land_what_training_has_in_flight(model):
+    worker, tokenizer = make_worker(model)
+    requests = expand_prompts(prompts(tokenizer, [(3, 4)]), 2)
+    landed = worker.land(0.0, [(requests, SAMPLING)])  # their first wait is not over
+    assert landed.table is None and worker.in_flight() == requests["uid"].to_pylist()
+    assert worker.land(60.0, [(requests, SAMPLING)], "batch").table.num_rows == 2
+    assert worker.land(60.0, [(requests, SAMPLING)], "left behind").table.num_rows == 2
+    worker.land(0.0, [(requests, SAMPLING)], "batch")
+    assert worker.abandon("batch") == worker.in_flight("batch") == []
+    assert worker.land(60.0).table.num_rows == 2
 
 
 def test_what_an_environment_took_part_in_cannot_be_verified_without_it(model, task, tmp_path):

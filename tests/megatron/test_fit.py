@@ -77,7 +77,7 @@ def stages_built(megatron: MegatronConfig, model: ModelConfig, world: int) -> li
     vpp = megatron.virtual_pipeline_model_parallel_size
     layout = SimpleNamespace(  # which refuses nothing itself
         tp=tp, pp=pp, vpp=vpp, cp=megatron.context_parallel_size, sp=tp > 1, ep=megatron.expert_model_parallel_size,
-        etp=megatron.expert_tensor_parallel_size, first_layers=megatron.num_layers_in_first_pipeline_stage,
+        etp=megatron.expert_tensor_parallel_size, chunk_layers=None, first_layers=megatron.num_layers_in_first_pipeline_stage,
         last_layers=megatron.num_layers_in_last_pipeline_stage,
     )  # fmt: skip
     stages = []

@@ -267,7 +267,7 @@ def _free_models() -> None:
     """Free the models of the run, and with them their process groups, each of which has threads that poll.
 
     megatron-core's DistributedDataParallel (0.19.2) is never freed by itself: gradient accumulators have hooks that hold
-    it, a cycle through torch's own objects that the garbage collector does not see.
+    it, a cycle through torch's own objects that the garbage collector does not see. Megatron-FSDP's model has more of such functions.
 
     The objects that remain belong to modules. They are frozen: else each run would take a quarter of a second or more on every rank,
     to look through some 400,000 of them, twice.
@@ -275,8 +275,9 @@ def _free_models() -> None:
     hook = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
     gc.collect()
     for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
-        if function.__qualname__ == hook:
-            for cell in function.__closure__:
+        sharded = (function.__module__ or "").startswith("megatron.core.distributed.fsdp")
+        if function.__qualname__ == hook or (sharded and "<locals>" in function.__qualname__):
+            for cell in function.__closure__ or ():
                 cell.cell_contents = None
     gc.collect()
     gc.freeze()

@@ -35,6 +35,7 @@ from megarl.models.float8 import check_base_block
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
+HEAD_TOKEN = 36  # bytes of a token in the head: four statistics, three norms, two outputs
 MICRO_BATCH = 136
 
 
@@ -233,10 +234,11 @@ def _evaluating(run: RankPass, stage: int) -> int:
     parts: list[int] = []  # while linear layers compute, whose weights are made of a base in float8
     others: list[int] = []
     # The layer's input and the sum after its attention; of several layers the first one's input; what the stage sent last, and
-    # from a middle stage what that was made of.
+    # from a middle stage what that was made of; with virtual stages the next input, and on the last stage one more.
     several = any(".layers.1." in name for name in names)
     last = stage == layout.pp - 1
-    around = (2 + several + (not last) + (not last and stage > 0) + (layout.vpp is not None)) * hidden
+    virtual = (1 + last) * (layout.vpp is not None)
+    around = (2 + several + (not last) + (not last and stage > 0) + virtual) * hidden
     if any("self_attention." in name for name in names):
         parts.append(_evaluated_attention(run) + around - (hidden if layout.tp == 1 else 0))
     if any(EXPERTS in name for name in names):
@@ -302,10 +304,10 @@ def _evaluated_adapters(run: RankPass, module: str | None = None) -> Iterator[in
 
 
 def _head(run: RankPass) -> int:
-    """The logits of a chunk of tokens (`megarl.megatron.fused_head`)."""
+    """The logits of a chunk of tokens, and the head's numbers of all tokens (`megarl.megatron.fused_head`)."""
     share, item = _vocabulary_share(run), run.use.itemsize
     chunk = head_chunk_tokens(min(share, run.use.config.vocab_size), item, run.use.chunk_tokens)
-    return min(chunk, run.tokens) * share * item
+    return min(chunk, run.tokens) * share * item + HEAD_TOKEN * run.tokens
 
 
 def _vocabulary_share(run: RankPass) -> int:

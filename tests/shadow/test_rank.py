@@ -78,8 +78,10 @@ def test_experts_and_latent_attention_take_what_was_planned(
     assert report["released"] - kept < 1 << 18, report["kept_by"]
     rows = peaks(reports, keys)
     assert [row.phase for row in rows] == ["evaluate", "update"]
+    # Parts of a layer that are computed again count as if all of them were there at once.
+    most = 0.12 if recompute == MODULES else 0.05
     for row in rows:
-        assert abs(row.difference) < 0.05, row
+        assert -0.05 < row.difference < most, row
 
 
 @pytest.mark.parametrize("mode", ["rollout", "trainer"])

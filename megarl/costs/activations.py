@@ -5,7 +5,7 @@ their terms for dropout and for scores (no dropout in the layers; attention keep
 of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 
 - A linear layer keeps its input only if its weight is trained or has an adapter. A norm keeps its input in any case.
-- An adapter keeps its own hidden values [tokens, rank] and, in a layer of several tensors, their rows of B.
+- An adapter keeps its own hidden values [tokens, rank] and, in a layer of several tensors whose rows alternate, their rows of B.
 - The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
 - Experts are given equally many tokens.
 
@@ -251,12 +251,12 @@ def _adapters(run: RankPass, name: str) -> int:
             hidden = outputs = run.tokens if cut == ROWS else run.own
         seen.add(slot.module)
         total += hidden * inner * item
-        if len(slot.tensors) > 1:
+        if len(slot.rows) > len(slot.tensors):  # tensors whose rows lie apart: rows of B are copied
             total += slot.num_rows * lora.rank * item
         if slot.num_rows < rows[slot.weight]:
             total += outputs * slot.num_rows * item
         if lora.use_dora:
-            total += 2 * outputs * slot.num_rows * item
+            total += (2 if slot.number is None else 1) * outputs * slot.num_rows * item
         if lora.dropout:
             total += inputs * slot.in_features * (item + 1)
         if item < FLOAT32 and f"{slot.module}.layer_norm_weight" in rows:

@@ -48,6 +48,7 @@ class StageBytes:
         kept: activations that wait for their backward pass.
         working: further memory that a pass needs at a time; evaluating: the memory of a forward pass without gradients.
         merged: a layer's weight with its adapters, and the product that is added to it at a time, while weights are sent; the largest layer's.
+            On GPUs kernels merge them where they are read, unless DoRA needs their norms.
         gathered: weights that data parallel ranks share, while they are sent: all of them.
     """
 
@@ -104,7 +105,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         kept=kept,
         working=_peak(trained, stage) - kept if use.trainable else 0,
         evaluating=_evaluating(evaluated, stage),
-        merged=_merging(trained) if use.lora.rank else 0,
+        merged=_merging(trained) if use.lora.rank and (use.lora.use_dora or not use.fused) else 0,
         gathered=whole_bytes(use, tensors),
     )
 

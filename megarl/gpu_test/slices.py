@@ -5,12 +5,14 @@ Bit for bit: both ends of a sync compare checksums.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from megarl.layout.boxes import Box
-from megarl.models.float8 import FP8, in_blocks
+from megarl.models.computed import ComputedWeight, LowRankTerm
+from megarl.models.float8 import FP8, dequantise, in_blocks
 from megarl.weight_sync.packets import CONVERT, QUANTISE, READINGS, SCALE, aligned, multilinear
 from megarl.weight_sync.quantize import read_scales, read_values
 from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_slices
@@ -72,8 +74,91 @@ def _slice(rng: random.Random, device: str, times: int) -> tuple[SliceRead, torc
     return one, by_torch(one._replace(source=source), BLOCK)
 
 
+def drawn_computed(seed: int, device: str) -> Listed:
+    """Up to 6 slices, most of them of computed weights: in float8, with adapters, or both."""
+    rng, listed, at = random.Random(seed), Listed([], []), 0
+    for _ in range(rng.randint(1, 6)):
+        dtype, (rows, columns) = (
+            rng.choice(FLOATS),
+            (rng.randint(1, 40), rng.choice((rng.randint(1, 90), 300))),
+        )
+        on_host = _weight(rng, rows, columns, dtype)
+        reading = rng.choice(READINGS)
+        box = _box(rng, in_blocks((rows, columns), BLOCK) if reading == SCALE else (rows, columns))
+        out = {CONVERT: rng.choice(FLOATS), QUANTISE: FP8, SCALE: torch.float32}[reading]
+        one = SliceRead(on_host, box, str(out).removeprefix("torch."), reading, at)
+        listed.expected.append(by_torch(one, BLOCK))
+        listed.reads.append(one._replace(source=_to(on_host, device)))
+        at = aligned(at + listed.expected[-1].nbytes)
+    return listed
+
+
+def _weight(rng: random.Random, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor | ComputedWeight:
+    """One time in four a tensor, else a computed weight.
+
+    Sums of adapters' products are exact, so that their order, which is the hardware's, does not matter.
+    """
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    values, scales, block = torch.randn(rows, columns, generator=generator).to(dtype), None, None
+    kind = rng.choice(("tensor", "float8", "adapters", "both"))
+    if kind == "tensor":
+        return values
+    if kind in ("float8", "both"):
+        block = rng.choice((BLOCK, (4, 4), (128, 128)))
+        scales = torch.rand(in_blocks((rows, columns), block), generator=generator) + 0.01
+        codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
+        values = torch.where(codes & 0x7F == 0x7F, 0, codes).view(FP8)
+    if kind == "float8":
+        return ComputedWeight(values, scales, block, dtype, None)
+    rank, parts = rng.choice((1, 4, 16, 33)), rng.randint(1, 3)
+    adapted = torch.rand(rows, generator=generator) < rng.choice((0.5, 1.1))
+    part = torch.randint(0, parts, (rows,), generator=generator, dtype=torch.int32)
+    order = adapted.cumsum(0, dtype=torch.int32) - 1
+    a, b = (
+        torch.randint(-4, 5, size, generator=generator).to(dtype) / 8
+        for size in ((parts * rank, columns), (max(1, int(adapted.sum())), rank))
+    )
+    magnitudes = torch.rand(rows, generator=generator).to(dtype) if rng.random() < 0.3 else None
+    places = torch.where(adapted, order + (part << 24), -1)
+    term = LowRankTerm(a, b, places, parts, rng.choice((0.25, 1.7)), magnitudes)
+    return ComputedWeight(values, scales, block, dtype, term)
+
+
+def _to(source: torch.Tensor | ComputedWeight, device: str) -> torch.Tensor | ComputedWeight:
+    """The same on another device, tensors among the fields included."""
+    if isinstance(source, torch.Tensor):
+        return source.to(device)
+
+    def moved(one: ComputedWeight | LowRankTerm) -> dict[str, torch.Tensor]:
+        return {
+            name: value.to(device) for name, value in vars(one).items() if isinstance(value, torch.Tensor)
+        }
+
+    term = None if source.term is None else replace(source.term, **moved(source.term))
+    return replace(source, **moved(source), term=term)
+
+
+def weight_by_torch(weight: ComputedWeight) -> torch.Tensor:
+    """A computed weight, on a CPU, as `exact_weight` and `LayerAdapters.merged` make it."""
+    found = weight.values.clone()
+    if weight.scales is not None:
+        assert weight.block is not None
+        found = dequantise(weight.values, weight.scales, weight.block, weight.dtype)
+    term = weight.term
+    if term is None:
+        return found
+    rank = term.b.shape[1]
+    for part in range(term.parts):
+        rows = (term.rows >= 0) & (term.rows >> 24 == part)
+        product = term.b[term.rows[rows] & 0xFFFFFF] @ term.a[part * rank : (part + 1) * rank]
+        found[rows] += product.mul_(term.factor)
+    return found if term.magnitudes is None else found.mul_(term.magnitudes[:, None])
+
+
 def by_torch(one: SliceRead, block: tuple[int, int]) -> torch.Tensor:
     """What travels of a slice."""
+    if isinstance(one.source, ComputedWeight):
+        one = one._replace(source=weight_by_torch(one.source))
     out = torch.empty(one.box.size, dtype=getattr(torch, one.dtype))
     if one.reading == CONVERT:
         return out.copy_(one.source[one.box.slices])

@@ -191,8 +191,8 @@ def adapter_slots(pieces: Iterable[Piece], weights: Shapes) -> list[AdapterSlot]
 def adapter_pieces(
     pieces: Iterable[Piece], weights: Shapes, lora: LoraConfig, adapter: str = ADAPTER
 ) -> list[Piece]:
-    """Where a Megatron rank has the adapters of its weights; local names are "<layer>.<adapter>.a", ".b", ".m", of
-    experts ".a0", ...
+    """Where a Megatron rank has the adapters of its weights; local names are "<layer>.<adapter>.a", ".b", ".m". Of experts
+    `a` and `b` have a first dimension that counts the layer's experts, or groups of them, which have an ".m0", ".m1", ... each.
 
     With `lora.shared_a` or `lora.expert_groups` several tensors lie in one place: they are equal.
     """
@@ -204,25 +204,32 @@ def adapter_pieces(
     out: dict[Piece, None] = {}  # in order, each once
     for piece in every:
         slot = slots[piece.local]
-        number = "" if slot.number is None else str(slot.number // sizes[slot.module])
+        number = None if slot.number is None else slot.number // sizes[slot.module]
         out |= dict.fromkeys(_pieces_of(piece, slot, lora, f"{slot.module}.{adapter}.", number))
     return list(out)
 
 
-def _pieces_of(piece: Piece, slot: AdapterSlot, lora: LoraConfig, local: str, number: str) -> list[Piece]:
-    """Where the adapter of a weight's piece lies, in `a<number>`, `b<number>` and `m<number>` of the module `local`."""
+def _pieces_of(
+    piece: Piece, slot: AdapterSlot, lora: LoraConfig, local: str, number: int | None
+) -> list[Piece]:
+    """Where the adapter of a weight's piece lies, in parameters of the module `local`.
+
+    Args:
+        number: of the expert, or group of experts; None: the layer has none.
+    """
     name, rank = piece.tensor.removesuffix(".weight"), lora.rank
     (row, column), (rows, columns) = piece.box
     above = 0 if lora.shared_a else slot.tensors.index(piece.tensor) * rank
     at = _compact(slot, piece.local_box.start[0])
+    first, one = ((), ()) if number is None else ((number,), (1,))
     found = [
-        Piece(
-            name + A, Box((0, column), (rank, columns)), f"{local}a{number}", Box((above, 0), (rank, columns))
-        ),
-        Piece(name + B, Box((row, 0), (rows, rank)), f"{local}b{number}", Box((at, 0), (rows, rank))),
-    ]
+        Piece(name + A, Box((0, column), (rank, columns)), local + "a",
+              Box((*first, above, 0), (*one, rank, columns))),
+        Piece(name + B, Box((row, 0), (rows, rank)), local + "b", Box((*first, at, 0), (*one, rows, rank))),
+    ]  # fmt: skip
     if lora.use_dora:
-        found.append(Piece(name + MAGNITUDE, Box((row,), (rows,)), f"{local}m{number}", Box((at,), (rows,))))
+        magnitudes = local + ("m" if number is None else f"m{number}")
+        found.append(Piece(name + MAGNITUDE, Box((row,), (rows,)), magnitudes, Box((at,), (rows,))))
     return found
 
 

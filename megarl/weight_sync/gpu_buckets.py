@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.models.computed import ComputedWeight
 from megarl.weight_sync.links import Token
 from megarl.weight_sync.packets import HEADER, PacketSpec, aligned, header_bytes
 from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_slices
@@ -76,6 +77,7 @@ class PackedBucket:
         parameters: Mapping[str, torch.Tensor],
         slot: torch.Tensor,
         known: Sequence[torch.Tensor | None] | None = None,
+        computed: Mapping[str, ComputedWeight] | None = None,
     ) -> torch.Tensor | None:
         """Write the bucket's packets into the slot; the host waits for nothing.
 
@@ -83,11 +85,15 @@ class PackedBucket:
             parameters: this rank's local tensors by name, which stay where they are until the packets were sent.
             known: by packet, checksums of its slices in the version that its engine ranks hold [slices of the packet]; None: of no
                 packet, or not of this one: all of its slices follow.
+            computed: the weights among `parameters` that are computed where they are read.
 
         Returns: whether each slice follows [slices]; None: all do.
         """
+        sources = computed or {}
         reads = [
-            SliceRead(parameters[item.local], item.box, item.dtype, item.reading, at)
+            SliceRead(
+                sources.get(item.local) or parameters[item.local], item.box, item.dtype, item.reading, at
+            )
             for item, at in zip(self._items, self._places, strict=True)
         ]
         self._table = SliceTable.of_reads(reads, self._block, self._table)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.models.computed import ComputedWeight
 from megarl.weight_sync.exchange import Exchange, join_exchange
 from megarl.weight_sync.gpu_buckets import PackedBucket
 from megarl.weight_sync.hub import Hub
@@ -168,7 +169,7 @@ class Outbox:
         parameters: Mapping[str, torch.Tensor],
         held: Mapping[int, int | None] | None = None,
         complete: bool = True,
-        in_memory: bool = True,
+        computed: Mapping[str, ComputedWeight] | None = None,
     ) -> SendReport:
         """Send this rank's share of a version; returns when all of it has left and was taken.
 
@@ -177,7 +178,8 @@ class Outbox:
             held: the verified version that each engine rank holds (None: none), where the share leaves out unchanged slices: those
                 that have not changed since that version are not sent again.
             complete: false: without the buckets whose weights training does not change (`SyncShare.frozen`).
-            in_memory: whether the tensors exist; false: each is made when it is asked for, so they are asked for one at a time.
+            computed: the weights among `parameters` that are made when they are asked for: on a GPU kernels compute them where they are
+                read, on a CPU they are asked for one at a time.
 
         Raises:
             LinkError: names the rank that is gone or silent; all connections are given up.
@@ -199,7 +201,6 @@ class Outbox:
                     self._offer_slots(channel)
                 self._offered = True
             num_buckets, first = len(share.buckets), 0 if complete else share.frozen
-            at_once = self._at_once and in_memory
             travelling: int | None = None  # the bucket whose packets are on their way between members
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
@@ -210,7 +211,7 @@ class Outbox:
                 if before >= first:
                     self._wait_taken((version, before), sent)
                 if bucket < num_buckets:
-                    self._pack((version, bucket), parameters, held, at_once, sent)
+                    self._pack((version, bucket), parameters, held, computed or {}, sent)
                 if travelling is not None:  # it travelled while this bucket was packed
                     self._complete((version, travelling), sent)
                     travelling = None
@@ -282,17 +283,17 @@ class Outbox:
         token: Token,
         parameters: Mapping[str, torch.Tensor],
         held: Mapping[int, int | None] | None,
-        at_once: bool,
+        computed: Mapping[str, ComputedWeight],
         sent: SendReport,
     ) -> None:
-        """Pack the packets of a bucket into its slot; at once: by kernels over all of its slices."""
+        """Pack the packets of a bucket into its slot, on a GPU by kernels over all of its slices."""
         begun = time.perf_counter()
         version, bucket = token
         specs = self._share.buckets[bucket]
         known = self._known_checksums(bucket, specs, held)
         slot = self._slots[bucket % len(self._slots)] if specs else torch.empty(0)
-        if at_once and specs:
-            found, follows = self._pack_at_once(token, parameters, slot, known)
+        if self._at_once and specs:
+            found, follows = self._pack_at_once(token, parameters, computed, slot, known)
         else:
             found, follows = _pack_one_by_one(token, specs, parameters, slot, known, self._share.fp8_block)
         if held is not None:
@@ -308,6 +309,7 @@ class Outbox:
         self,
         token: Token,
         parameters: Mapping[str, torch.Tensor],
+        computed: Mapping[str, ComputedWeight],
         slot: torch.Tensor,
         known: list[torch.Tensor | None],
     ) -> tuple[list[torch.Tensor], list[list[bool]]]:
@@ -317,7 +319,7 @@ class Outbox:
             self._packed[token[1]] = PackedBucket(specs, self._share.fp8_block, slot.device)
         packed, counts = self._packed[token[1]], [len(spec.slices) for spec in specs]
         nothing_known = all(sums is None for sums in known)
-        flags = packed.pack(token, parameters, slot, None if nothing_known else known)
+        flags = packed.pack(token, parameters, slot, None if nothing_known else known, computed)
         # Only where unchanged slices are left out the host waits here, to learn which.
         values = iter([True] * sum(counts) if flags is None else flags.tolist())
         follows = [[next(values) for _ in range(count)] for count in counts]

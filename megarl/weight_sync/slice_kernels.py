@@ -24,6 +24,7 @@ from megarl.weight_sync.packets import ALIGNMENT
 from megarl.weight_sync.slice_table import TILE, SliceTable, power_of_two
 
 STRIP = 2048  # elements of a block that a program has at a time
+SMALLEST_PRODUCT = 16  # rows, columns and inner dimension of a product of matrices in Triton
 
 
 def read_slices(table: SliceTable, slot: torch.Tensor, checksums: torch.Tensor) -> None:
@@ -39,10 +40,24 @@ def read_slices(table: SliceTable, slot: torch.Tensor, checksums: torch.Tensor) 
     _launch_copies(table, slot, checksums, to_slot=True)
     if len(table.block_tiles):
         rows, columns = table.block
-        width = power_of_two(columns)
-        strip = max(1, min(STRIP // width, power_of_two(rows)))
+        computing, least = table.computing, 1 if table.computing is None else SMALLEST_PRODUCT
+        width = max(least, power_of_two(columns))
+        strip = max(least, min(STRIP // width, power_of_two(rows)))
+        rank = computing.rank if computing is not None else 0
         kernels().read_blocks[(len(table.block_tiles),)](
-            table.blocks, table.block_tiles, slot, checksums, rows, columns, strip, width
+            table.blocks,
+            table.block_tiles,
+            slot,
+            checksums,
+            rows,
+            columns,
+            strip,
+            width,
+            computing is not None,
+            max(SMALLEST_PRODUCT, power_of_two(rank)) if rank else 0,
+            # Products of bfloat16 and float16 numbers are exact in tf32, whose sums are float32.
+            "ieee" if computing is not None and computing.exact else "tf32",
+            enable_fp_fusion=False,  # each operation rounds, as torch's
         )
 
 

@@ -13,26 +13,29 @@ from typing import NamedTuple
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.models.computed import ComputedWeight
 from megarl.models.float8 import FP8, Block, in_blocks
 from megarl.weight_sync.packets import ALIGNMENT, CONVERT, QUANTISE, SCALE
 
 TILE = 2048  # elements that a program copies
 # How elements are read and written. The first three are logarithms of sizes [bytes], for elements whose bits do not change.
 BYTE, HALF, WORD, FLOAT32, BFLOAT16, FLOAT16 = range(6)
+SCALES_OUT, QUANTISED_OUT = -1, -2  # in place of a kind: scales of blocks, float8 values
+BLOCK_TILE = (128, 128)  # of a computed weight that a program has at a time, where nothing is quantised
 FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 class SliceRead(NamedTuple):
     """A slice to read.
 
-    source: the parameter, of 1 to 3 dimensions and any strides.
+    source: the parameter, of 1 to 3 dimensions and any strides; or what a weight is computed from.
     box: of the source; for SCALE the last two dimensions count blocks.
     dtype: name of the torch type in which the slice travels.
     reading: one of READINGS (packets.py).
     offset: of the slice in the slot [bytes], a multiple of 16.
     """
 
-    source: torch.Tensor
+    source: torch.Tensor | ComputedWeight
     box: Box
     dtype: str
     reading: str
@@ -58,12 +61,13 @@ class CopyRow(NamedTuple):
 
 
 class BlockRow(NamedTuple):
-    """A slice of quantised weights, or of their scales, for the kernel `read_blocks`."""
+    """A slice of quantised weights, of their scales, or of a computed weight, for the kernel `read_blocks`."""
 
     address: int
     offset: int  # in the slot
-    kind: int  # of the parameter's elements
-    is_scale: int
+    kind: int  # of the weight's elements, for a computed one of what they are rounded to
+    kind_out: int  # of the packed elements, or SCALES_OUT, QUANTISED_OUT
+    size_bits: int  # logarithm of a packed element's size
     stride_0: int
     stride_1: int
     stride_2: int
@@ -78,7 +82,29 @@ class BlockRow(NamedTuple):
     down: int  # blocks that it touches
     across: int
     number: int  # of the slice
+    # Of a computed weight; addresses are 0 where it has no such tensor.
+    scales: int
+    scale_rows: int  # of a block that has a scale
+    scale_columns: int
+    a: int
+    b: int
+    b_rows: int
+    parts: int
+    rank: int
+    factor: int  # the bits of a float32
+    magnitudes: int
     first_tile: int
+
+
+class Computing(NamedTuple):
+    """Of the computed weights of a table, what their kernel is compiled for.
+
+    rank: the highest of their adapters, 0 without any.
+    exact: whether products need float32: some are of float32 numbers.
+    """
+
+    rank: int
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -89,15 +115,17 @@ class SliceTable:
         place: addresses, strides and all else that the table was made from.
         count: number of slices.
         end: of the last slice in the slot [bytes].
-        block: rows and columns of the blocks of quantised slices.
+        block: rows and columns of the blocks of quantised slices, in which computed weights are read, too.
+        computing: None: no weight is computed.
         copies: int64 [slices that are copied or converted, fields of `CopyRow`]; copy_tiles: int64 [tiles]: the row of each.
-        blocks: int64 [slices that are quantised, fields of `BlockRow`]; block_tiles: int64 [blocks]: the row of each.
+        blocks: int64 [slices that are quantised or computed, fields of `BlockRow`]; block_tiles: int64 [blocks]: the row of each.
     """
 
     place: tuple
     count: int
     end: int
     block: Block
+    computing: Computing | None
     copies: torch.Tensor
     copy_tiles: torch.Tensor
     blocks: torch.Tensor
@@ -117,20 +145,24 @@ class SliceTable:
         if previous is not None and previous.place == place:
             return previous
         copies, blocks, end = [], [], 0
+        computed = [read.source for read in reads if isinstance(read.source, ComputedWeight)]
+        tile = block or (BLOCK_TILE if computed else (1, 1))
         for index, read in enumerate(reads):
             assert read.offset % ALIGNMENT == 0, read
-            if read.reading == CONVERT:
-                part, dtype = read.source[read.box.slices], getattr(torch, read.dtype)
+            dtype = getattr(torch, read.dtype)
+            if read.reading != CONVERT or isinstance(read.source, ComputedWeight):
+                assert block is not None or read.reading == CONVERT, "slices that are quantised have blocks"
+                blocks.append(_block_row(read, tile, index))
+            else:
+                part = read.source[read.box.slices]
                 assert part.shape == read.box.size, (read.box, read.source.shape)
                 copies.append(_copy_row(part, dtype, read.offset, index))
-                nbytes = read.box.numel * dtype.itemsize
-            else:
-                assert block is not None, "slices that are quantised have a size of blocks"
-                blocks.append(_block_row(read, block, index))
-                nbytes = read.box.numel * (4 if read.reading == SCALE else 1)
-            end = max(end, read.offset + nbytes)
-        device = reads[0].source.device if reads else torch.device("cpu")
-        return _make(place, device, len(reads), end, block or (1, 1), copies, blocks)
+            end = max(end, read.offset + read.box.numel * dtype.itemsize)
+        device = torch.device("cpu")
+        if reads:
+            first = reads[0].source
+            device = (first.values if isinstance(first, ComputedWeight) else first).device
+        return _make(place, device, len(reads), end, tile, copies, blocks, _computing(computed))
 
     @staticmethod
     def of_tensors(
@@ -154,7 +186,7 @@ class SliceTable:
             0 if offsets is None else max((o + t.nbytes for t, o in zip(tensors, at, strict=True)), default=0)
         )
         device = tensors[0].device if tensors else torch.device("cpu")
-        return _make(place, device, len(tensors), end, (1, 1), copies, [])
+        return _make(place, device, len(tensors), end, (1, 1), copies, [], None)
 
 
 def _make(
@@ -165,6 +197,7 @@ def _make(
     block: Block,
     copies: list[tuple[CopyRow, int]],
     blocks: list[tuple[BlockRow, int]],
+    computing: Computing | None,
 ) -> SliceTable:
     """Bring the rows to the device. Each comes with its number of tiles, and without its first tile."""
     parts: list[torch.Tensor] = []
@@ -179,11 +212,25 @@ def _make(
         packed = packed.pin_memory().to(device, non_blocking=True)
     on_device = packed.split([part.numel() for part in parts])
     shaped = (found.view(part.shape) for found, part in zip(on_device, parts, strict=True))
-    return SliceTable(place, count, end, block, *shaped)
+    return SliceTable(place, count, end, block, computing, *shaped)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def _place_of(source: torch.Tensor | ComputedWeight) -> tuple:
+    if isinstance(source, torch.Tensor):
+        return source.data_ptr(), source.dtype, source.shape, source.stride()
+    term = source.term
+    tensors = [source.values, source.scales]
+    tensors += [] if term is None else [term.a, term.b, term.rows, term.magnitudes]
+    others = None if term is None else (term.parts, term.factor)
+    return source.dtype, source.block, others, *(None if t is None else _place_of(t) for t in tensors)
+
+
+def _computing(weights: Sequence[ComputedWeight]) -> Computing | None:
+    if not weights:
+        return None
+    terms = [weight.term for weight in weights if weight.term is not None]
+    rank = max((term.b.shape[1] for term in terms), default=0)
+    return Computing(rank, any(term.a.dtype == torch.float32 for term in terms))
 
 
 def _copy_row(part: torch.Tensor, dtype: torch.dtype, offset: int, index: int) -> tuple[CopyRow, int]:
@@ -274,29 +321,38 @@ def _spans(dims: list[tuple[int, int]], height: int, width: int) -> bool:
 
 
 def _block_row(read: SliceRead, block: Block, index: int) -> tuple[BlockRow, int]:
-    """A slice that is quantised, or scales, and the number of its blocks."""
-    source, box = read.source, read.box
-    assert read.reading in (QUANTISE, SCALE) and source.dim() in (2, 3), read
-    is_scale = read.reading == SCALE
-    assert read.dtype == str(torch.float32 if is_scale else FP8).removeprefix("torch."), read
-    extra = (0,) * (3 - source.dim())
+    """A slice that is quantised, scales, or a part of a computed weight; and the number of its blocks."""
+    source, box, computed = read.source, read.box, {**_NOT_COMPUTED}
+    values, kind_out, size_bits = source, QUANTISED_OUT, 0
+    if isinstance(source, ComputedWeight):
+        values, computed = source.values, _computed_columns(source)
+    assert isinstance(values, torch.Tensor) and values.dim() in (2, 3), read
+    dtype = getattr(torch, read.dtype)
+    if read.reading == CONVERT:
+        kind_out, size_bits = FLOATS[dtype], dtype.itemsize.bit_length() - 1
+    else:
+        assert read.reading in (QUANTISE, SCALE), read
+        assert dtype == (torch.float32 if read.reading == SCALE else FP8), read
+        kind_out = SCALES_OUT if read.reading == SCALE else QUANTISED_OUT
+    extra = (0,) * (3 - values.dim())
     start, size = extra + box.start, (1,) * len(extra) + box.size
-    strides, extents = extra + source.stride(), source.shape[-2:]
+    strides, extents = extra + values.stride(), values.shape[-2:]
     (row, column), (rows, columns) = start[1:], size[1:]
-    if is_scale:
+    if read.reading == SCALE:
         first, number = (row, column), (rows, columns)
         within = zip(first, number, in_blocks(extents, block), strict=True)
     else:
         first = row // block[0], column // block[1]
         number = -(-(row + rows) // block[0]) - first[0], -(-(column + columns) // block[1]) - first[1]
         within = zip((row, column), (rows, columns), extents, strict=True)
-    assert all(begin + count <= extent for begin, count, extent in within), (box, source.shape)
-    assert _spans([(1, 0), (rows, strides[1]), (columns, strides[2])], *block), (source.shape, strides)
+    assert all(begin + count <= extent for begin, count, extent in within), (box, values.shape)
+    assert _spans([(1, 0), (rows, strides[1]), (columns, strides[2])], *block), (values.shape, strides)
     found = BlockRow(
-        address=source.data_ptr() + start[0] * strides[0] * source.element_size(),
+        address=values.data_ptr() + start[0] * strides[0] * values.element_size(),
         offset=read.offset,
         kind=FLOATS[source.dtype],
-        is_scale=int(is_scale),
+        kind_out=kind_out,
+        size_bits=size_bits,
         stride_0=strides[0],
         stride_1=strides[1],
         stride_2=strides[2],
@@ -312,8 +368,45 @@ def _block_row(read: SliceRead, block: Block, index: int) -> tuple[BlockRow, int
         across=number[1],
         number=index,
         first_tile=0,
+        **computed,
     )
     return found, size[0] * number[0] * number[1]
+
+
+_NOT_COMPUTED = dict.fromkeys(
+    ("scales", "scale_rows", "scale_columns", "a", "b", "b_rows", "parts", "rank", "factor", "magnitudes"), 0
+)
+
+
+def _computed_columns(weight: ComputedWeight) -> dict[str, int]:
+    """The columns of `BlockRow` from `scales` on."""
+    found, term = {**_NOT_COMPUTED}, weight.term
+    assert weight.values.dim() == 2 and weight.values.is_contiguous()
+    if weight.scales is not None:
+        assert weight.block is not None and weight.scales.is_contiguous() and weight.values.dtype == FP8
+        found |= {
+            "scales": weight.scales.data_ptr(),
+            "scale_rows": weight.block[0],
+            "scale_columns": weight.block[1],
+        }
+    else:
+        assert weight.values.dtype == weight.dtype
+    if term is not None:
+        assert term.a.dtype == term.b.dtype == weight.dtype and term.rows.dtype == torch.int32
+        assert term.a.is_contiguous() and term.b.is_contiguous() and term.rows.is_contiguous()
+        assert term.a.shape == (term.parts * term.b.shape[1], weight.values.shape[1]), term.a.shape
+        found |= {
+            "a": term.a.data_ptr(),
+            "b": term.b.data_ptr(),
+            "b_rows": term.rows.data_ptr(),
+            "parts": term.parts,
+            "rank": term.b.shape[1],
+            "factor": int(torch.tensor(term.factor, dtype=torch.float32).view(torch.int32)),
+        }
+        if term.magnitudes is not None:
+            assert term.magnitudes.dtype == weight.dtype and term.magnitudes.is_contiguous()
+            found["magnitudes"] = term.magnitudes.data_ptr()
+    return found
 
 
 def power_of_two(number: int) -> int:

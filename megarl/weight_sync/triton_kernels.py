@@ -22,6 +22,8 @@ WORD = tl.constexpr(slice_table.WORD)
 FLOAT32 = tl.constexpr(slice_table.FLOAT32)
 BFLOAT16 = tl.constexpr(slice_table.BFLOAT16)
 FLOAT16 = tl.constexpr(slice_table.FLOAT16)
+SCALES_OUT = tl.constexpr(slice_table.SCALES_OUT)
+QUANTISED_OUT = tl.constexpr(slice_table.QUANTISED_OUT)
 KEY = tl.constexpr(packets._KEY)
 LARGEST = tl.constexpr(float8.LARGEST)
 # Kernels are not compiled again for tables and checksums that lie otherwise: they are read a number at a time.
@@ -92,24 +94,31 @@ def read_blocks(
     COLUMNS: tl.constexpr,
     STRIP: tl.constexpr,
     WIDTH: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
-    """Quantise the part of a block that a slice has, or write the block's scale; a program has one block of a slice.
+    """Quantise the part of a block that a slice has, write the block's scale, or compute and convert the part; a program has one block
+    of a slice.
 
-    The block is read in strips of `STRIP` rows, twice for values: the second time it is in the cache.
+    The block is read in strips of `STRIP` rows, for quantised values twice: the second time it is in the cache.
 
     Args:
         ROWS, COLUMNS: of a block. WIDTH: the power of two that is no less than COLUMNS.
+        COMPUTED: whether some weights are computed. RANK: the power of two that is no less than their adapters' rank, 0 without any.
+        PRECISION: of the products of adapters.
     """
     tile = tl.program_id(0)
     row = table + tl.load(tiles + tile) * BLOCK_COLUMNS
-    address, packed, kind, is_scale = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    stride_0, stride_1, stride_2 = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-    extent_1, extent_2 = tl.load(row + 7), tl.load(row + 8)
-    start_1, start_2 = tl.load(row + 9), tl.load(row + 10)
-    size_1, size_2 = tl.load(row + 11), tl.load(row + 12)
-    block_1, block_2 = tl.load(row + 13), tl.load(row + 14)
-    down, across = tl.load(row + 15), tl.load(row + 16)
-    number, first_tile = tl.load(row + 17), tl.load(row + 18)
+    address, packed, kind, kind_out = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    size_bits = tl.load(row + 4)
+    stride_0, stride_1, stride_2 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    extent_1, extent_2 = tl.load(row + 8), tl.load(row + 9)
+    start_1, start_2 = tl.load(row + 10), tl.load(row + 11)
+    size_1, size_2 = tl.load(row + 12), tl.load(row + 13)
+    block_1, block_2 = tl.load(row + 14), tl.load(row + 15)
+    down, across = tl.load(row + 16), tl.load(row + 17)
+    number, first_tile = tl.load(row + 18), tl.load(row + BLOCK_COLUMNS - 1)
     packed += slot.to(tl.int64)
 
     local = tile - first_tile
@@ -120,16 +129,35 @@ def read_blocks(
     lane_1, lane_2 = tl.arange(0, STRIP)[:, None], tl.arange(0, WIDTH)[None, :]
     rows = tl.minimum(extent_1 - first_1, ROWS).to(tl.int32)
     columns = tl.minimum(extent_2 - first_2, COLUMNS).to(tl.int32)
-    largest = tl.zeros([STRIP, WIDTH], tl.int32)
-    for top in range(0, ROWS, STRIP):
-        inside = (top + lane_1 < rows) & (lane_2 < columns)
-        values = load_float(address, origin, (top + lane_1) * stride_1 + lane_2 * stride_2, inside, kind)
-        # Without their signs, floats are ordered as their bits are, NaN last, as torch's amax has it.
-        largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full([], LARGEST, tl.float32))
-    scale = tl.where(scale > 0, scale, 1.0)
-    if is_scale != 0:
+    scale = tl.full([], 1.0, tl.float32)
+    if kind_out < 0:
+        largest = tl.zeros([STRIP, WIDTH], tl.int32)
+        for top in range(0, ROWS, STRIP):
+            inside = (top + lane_1 < rows) & (lane_2 < columns)
+            offset = (top + lane_1) * stride_1 + lane_2 * stride_2
+            if COMPUTED:
+                values = computed(
+                    row,
+                    address,
+                    origin,
+                    offset,
+                    first_1 + top,
+                    first_2,
+                    inside,
+                    kind,
+                    STRIP,
+                    WIDTH,
+                    RANK,
+                    PRECISION,
+                )
+            else:
+                values = load_float(address, origin, offset, inside, kind)
+            # Without their signs, floats are ordered as their bits are, NaN last, as torch's amax has it.
+            largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        amax = tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(amax, tl.full([], LARGEST, tl.float32))
+        scale = tl.where(scale > 0, scale, 1.0)
+    if kind_out == SCALES_OUT:
         bits = scale.to(tl.int32, bitcast=True)
         tl.store(packed.to(tl.pointer_type(tl.int32)) + local, bits)
         tl.atomic_add(checksums + number, hashed(bits, local * 4), sem="relaxed")
@@ -146,15 +174,89 @@ def read_blocks(
         for top in range(0, ROWS, STRIP):
             line = top + lane_1
             inside = (line >= low_1) & (line < rows) & (lane_2 >= low_2) & (lane_2 < columns)
-            values = load_float(address, origin, line * stride_1 + lane_2 * stride_2, inside, kind)
-            bits = e4m3_bits(tl.div_rn(values, tl.zeros([STRIP, WIDTH], tl.float32) + scale))
+            offset = line * stride_1 + lane_2 * stride_2
+            if COMPUTED:
+                values = computed(
+                    row,
+                    address,
+                    origin,
+                    offset,
+                    first_1 + top,
+                    first_2,
+                    inside,
+                    kind,
+                    STRIP,
+                    WIDTH,
+                    RANK,
+                    PRECISION,
+                )
+            else:
+                values = load_float(address, origin, offset, inside, kind)
+            if kind_out == QUANTISED_OUT:
+                bits = e4m3_bits(tl.div_rn(values, tl.zeros([STRIP, WIDTH], tl.float32) + scale))
+            else:
+                bits = round_bits(values, kind_out)
             place = line * size_2.to(tl.int32) + lane_2
-            tl.store(
-                packed.to(tl.pointer_type(tl.uint8)) + first_place + place, bits.to(tl.uint8), mask=inside
-            )
-            # Zeros outside, which add nothing.
-            found += hashed(bits, first_place + place)
+            store_bits(packed, first_place, place, inside, size_bits, bits)
+            # Zeros outside, which add nothing; rounded zeros are zeros.
+            found += hashed(tl.where(inside, bits, 0), (first_place + place) << size_bits)
         tl.atomic_add(checksums + number, tl.sum(tl.sum(found, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def computed(
+    row: tl.tensor,
+    address: tl.tensor,
+    origin: tl.tensor,
+    offset: tl.tensor,
+    first_1: tl.tensor,
+    first_2: tl.tensor,
+    inside: tl.tensor,
+    kind: tl.tensor,
+    STRIP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """A strip of a weight as float32 numbers, from row `first_1` and column `first_2` on; zeros outside.
+
+    Where it is computed (`megarl.models.computed`), every product and every sum is rounded to the weight's type, as torch rounds it.
+    """
+    extent_2 = tl.load(row + 9)
+    scales, scale_rows, scale_columns = tl.load(row + 19), tl.load(row + 20), tl.load(row + 21)
+    index_1 = first_1 + tl.arange(0, STRIP)
+    index_2 = first_2 + tl.arange(0, WIDTH)[None, :]
+    if scales != 0:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint8)) + origin + offset, mask=inside, other=0)
+        across = (extent_2 + scale_columns - 1) // scale_columns
+        block = (index_1 // scale_rows)[:, None] * across + index_2 // scale_columns
+        scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + block, mask=inside, other=0.0)
+        values = rounded(e4m3_value(bits.to(tl.int32)) * scale, kind)
+    else:
+        values = load_float(address, origin, offset, inside, kind)
+    if RANK > 0:
+        a, b, b_rows, parts = tl.load(row + 22), tl.load(row + 23), tl.load(row + 24), tl.load(row + 25)
+        rank, factor, magnitudes = tl.load(row + 26), tl.load(row + 27), tl.load(row + 28)
+        if a != 0:
+            in_rows = index_1 < tl.load(row + 8)
+            place = tl.load(b_rows.to(tl.pointer_type(tl.int32)) + index_1, mask=in_rows, other=-1)
+            own, part = place & 0xFFFFFF, place >> 24
+            inner = tl.arange(0, RANK)
+            nothing = tl.zeros([STRIP, RANK], tl.int64)
+            across_b = own.to(tl.int64)[:, None] * rank + inner[None, :]
+            product = tl.zeros([STRIP, WIDTH], tl.float32)
+            for number in range(0, parts):
+                taken = (part == number)[:, None] & (inner < rank)[None, :]
+                left = load_float(b, 0, nothing + across_b, taken, kind)
+                down_a = (number * rank + inner).to(tl.int64)[:, None] * extent_2 + index_2
+                right = load_float(a, 0, down_a, (inner < rank)[:, None] & (index_2 < extent_2), kind)
+                product += tl.dot(left, right, input_precision=PRECISION)
+            term = rounded(rounded(product, kind) * factor.to(tl.int32).to(tl.float32, bitcast=True), kind)
+            values = tl.where(inside & (place >= 0)[:, None], rounded(values + term, kind), values)
+            if magnitudes != 0:
+                scaled = load_float(magnitudes, 0, index_1, in_rows, kind)
+                values = rounded(values * scaled[:, None], kind)
+    return values
 
 
 @triton.jit
@@ -237,6 +339,28 @@ def e4m3_bits(values: tl.tensor) -> tl.tensor:
     bits = tl.where(rest < (121 << 23), small, tl.minimum(normal, 0x7E))
     bits = tl.where(rest > 0x7F800000, 0x7F, bits)
     return bits | ((exact >> 24) & 0x80)
+
+
+@triton.jit
+def rounded(values: tl.tensor, kind: tl.tensor) -> tl.tensor:
+    """float32 numbers as they are in another type of floating-point numbers."""
+    if kind == BFLOAT16:
+        found = (round_bits(values, kind) << 16).to(tl.float32, bitcast=True)
+    elif kind == FLOAT16:
+        found = values.to(tl.float16).to(tl.float32)
+    else:
+        found = values
+    return found
+
+
+@triton.jit
+def e4m3_value(bits: tl.tensor) -> tl.tensor:
+    """Numbers in float8 e4m3, by their bits, as float32."""
+    rest = bits & 0x7F
+    normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)  # steps of 2**-9 below 2**-6
+    value = tl.where(rest == 0x7F, float("nan"), value)
+    return (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -72,6 +72,14 @@ def random_lists() -> list[str]:
     return found
 
 
+def computed_weights() -> list[str]:
+    found = []
+    for seed in range(2000, 2000 + DRAWN):
+        listed_ = slices.drawn_computed(seed, "cpu")
+        found += [f"{seed} {name}" for name in differing(slices.compared(listed_, "cpu"))]
+    return found
+
+
 def all_sizes_of_bytes() -> list[str]:
     """Every size of a last word, from every byte of a word, and tiles that are just full."""
     raw = torch.randint(0, 256, (3 * TILE,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -327,7 +335,7 @@ def faults() -> dict[str, list[str]]:
 
 
 INTERPRETED: tuple[Callable[[], object], ...] = (
-    random_lists, all_sizes_of_bytes, conversions, float8, blocks_that_are_cut, not_a_number, empty_lists,
+    random_lists, computed_weights, all_sizes_of_bytes, conversions, float8, blocks_that_are_cut, not_a_number, empty_lists,
     launches_of_lists, a_table_used_again, refused, faults,
 )  # fmt: skip
 
@@ -345,7 +353,14 @@ def compiled() -> dict[str, dict[str, int]]:
         name: (kernels.copy_slices, {"TILE": TILE, "TO_SLOT": to_slot, "FROM_SLOT": from_slot})
         for name, (to_slot, from_slot) in ways.items()
     }
-    cases["blocks"] = kernels.read_blocks, {"ROWS": 128, "COLUMNS": 128, "STRIP": 16, "WIDTH": 128}
+    blocks = {"ROWS": 128, "COLUMNS": 128, "STRIP": 16, "WIDTH": 128}
+    for name, rank, precision in (
+        ("blocks", None, "tf32"),
+        ("adapters", 32, "tf32"),
+        ("float32 adapters", 16, "ieee"),
+    ):
+        computing = {"COMPUTED": rank is not None, "RANK": rank or 0, "PRECISION": precision}
+        cases[name] = kernels.read_blocks, blocks | computing
     found = {}
     for name, (kernel, constants) in cases.items():
         types = {

@@ -36,7 +36,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return cases("interpret", tmp_path_factory.mktemp("triton"))
 
 
-CASES = ("random_lists", "all_sizes_of_bytes", "conversions", "float8", "blocks_that_are_cut", "not_a_number")
+CASES = (
+    "random_lists",
+    "computed_weights",
+    "all_sizes_of_bytes",
+    "conversions",
+    "float8",
+    "blocks_that_are_cut",
+    "not_a_number",
+)
 
 
 @needs_triton
@@ -85,9 +93,10 @@ def test_faults_of_tables_and_kernels_are_seen(found: dict[str, Any]) -> None:
 def test_the_compiler_takes_the_kernels_and_divides_as_torch_does(tmp_path: Path) -> None:
     """What the interpreter takes, the compiler may refuse; and its usual division is not rounded as IEEE 754 says."""
     found = cases("compile", tmp_path)
-    assert set(found) == {"read", "write", "checksums", "blocks"}
+    of_blocks = {"blocks", "adapters", "float32 adapters"}
+    assert set(found) == {"read", "write", "checksums", *of_blocks}
     assert all(kernel.pop("bytes") > 0 for kernel in found.values())
-    assert set(found.pop("blocks")) == {"div.rn.f32"}
+    assert all(set(found.pop(name)) == {"div.rn.f32"} for name in of_blocks)
     assert not any(found.values())
 
 

@@ -12,7 +12,8 @@ Written against megatron-core 0.19.2.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.nn.functional import linear, rms_norm
 from megarl import platform
 from megarl.config.schema.models import LoraConfig
 from megarl.megatron.lora.fp8_base import exact_weight
+from megarl.models.computed import LowRankTerm
 from megarl.models.lora import AdapterSlot, scaling
 from megarl.models.shards import COLUMNS, ROWS
 
@@ -38,6 +40,7 @@ from megarl.models.shards import COLUMNS, ROWS
 # not do: they are the same on all data and context parallel ranks (they start weights there), and one of them serves everything else
 # that is random.
 
+ALIGNED = 8  # elements of bfloat16 in 16 bytes
 TENSOR, EXPERT, OWN = "lora-tensor-parallel", "lora-expert-tensor-parallel", "lora-own"
 """Streams: equal on the tensor parallel ranks of a layer, on the ranks of an expert, on this rank alone."""
 
@@ -99,8 +102,8 @@ class LayerAdapters(torch.nn.Module):
     def use_dora(self) -> bool:
         return self._lora.use_dora
 
-    def parameter(self, kind: str, expert: int | None) -> torch.nn.Parameter:
-        """`kind`: a, b or m."""
+    def parameter(self, kind: str, expert: int | None) -> Tensor:
+        """`kind`: a, b or m; of an expert a view."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -126,6 +129,19 @@ class LayerAdapters(torch.nn.Module):
             magnitudes = self.parameter("m", expert) / (self.norms(layer, expert) if norms is None else norms)
             weight *= self._heads.spread(magnitudes, 1.0)[:, None]
         return weight
+
+    @torch.no_grad()
+    def term(self, expert: int | None = None, norms: Tensor | None = None) -> LowRankTerm:
+        """What adapters add to a weight of the layer.
+
+        Args:
+            norms: with DoRA, as in `merged`.
+        """
+        magnitudes = None
+        if norms is not None:
+            magnitudes = self._heads.spread(self.parameter("m", expert) / norms, 1.0)
+        a, b = self.parameter("a", expert).detach(), self.parameter("b", expert).detach()
+        return LowRankTerm(a, b, self._heads.rows_of_b, self._heads.parts, self._scaling, magnitudes)
 
     def _sum(self, layer: torch.nn.Module, expert: int | None) -> Tensor:
         """W + scaling B A, a new tensor."""
@@ -171,7 +187,7 @@ class Adapter(LayerAdapters):
             partial = sequence_parallel and cut != (COLUMNS if kind == "a" else ROWS)
             self.register_parameter(kind, _parameter(shape, dtype, self._sharded[kind], partial))
 
-    def parameter(self, kind: str, expert: int | None) -> torch.nn.Parameter:
+    def parameter(self, kind: str, expert: int | None) -> Tensor:
         return self.get_parameter(kind)
 
     def forward(self, layer: torch.nn.Module, x: Tensor, output: Tensor) -> Tensor:
@@ -185,9 +201,10 @@ class Adapter(LayerAdapters):
         if self.training and self._lora.dropout:
             x = drop(x, self._lora.dropout, self._stream)
         hidden = self._shared(linear(x, self.a))
-        added = self._heads(hidden, self.b) * self._scaling
+        term = self._heads(hidden, self.b)
         if not self._lora.use_dora:
-            return output + added
+            return torch.add(output, term, alpha=self._scaling)
+        added = term * self._scaling
         ratio = self._heads.spread(self.m / self.norms(layer), fill=1.0)
         bias = getattr(layer, "bias", None)
         plain = output if bias is None or not bias.numel() else output - bias
@@ -212,8 +229,11 @@ class Adapter(LayerAdapters):
 
 
 class ExpertAdapter(LayerAdapters):
-    """The adapters of a rank's experts in one grouped linear layer: `a0`, `b0`, ..., one set for each (group of)
-    expert(s)."""
+    """The adapters of a rank's experts in one grouped linear layer.
+
+    The first dimension of the parameters `a` and `b` counts the experts, or groups of them that share an adapter; with DoRA each has
+    magnitudes of its own, `m0`, `m1`, ...: Megatron's optimizer exempts from weight decay what has one dimension.
+    """
 
     def __init__(
         self,
@@ -234,14 +254,31 @@ class ExpertAdapter(LayerAdapters):
         super().__init__(slots[0], lora, cut, group, layer.weight0.shape[0])
         self._group_size, self.experts = group_size, range(len(slots))
         assert len(slots) % group_size == 0, "checked with the layout"
-        for number in range(len(slots) // group_size):
-            for kind, shape in self._shapes.items():
-                parameter = _parameter(shape, dtype, self._sharded[kind], False)
-                parameter.allreduce = layer.weight0.allreduce  # whose replicas it has, its gradients go to
-                self.register_parameter(f"{kind}{number}", parameter)
+        number = len(slots) // group_size
+        for kind in ("a", "b"):
+            sharded = self._sharded[kind]
+            self._register(
+                kind, (number, *self._shapes[kind]), dtype, None if sharded is None else 1 + sharded, layer
+            )
+        for group_number in range(number if lora.use_dora else 0):
+            self._register(f"m{group_number}", self._shapes["m"], dtype, self._sharded["m"], layer)
 
-    def parameter(self, kind: str, expert: int | None) -> torch.nn.Parameter:
-        return self.get_parameter(f"{kind}{expert // self._group_size}")
+    def _register(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        sharded: int | None,
+        layer: torch.nn.Module,
+    ) -> None:
+        parameter = _parameter(shape, dtype, sharded, False)
+        parameter.allreduce = layer.weight0.allreduce  # whose replicas it has, its gradients go to
+        self.register_parameter(name, parameter)
+
+    def parameter(self, kind: str, expert: int | None) -> Tensor:
+        assert expert is not None
+        number = expert // self._group_size
+        return self.get_parameter(f"m{number}") if kind == "m" else self.get_parameter(kind)[number]
 
     def forward(self, layer: torch.nn.Module, x: Tensor, splits: list[int], output: Tensor) -> Tensor:
         """The layer's output with the adapters' added.
@@ -254,21 +291,24 @@ class ExpertAdapter(LayerAdapters):
         if self.training and self._lora.dropout:
             x = drop(x, self._lora.dropout, OWN if self._cut == COLUMNS else EXPERT)
         counts = [int(count) for count in splits]
-        parts = zip(x.split(counts), output.split(counts), strict=True)
-        return torch.cat([self._one(layer, expert, *part) for expert, part in enumerate(parts)])
-
-    def _one(self, layer: torch.nn.Module, expert: int, x: Tensor, output: Tensor) -> Tensor:
-        a, b = self._replicated("a", expert, ROWS), self._replicated("b", expert, COLUMNS)
-        added = self._heads(linear(x, a), b) * self._scaling
+        groups = [sum(counts[at : at + self._group_size]) for at in range(0, len(counts), self._group_size)]
+        multiply = GroupedLinear(groups, x.device)
+        hidden = multiply(x, self._replicated("a", ROWS))
+        term = self._heads(hidden, self._replicated("b", COLUMNS), multiply)
+        added = torch.add(output, term, alpha=self._scaling)
         if not self._lora.use_dora:
-            return output + added
-        m = self._replicated("m", expert, COLUMNS)
-        ratio = self._heads.spread(m / self.norms(layer, expert), fill=1.0)
-        return output * ratio + ratio * added
+            return added
+        parts = enumerate(added.split(counts))
+        return torch.cat([self._scaled(layer, expert, part) for expert, part in parts])
 
-    def _replicated(self, kind: str, expert: int, replicated_with: str) -> Tensor:
+    def _scaled(self, layer: torch.nn.Module, expert: int, output: Tensor) -> Tensor:
+        """An expert's output with its magnitudes in place of its weight's norms."""
+        m = self._replicated(f"m{expert // self._group_size}", COLUMNS)
+        return output * self._heads.spread(m / self.norms(layer, expert), fill=1.0)
+
+    def _replicated(self, name: str, replicated_with: str) -> Tensor:
         """A parameter; if the ranks of the group each have all of it, its gradient is the sum of theirs."""
-        parameter = self.parameter(kind, expert)
+        parameter = self.get_parameter(name)
         if self._cut == replicated_with:
             return copy_to_tensor_model_parallel_region(parameter, group=self._group)
         return parameter
@@ -281,30 +321,80 @@ class ExpertAdapter(LayerAdapters):
             self.parameter("m", first).copy_(torch.stack(norms).mean(0))
 
 
+class GroupedLinear:
+    """The linear layer of groups of tokens that have a weight each.
+
+    In bfloat16 all groups are one launch (`torch.nn.functional.grouped_mm`), if rows begin at multiples of 16 bytes; else a group is one.
+    """
+
+    def __init__(self, counts: list[int], device: torch.device) -> None:
+        """
+        Args:
+            counts: tokens of each group.
+            device: of the tokens.
+        """
+        self._counts = counts
+        self._ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if device.type == "cuda":
+            self._ends = self._ends.pin_memory().to(device, non_blocking=True)
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[tokens, out] of `x` [tokens, in], sorted by group, and `weight` [groups, out, in]."""
+        rows = (x.stride(0), weight.stride(1), *weight.shape[1:])  # of gradients, too
+        if x.dtype == torch.bfloat16 and len(x) and not any(size % ALIGNED for size in rows):
+            return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=self._ends)
+        parts = zip(x.split(self._counts), weight, strict=True)
+        return torch.cat([linear(part, own) for part, own in parts])
+
+
 class _Heads:
     """From A's output to the layer's rows: which rows of `b` are whose, and where in the layer they lie."""
 
     def __init__(self, slot: AdapterSlot, lora: LoraConfig, out_features: int) -> None:
         self._rank, self._shared_a, self._out = lora.rank, lora.shared_a, out_features
         device = platform.device()
-        in_layer = [torch.arange(first, first + count) for _, first, count in slot.rows]
-        self.rows = torch.cat(in_layer).to(device)  # of the layer, by row of b
+        rows = torch.cat([torch.arange(first, first + count) for _, first, count in slot.rows])
         owner = torch.cat([torch.full((count,), number) for number, _, count in slot.rows])
-        self._of = [(owner == number).nonzero().flatten().to(device) for number in range(len(slot.tensors))]
-        order = torch.cat(self._of)  # rows of b, tensor by tensor
-        natural = torch.equal(order, torch.arange(len(order), device=device))
+        of = [(owner == number).nonzero().flatten() for number in range(len(slot.tensors))]
+        order = torch.cat(of)  # rows of b, tensor by tensor
+        natural = torch.equal(order, torch.arange(len(order)))
         whole = len(order) == out_features
-        self._single = len(self._of) == 1
+        self.rows = rows.to(device)  # of the layer, by row of b
+        self._of = [_as_slice(own, device) for own in of]
+        self._single = len(of) == 1
         self._in_order = natural and whole
-        self._place = self.rows[order]  # of the layer, by row tensor by tensor
+        self._place = rows[order].to(device)  # of the layer, by row tensor by tensor
         self._inverse = torch.argsort(self._place) if whole else None
 
-    def __call__(self, hidden: Tensor, b: Tensor) -> Tensor:
-        """[..., tensors * rank] -> [..., out]: B's output at the layer's rows, 0 at rows that are not adapted."""
+    @cached_property
+    def rows_of_b(self) -> Tensor:
+        """`LowRankTerm.rows`."""
+        places = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
+        if not self._shared_a:
+            for number, rows in enumerate(self._of):
+                places[rows] += number << 24
+        found = torch.full((self._out,), -1, dtype=torch.int32, device=self.rows.device)
+        return found.index_copy(0, self.rows, places)
+
+    @property
+    def parts(self) -> int:
+        """`LowRankTerm.parts`."""
+        return 1 if self._shared_a else len(self._of)
+
+    def __call__(
+        self, hidden: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor] = linear
+    ) -> Tensor:
+        """[..., tensors * rank] -> [..., out]: B's output at the layer's rows, 0 at rows that are not adapted.
+
+        Args:
+            b: [..., rows, rank].
+            multiply: hidden states with a part of B.
+        """
         if self._single:
-            parts = linear(hidden, b)
+            parts = multiply(hidden, b)
         else:
-            parts = torch.cat([linear(self._own(hidden, n), b[rows]) for n, rows in enumerate(self._of)], -1)
+            of = [multiply(self._own(hidden, n), b[..., rows, :]) for n, rows in enumerate(self._of)]
+            parts = torch.cat(of, -1)
         if self._in_order:
             return parts
         if self._inverse is not None:
@@ -323,6 +413,12 @@ class _Heads:
         for number, rows in enumerate(self._of):
             product = (b[rows] @ self._own(a, number, 0)).mul_(scaling)
             weight.index_add_(0, self.rows[rows], product)
+
+
+def _as_slice(rows: Tensor, device: torch.device) -> Tensor | slice:
+    """Ascending numbers of rows: as a slice if they follow each other, which is taken without a copy."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(device)
 
 
 def _normed(layer: torch.nn.Module, x: Tensor) -> Tensor:

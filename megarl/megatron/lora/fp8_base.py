@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl import platform
+from megarl.models.computed import ComputedWeight, LowRankTerm
 from megarl.models.float8 import FP8, SCALES, Block, dequantise, in_blocks
 
 
@@ -94,6 +95,15 @@ def exact_weight(layer: torch.nn.Module, kind: str = "weight") -> Tensor:
     if weight.dtype != FP8:
         return weight
     return dequantise(weight.data, layer.get_parameter(kind + SCALES).data, weight.block, weight.exact_dtype)
+
+
+def computed_weight(layer: torch.nn.Module, kind: str, term: LowRankTerm | None) -> ComputedWeight:
+    """What a linear layer's weight is computed from, with adapters merged into it if `term` has any."""
+    weight = layer.get_parameter(kind)
+    if weight.dtype != FP8:
+        return ComputedWeight(weight.data, None, None, weight.dtype, term)
+    scales = layer.get_parameter(kind + SCALES).data
+    return ComputedWeight(weight.data, scales, weight.block, weight.exact_dtype, term)
 
 
 class _LayerComputation:

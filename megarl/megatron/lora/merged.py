@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megarl.megatron.build import local_parameters, unwrap
 from megarl.megatron.lora.adapter import adapters_in, weight_name
-from megarl.megatron.lora.fp8_base import exact_weight
+from megarl.megatron.lora.fp8_base import computed_weight, exact_weight
+from megarl.models.computed import ComputedWeight, LowRankTerm
 from megarl.models.float8 import FP8, SCALES
 from megarl.models.lora import ADAPTER
 
@@ -54,6 +55,15 @@ class ExactWeights(Mapping[str, Tensor]):
         layer, _, kind = path.rpartition(".")
         return exact_weight(self._chunks[int(chunk)].get_submodule(layer), kind)
 
+    def computed(self) -> dict[str, ComputedWeight]:
+        """What the weights are computed from that are made on request, as long as their parts stay where they are."""
+        return {name: self._computed(name, None) for name in self.in_float8}
+
+    def _computed(self, name: str, term: LowRankTerm | None) -> ComputedWeight:
+        chunk, path = name.split(":", 1)
+        layer, _, kind = path.rpartition(".")
+        return computed_weight(self._chunks[int(chunk)].get_submodule(layer), kind, term)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
@@ -77,7 +87,9 @@ class MergedParameters(ExactWeights):
         Args:
             adapter: the name of the set that is merged; others are left out.
         """
-        shown, merges = local_parameters(chunks), {}
+        shown = local_parameters(chunks)
+        merges: dict[str, Callable[[], Tensor]] = {}
+        terms: dict[str, Callable[[], LowRankTerm]] = {}
         for index, chunk in enumerate(unwrap(chunks)):
             for path, name, module in adapters_in(chunk):
                 for kind, _ in module.named_parameters():
@@ -89,5 +101,11 @@ class MergedParameters(ExactWeights):
                     norms = module.norms(layer, expert) if module.use_dora else None
                     local = f"{index}:{path}.{weight_name(expert)}"
                     merges[local] = partial(module.merged, layer, expert, norms)
+                    terms[local] = partial(module.term, expert, norms)
         super().__init__(shown, unwrap(chunks))
         self._makers |= merges
+        self._terms = terms
+
+    def computed(self) -> dict[str, ComputedWeight]:
+        merged = {name: self._computed(name, term()) for name, term in self._terms.items()}
+        return super().computed() | merged

@@ -22,6 +22,7 @@ from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.heads import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
+from megarl.megatron.lora.merged import ExactWeights
 from megarl.megatron.offload import assert_resident, weights_of
 from megarl.megatron.packing import MicroBatches, OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
@@ -243,10 +244,8 @@ class ActorWorker(ModelWorker):
         """
         assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()
-        in_memory = (
-            merged and not self.spec.adapted
-        )  # merged tensors, and those held in float8, are made on access
-        return self.outbox.send(version, tensors, held, complete, in_memory)
+        computed = tensors.computed() if isinstance(tensors, ExactWeights) else {}
+        return self.outbox.send(version, tensors, held, complete, computed)
 
     def _routing_counts(self) -> dict[str, float]:
         """Of the last step, over all ranks: tokens of layers that were replayed, and those of them whose own choice was another one."""

@@ -122,7 +122,10 @@ def _train(rank: int, world: int, case: Adapted, sizes: dict[str, Any], options:
                 for name, parameter in chunk.module.named_parameters()
                 if parameter.requires_grad
             }
-            gradients = [(piece, grads[piece.local][piece.local_box.slices].clone()) for piece in pieces]
+            gradients = [
+                (piece, grads[piece.local][piece.local_box.slices].reshape(piece.box.size).clone())
+                for piece in pieces
+            ]
     return history, gradients
 
 

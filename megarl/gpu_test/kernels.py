@@ -348,6 +348,8 @@ def _slices(device: str) -> Iterator[Compared]:
         for seed in range(number):
             for name, found, expected in slices.compared(slices.drawn(seed, device, times), device):
                 yield Compared(f"{name} {seed} x {times}", found, expected)
+            for name, found, expected in slices.compared(slices.drawn_computed(seed, device), device):
+                yield Compared(f"{name} of computed weights {seed}", found, expected)
 
 
 def murmur3(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

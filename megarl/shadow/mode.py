@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from megarl.shadow.collectives import Alike, Log, Peers, describe
 from megarl.shadow.tracker import Tracker, line_of_code
@@ -101,7 +101,7 @@ class Shadow(TorchDispatchMode):
         if space == "c10d":
             return self._communicate(func, operation, args, kwargs)
         out = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = _COUNTED.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if count is not None:
             # torch 2.13's formula for addmm would take a type of the output for its shape.
             counted = args[:3] if func in _ADDMM_DTYPE else args
@@ -126,6 +126,15 @@ class Shadow(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 self.tracker.note(tensor.untyped_storage(), operation)
+
+
+def _grouped_flops(a: tuple[int, ...], b: tuple[int, ...], *more: Any, **named: Any) -> int:
+    """Of `torch._grouped_mm`: groups share all rows of `a`, or, where both have two dimensions, all that is summed."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+# Operations without a formula of torch's (2.13); shapes are given, as to those.
+_COUNTED = {aten._grouped_mm: shape_wrapper(_grouped_flops)}
 
 
 def _scalar(shadow: Shadow, tensor: torch.Tensor) -> Any:

@@ -90,9 +90,12 @@ def _without_bytes() -> Iterator[list[int]]:
             objects[Path(file.name).name, start] = value
         return start, 1
 
+    dtypes: dict[Chunk, torch.dtype] = {}
+
     def load(reader: dcp.DCPReader, chunk: Chunk) -> torch.Tensor:
-        dtype = next(tensor.dtype for tensor in reader.tensors.values() if chunk in tensor.chunks)
-        return torch.empty(chunk.box.size, dtype=dtype)
+        if chunk not in dtypes:
+            dtypes.update({own: tensor.dtype for tensor in reader.tensors.values() for own in tensor.chunks})
+        return torch.empty(chunk.box.size, dtype=dtypes[chunk])
 
     def load_object(reader: dcp.DCPReader, key: str) -> Any:
         stored = reader.objects[key]

@@ -22,3 +22,15 @@ def test_large_floats_of_a_factory_take_no_memory_of_the_host() -> None:
         for state in (weight, torch.empty_like(weight), weight.new_empty(2 * LARGEST_CONSTANT)):
             assert value_of(state) is None
         assert value_of(torch.empty_like(weight[:4])) is not None
+
+
+def test_grouped_products_are_counted() -> None:
+    """As one product of all tokens each: forward, and of both gradients."""
+    with FakeMode(), Shadow() as shadow:
+        x, weight = torch.empty(10, 16, dtype=torch.bfloat16), torch.empty(3, 24, 16, dtype=torch.bfloat16)
+        ends = torch.tensor([2, 2, 10], dtype=torch.int32)
+        out = torch.nn.functional.grouped_mm(
+            x.requires_grad_(), weight.requires_grad_().transpose(1, 2), offs=ends
+        )
+        out.backward(torch.empty_like(out))
+        assert shadow.flops[shadow.phase].total() == 3 * 2 * 10 * 16 * 24

@@ -179,5 +179,6 @@ def test_the_host_does_not_wait() -> None:
 @needs_gpu
 @pytest.mark.parametrize("seed", range(20))
 def test_on_a_gpu(seed: int) -> None:
-    for name, found, expected in slices.compared(slices.drawn(seed, "cuda", 8), "cuda"):
-        assert torch.equal(found.cpu(), expected), name
+    for listed in (slices.drawn(seed, "cuda", 8), slices.drawn_computed(seed, "cuda")):
+        for name, found, expected in slices.compared(listed, "cuda"):
+            assert torch.equal(found.cpu(), expected), name

@@ -93,7 +93,8 @@ def load_adapters(
         if lora.shared_a or lora.expert_groups:
             _check_shared(reader, copies)
         for copy in copies:
-            _fill(parameters[copy.target_local][copy.target_box.slices], reader, copy, lora)
+            place = parameters[copy.target_local][copy.target_box.slices].view(copy.box.size)
+            _fill(place, reader, copy, lora)
     unfilled = {name for name in parameters if f".{adapter}." in name} - {
         copy.target_local for copy in copies
     }

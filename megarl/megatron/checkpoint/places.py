@@ -146,7 +146,7 @@ def weight_items(places: Places, parameters: Mapping[str, torch.Tensor]) -> list
             piece.tensor,
             places.shapes[piece.tensor],
             piece.box,
-            parameters[piece.local][piece.local_box.slices],
+            parameters[piece.local][piece.local_box.slices].view(piece.box.size),
         )
         for piece in places.pieces
     ]

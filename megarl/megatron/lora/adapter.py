@@ -357,7 +357,7 @@ class _Heads:
         owner = torch.cat([torch.full((count,), number) for number, _, count in slot.rows])
         of = [(owner == number).nonzero().flatten() for number in range(len(slot.tensors))]
         order = torch.cat(of)  # rows of b, tensor by tensor
-        natural = torch.equal(order, torch.arange(len(order)))
+        natural = bool((order == torch.arange(len(order))).all())
         whole = len(order) == out_features
         self.rows = rows.to(device)  # of the layer, by row of b
         self._of = [_as_slice(own, device) for own in of]

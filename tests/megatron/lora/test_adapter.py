@@ -12,7 +12,7 @@ from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
-from megarl.megatron.lora.adapter import EXPERT, OWN, TENSOR, drop, start_streams
+from megarl.megatron.lora.adapter import EXPERT, OWN, TENSOR, GroupedLinear, drop, start_streams
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
@@ -134,3 +134,35 @@ def test_evaluation_drops_nothing(ranks: RankPool, folder: str) -> None:
         ranks.run(_outputs, folder, lora, world=1)[0] for lora in (EVERY, replace(EVERY, dropout=0.0))
     )
     assert torch.equal(dropping, plain)
+
+
+@pytest.mark.parametrize(("inner", "outer", "grouped"), [(24, 40, True), (12, 40, False)])
+def test_grouped_weights_are_one_product_or_one_each(
+    inner: int, outer: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16; rows of 12 numbers do not begin at multiples of 16 bytes. Some groups are empty."""
+    counts, launches = [3, 0, 5, 1, 0], []
+    generator = torch.Generator().manual_seed(3)
+    x, weight, gradient = (
+        torch.randn(shape, generator=generator).bfloat16().requires_grad_()
+        for shape in ((9, inner), (5, outer, inner), (9, outer))
+    )
+    multiply = torch.nn.functional.grouped_mm
+
+    def counted(*given: Any, **named: Any) -> torch.Tensor:
+        launches.append(given)
+        return multiply(*given, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    found = GroupedLinear(counts, x.device)(x, weight)
+    grads = torch.autograd.grad(found, (x, weight), gradient)
+    assert len(launches) == grouped
+    each = [part.float() @ own.float().T for part, own in zip(x.split(counts), weight, strict=True)]
+    expected = torch.cat(each)
+    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-2)
+    right = torch.autograd.grad(expected, (x, weight), gradient.float())
+    for one, other in zip(grads, right, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2**-6, atol=3e-2)
+    assert not grads[1][1].any() and not grads[1][4].any()
+    nothing = GroupedLinear([0] * 5, x.device)(x[:0], weight)
+    assert nothing.shape == (0, outer)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import make_tiny_model
 from megarl import platform
 from megarl.config.schema.models import LoraConfig
+from megarl.gpu_test.slices import weight_by_torch
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
@@ -127,6 +128,8 @@ def _train(
         result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
         history.append((result.stats["loss"], result.grad_norm))
     merged = MergedParameters(chunks)
+    # What kernels compute the weights from is the same, to the bit.
+    assert all(torch.equal(weight_by_torch(one), merged[key]) for key, one in merged.computed().items())
     return history, {name: merged[name].detach().clone() for name in merged}
 
 
@@ -158,6 +161,9 @@ def _stored(rank: int, world: int, folder: str, block: int | None) -> dict[str, 
     chunks = load(folder, layout, rank, block)
     tensors = local_parameters(chunks)
     exact_tensors = ExactWeights(tensors, chunks)
+    computed = exact_tensors.computed()
+    assert set(computed) == {name for name, tensor in tensors.items() if tensor.dtype == FP8}
+    assert all(torch.equal(weight_by_torch(one), exact_tensors[key]) for key, one in computed.items())
     found = {name: exact_tensors[name].clone() for name in exact_tensors}
     if block is not None:
         assert {name for name, tensor in tensors.items() if tensor.dtype == FP8}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import LoraConfig
+from megarl.gpu_test.slices import weight_by_torch
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.heads import lm_head
@@ -51,7 +52,11 @@ def _compare(rank: int, world: int, sizes: dict[str, Any], lora: LoraConfig, moe
     assert list(merged) == names and len(merged) == len(names)
     order = names if rank % 2 else names[::-1]  # ranks ask for what they like
     made = {name: merged[name] for name in order}
+    # What kernels compute them from is the same, to the bit.
+    computed = merged.computed()
+    assert all(torch.equal(weight_by_torch(one), made[name]) for name, one in computed.items())
     moved = [name for name in names if made[name].data_ptr() != local[name].data_ptr()]
+    assert set(moved) == set(computed)
     for name in moved:
         local[name].copy_(made[name])
     with only_adapters(chunks, None):

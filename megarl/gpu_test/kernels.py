@@ -434,18 +434,20 @@ def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def _exact_weights(device: str) -> Iterator[Compared]:
-    """Weights made of float8 blocks, beside those that torch makes of them on a CPU."""
-    from megarl.models.float8 import FP8, dequantise, in_blocks, scale_at_once
+    """Weights made of float8 blocks, one and several at once, beside those that torch makes of them on a CPU."""
+    from megarl.models.float8 import FP8, dequantise_all, in_blocks, scale_at_once
 
     block = (128, 128)
     for shape in ((40, 300),) if device == "cpu" else ((40, 300), (4096, 7168)):
         generator = torch.Generator().manual_seed(shape[0])
-        values = (torch.randn(shape, generator=generator) * 100).to(FP8)
-        scales = torch.rand(in_blocks(shape, block), generator=generator)
-        for dtype in (torch.bfloat16, torch.float32):
-            found = torch.empty(shape, dtype=dtype, device=device)
-            scale_at_once(values.to(device), scales.to(device), block, found)
-            yield Compared(f"{shape} {dtype}", found.cpu(), dequantise(values, scales, block, dtype))
+        values = [(torch.randn(shape, generator=generator) * 100).to(FP8) for _ in range(3)]
+        scales = [torch.rand(in_blocks(shape, block), generator=generator) for _ in values]
+        for dtype, number in ((torch.bfloat16, 3), (torch.bfloat16, 1), (torch.float32, 3)):
+            found = torch.empty((number, *shape), dtype=dtype, device=device)
+            parts = [[tensor.to(device) for tensor in kind[:number]] for kind in (values, scales)]
+            scale_at_once(*parts, block, found)
+            expected = dequantise_all(values[:number], scales[:number], block, dtype)
+            yield Compared(f"{number} of {shape} {dtype}", found.cpu(), expected)
 
 
 TRITON: dict[str, tuple[Case, float]] = {

@@ -5,7 +5,7 @@ scale amax / 448, and w = value * scale. A tensor's scales are named as there, w
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -72,7 +72,7 @@ def dequantise(
     """
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if values.is_cuda and start == (0, 0) and values.dtype == FP8:
-        scale_at_once(values, scales, block, out)
+        scale_at_once([values], [scales], block, out[None])
         return out
 
     def strip(rows: slice, of_blocks: slice) -> None:
@@ -84,22 +84,48 @@ def dequantise(
     return out
 
 
-def scale_at_once(values: torch.Tensor, scales: torch.Tensor, block: Block, out: torch.Tensor) -> None:
-    """`dequantise` by one kernel, which makes no other tensor; the same bits. It was interpreted on a CPU; no GPU has run it yet."""
+def dequantise_all(
+    values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block: Block, dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantise` for weights of one shape: [weights, rows, columns]; on a GPU by one launch."""
+    out = torch.empty((len(values), *values[0].shape), dtype=dtype, device=values[0].device)
+    if out.is_cuda:
+        scale_at_once(values, scales, block, out)
+        return out
+    for part, own_values, own_scales in zip(out, values, scales, strict=True):
+        part.copy_(dequantise(own_values, own_scales, block, dtype))
+    return out
+
+
+def scale_at_once(
+    values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block: Block, out: torch.Tensor
+) -> None:
+    """`dequantise_all` by one kernel, which makes no other tensor; the same bits. It was interpreted on a CPU; no GPU has run it yet.
+
+    Args:
+        out: [weights, rows, columns].
+    """
     from megarl.models import float8_kernels
 
-    assert values.is_contiguous() and scales.is_contiguous(), (values.stride(), scales.stride())
-    rows, columns = values.shape
+    assert all(tensor.is_contiguous() for tensor in (*values, *scales, out))
+    number, rows, columns = out.shape
+    places = values[0].view(torch.uint8), scales[0]
+    if number > 1:
+        assert {tensor.shape for tensor in values} == {values[0].shape}
+        listed = torch.tensor([[one.data_ptr() for one in kind] for kind in (values, scales)])
+        if out.is_cuda:
+            listed = listed.pin_memory().to(out.device, non_blocking=True)
+        places = listed[0], listed[1]
     is_bfloat16 = out.dtype == torch.bfloat16
-    float8_kernels.scale_blocks[(-(-rows // TILE[0]), -(-columns // TILE[1]))](
-        values,
-        scales,
+    float8_kernels.scale_blocks[(-(-rows // TILE[0]), -(-columns // TILE[1]), number)](
+        *places,
         out.view(torch.int16) if is_bfloat16 else out,
         rows,
         columns,
         *block,
         *TILE,
         is_bfloat16,
+        number > 1,
     )
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.models import float8
+from megarl.models.float8_kernels import e4m3_value
 from megarl.weight_sync import packets, slice_table
 
 # Constants that kernels read have to be constexpr.
@@ -351,16 +352,6 @@ def rounded(values: tl.tensor, kind: tl.tensor) -> tl.tensor:
     else:
         found = values
     return found
-
-
-@triton.jit
-def e4m3_value(bits: tl.tensor) -> tl.tensor:
-    """Numbers in float8 e4m3, by their bits, as float32."""
-    rest = bits & 0x7F
-    normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)  # steps of 2**-9 below 2**-6
-    value = tl.where(rest == 0x7F, float("nan"), value)
-    return (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

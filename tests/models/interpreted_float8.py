@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from megarl.models.float8 import FP8, dequantise, in_blocks, scale_at_once
+from megarl.models.float8 import FP8, dequantise_all, in_blocks, scale_at_once
 from megarl.shadow.device import PACKAGES
 
 
@@ -19,15 +19,19 @@ def main() -> None:
     for block in ((128, 128), (16, 32), (6, 10)):
         for shape in ((1, 1), (37, 300), (256, 128), (130, 515)):
             drawn = torch.Generator().manual_seed(shape[1])
-            values = (torch.randn(shape, generator=drawn) * 100).to(FP8)
-            # The least and the largest number, and -0. NaN the interpreter (3.7.1) takes for 480.
-            values.view(torch.uint8).view(-1)[:3] = torch.tensor([1, 0x7E, 0x80])[: values.numel()]
-            scales = torch.rand(in_blocks(shape, block), generator=drawn)
+            weights = [(torch.randn(shape, generator=drawn) * 100).to(FP8) for _ in range(3)]
+            # The least and the largest number, -0 and NaN.
+            for values in weights:
+                values.view(torch.uint8).view(-1)[:4] = torch.tensor([1, 0x7E, 0x80, 0x7F])[: values.numel()]
+            scales = [torch.rand(in_blocks(shape, block), generator=drawn) for _ in weights]
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                expected = dequantise(values, scales, block, dtype)
-                out = torch.empty(shape, dtype=dtype)
-                scale_at_once(values, scales, block, out)
-                found[f"{block} {shape} {dtype}"] = torch.equal(out.view(-1), expected.view(-1))
+                for number in (1, len(weights)):
+                    several = weights[:number], scales[:number]
+                    expected = dequantise_all(*several, block, dtype)
+                    out = torch.empty((number, *shape), dtype=dtype)
+                    scale_at_once(*several, block, out)
+                    same = torch.equal(out.nan_to_num(-1), expected.nan_to_num(-1))
+                    found[f"{number} {block} {shape} {dtype}"] = same
     print(json.dumps(found))
 
 

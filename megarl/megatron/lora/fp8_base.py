@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.models.computed import ComputedWeight, LowRankTerm
-from megarl.models.float8 import FP8, SCALES, Block, dequantise, in_blocks
+from megarl.models.float8 import FP8, SCALES, Block, dequantise, dequantise_all, in_blocks
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,13 @@ def computed_weight(layer: torch.nn.Module, kind: str, term: LowRankTerm | None)
     return ComputedWeight(weight.data, scales, weight.block, weight.exact_dtype, term)
 
 
+def _exact_weights(layer: torch.nn.Module, kinds: list[str]) -> Tensor:
+    """Weights of one shape that a layer holds in float8, as one new tensor [weights, out, in]."""
+    held = [layer.get_parameter(kind) for kind in kinds]
+    scales = [layer.get_parameter(kind + SCALES).data for kind in kinds]
+    return dequantise_all([weight.data for weight in held], scales, held[0].block, held[0].exact_dtype)
+
+
 class _LayerComputation:
     """One computation of a layer with its weights in the place of their blocks."""
 
@@ -116,25 +123,31 @@ class _LayerComputation:
 
     def begin(self, layer: torch.nn.Module, inputs: tuple) -> None:
         """Forward pre-hook."""
-        made = {}
         for kind in self._kinds:
             self._held[kind] = layer.get_parameter(kind)
-            made[kind] = _like(self._held[kind], exact_weight(layer, kind))
-        kind_of = {weight.untyped_storage()._cdata: kind for kind, weight in made.items()}
+        every = _exact_weights(layer, self._kinds)
+        made = {
+            kind: _like(self._held[kind], weight) for kind, weight in zip(self._kinds, every, strict=True)
+        }
+        storage, size = every.untyped_storage()._cdata, every[0].numel()
+        anew: dict[int, Tensor] = {}  # weights that the backward pass has not asked for yet
 
         def pack(tensor: Tensor) -> Tensor | tuple:
-            kind = kind_of.get(tensor.untyped_storage()._cdata)
-            if kind is None:
+            if tensor.untyped_storage()._cdata != storage:
                 return (
                     tensor.detach()
                 )  # not the tensor itself: an output that held itself would never be freed
-            return kind, tensor.shape, tensor.stride(), tensor.storage_offset()
+            number, offset = divmod(tensor.storage_offset(), size)
+            return number, tensor.shape, tensor.stride(), offset
 
         def unpack(packed: Tensor | tuple) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            kind, *view = packed
-            return exact_weight(layer, kind).as_strided(*view)
+            number, shape, strides, offset = packed
+            if number not in anew:  # all at once, as a layer asks for all
+                anew.update(enumerate(_exact_weights(layer, self._kinds)))
+            weight = anew.pop(number)
+            return weight.as_strided(shape, strides, weight.storage_offset() + offset)
 
         self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         for kind, weight in made.items():

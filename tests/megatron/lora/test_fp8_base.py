@@ -190,18 +190,19 @@ def _memory(rank: int, world: int, folder: str) -> dict[str, float]:
     """Bytes of linear weights, and how many matrices are there as exact ones at the same time: while the model is built
     (its embedding and head included), and while it is trained."""
     layout = ParallelLayout(world=world)
-    made: list[weakref.ref] = []
+    made: list[tuple[weakref.ref, int]] = []
     most = {"building": 0, "training": 0}
-    original = fp8_base.dequantise
+    original = fp8_base.dequantise_all
 
-    def count(weight: torch.Tensor, phase: str) -> None:
-        made.append(weakref.ref(weight.untyped_storage()))
-        most[phase] = max(most[phase], len({reference() for reference in made} - {None}))
+    def count(weight: torch.Tensor, phase: str, number: int = 1) -> None:
+        made.append((weakref.ref(weight.untyped_storage()), number))
+        there = {reference(): number for reference, number in made if reference() is not None}
+        most[phase] = max(most[phase], sum(there.values()))
 
-    def dequantise(*args: Any) -> torch.Tensor:
-        weight = original(*args)
-        count(weight, "training")
-        return weight
+    def dequantise_all(*args: Any) -> torch.Tensor:
+        weights = original(*args)
+        count(weights, "training", len(weights))
+        return weights
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and parameter.dtype == torch.bfloat16 and parameter.dim() == 2:
@@ -222,12 +223,12 @@ def _memory(rank: int, world: int, folder: str) -> dict[str, float]:
     chunks = wrap_for_training(chunks)
     optimizer, scheduler = build_optimizer(chunks, STEADY)
     gc.collect()
-    fp8_base.dequantise = dequantise
+    fp8_base.dequantise_all = dequantise_all
     try:
         head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
         train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
     finally:
-        fp8_base.dequantise = original
+        fp8_base.dequantise_all = original
     return {"bytes per element": size / elements, **most}
 
 

@@ -444,8 +444,8 @@ def _exact_weights(device: str) -> Iterator[Compared]:
         scales = [torch.rand(in_blocks(shape, block), generator=generator) for _ in values]
         for dtype, number in ((torch.bfloat16, 3), (torch.bfloat16, 1), (torch.float32, 3)):
             found = torch.empty((number, *shape), dtype=dtype, device=device)
-            parts = [[tensor.to(device) for tensor in kind[:number]] for kind in (values, scales)]
-            scale_at_once(*parts, block, found)
+            on_device = [[tensor.to(device) for tensor in kind[:number]] for kind in (values, scales)]
+            scale_at_once(on_device[0], on_device[1], block, found)
             expected = dequantise_all(values[:number], scales[:number], block, dtype)
             yield Compared(f"{number} of {shape} {dtype}", found.cpu(), expected)
 

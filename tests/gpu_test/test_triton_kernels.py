@@ -37,7 +37,12 @@ def test_kernels_compute_what_torch_does() -> None:
     assert set(rotary) == set(second) == PARTS
     assert set(head) == set(rounded) == PARTS_OF_HEAD
     assert {name.partition(" 0 x")[0] for name in slices if " 0 x" in name} == PARTS_OF_SLICES
-    assert set(exact) == {f"(40, 300) torch.{dtype}" for dtype in ("bfloat16", "float32")}
+    computed = {name.partition(" of computed")[0] for name in slices if "computed" in name}
+    assert computed == PARTS_OF_SLICES
+    assert set(exact) == {
+        f"{case} of (40, 300) torch.{dtype}"
+        for case, dtype in ((1, "bfloat16"), (3, "bfloat16"), (3, "float32"))
+    }
     assert set(draws) == {
         f"{what} of 3 x 5000, {dtype}"
         for what in ("tokens", "log-probs")

@@ -324,7 +324,9 @@ class ExpertAdapter(LayerAdapters):
 class GroupedLinear:
     """The linear layer of groups of tokens that have a weight each.
 
-    In bfloat16 all groups are one launch (`torch.nn.functional.grouped_mm`), if rows begin at multiples of 16 bytes; else a group is one.
+    In bfloat16 all groups are one launch (`torch.nn.functional.grouped_mm`), if rows begin at multiples of 16 bytes and the GPU has a kernel
+    for it; else a group is one. Groups without tokens are left out: on B200 torch's gradients of their weights are not zero
+    (pytorch/pytorch#172439).
     """
 
     def __init__(self, counts: list[int], device: torch.device) -> None:
@@ -334,15 +336,26 @@ class GroupedLinear:
             device: of the tokens.
         """
         self._counts = counts
-        self._ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        kept = [number for number, count in enumerate(counts) if count]
+        ends = torch.tensor([counts[number] for number in kept], dtype=torch.int32).cumsum(
+            0, dtype=torch.int32
+        )
+        indices = torch.tensor(kept if len(kept) < len(counts) else [], dtype=torch.int32)
+        self._at_once = bool(kept)
         if device.type == "cuda":
-            self._ends = self._ends.pin_memory().to(device, non_blocking=True)
+            # Elsewhere torch (2.13) takes a group at a time, and waits for the device to learn where groups end.
+            self._at_once &= torch.cuda.get_device_capability(device)[0] in (9, 10)
+            ends, indices = (
+                numbers.pin_memory().to(device, non_blocking=True) for numbers in (ends, indices)
+            )
+        self._ends, self._kept = ends, indices
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[tokens, out] of `x` [tokens, in], sorted by group, and `weight` [groups, out, in]."""
         rows = (x.stride(0), weight.stride(1), *weight.shape[1:])  # of gradients, too
-        if x.dtype == torch.bfloat16 and len(x) and not any(size % ALIGNED for size in rows):
-            return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=self._ends)
+        if self._at_once and x.dtype == torch.bfloat16 and not any(size % ALIGNED for size in rows):
+            kept = weight.index_select(0, self._kept) if len(self._kept) else weight
+            return torch.nn.functional.grouped_mm(x, kept.transpose(1, 2), offs=self._ends)
         parts = zip(x.split(self._counts), weight, strict=True)
         return torch.cat([linear(part, own) for part, own in parts])
 

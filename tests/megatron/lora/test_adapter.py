@@ -156,7 +156,7 @@ def test_grouped_weights_are_one_product_or_one_each(
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
     found = GroupedLinear(counts, x.device)(x, weight)
     grads = torch.autograd.grad(found, (x, weight), gradient)
-    assert len(launches) == grouped
+    assert len(launches) == grouped and all(len(given[1]) == 3 for given in launches)
     each = [part.float() @ own.float().T for part, own in zip(x.split(counts), weight, strict=True)]
     expected = torch.cat(each)
     torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-2)

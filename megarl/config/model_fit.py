@@ -27,6 +27,8 @@ class ExpertFacts(Protocol):
     def shared_ffn_hidden_size(self) -> int: ...
     @property
     def dense_layers(self) -> tuple[int, ...]: ...
+    @property
+    def expert_bias(self) -> bool: ...
 
 
 class ModelFacts(Protocol):
@@ -117,6 +119,12 @@ def fit_problems(
         if replayed is not None:
             problems.append(
                 f"{POLICY}.actor.router_replay={replayed}: the model has no experts; set it to null"
+            )
+    if isinstance(config, TrainConfig) and model is not None and not (model.moe and model.moe.expert_bias):
+        rate = config.actor_rollout_ref.actor.expert_bias_update_rate
+        if rate:
+            problems.append(
+                f"{POLICY}.actor.expert_bias_update_rate={rate:g}: the model's routers have no biases; leave it out"
             )
     if model is not None:
         problems += _context_problems(config, model)

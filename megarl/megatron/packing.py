@@ -50,14 +50,15 @@ class OtherHead:
 @dataclass
 class PackedBounds(PackedSeqParams):
     """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
-    sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); and the
-    experts that routers are to choose (router_replay.py)."""
+    sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); the
+    experts that routers are to choose (router_replay.py); and the positions whose experts are counted (expert_load.py)."""
 
     live: Tensor | None = None
     lengths: list[int] | None = None
     shared: list[int] | None = None
     experts: Tensor | None = None
     is_routed: Tensor | None = None
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +138,7 @@ class PackedBatch:
             shared=None if self.shared is None else self.shared.tolist(),
             experts=self.experts,
             is_routed=self.is_routed,
+            mask=self.mask,
         )
 
     def live_rows(self, hidden: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class RouterReplay:
         return scores.gather(1, experts), experts
 
 
-def _routed_layers(chunks: Sequence[GPTModel]) -> list[TransformerLayer]:
+def routed_layers(chunks: Sequence[GPTModel]) -> list[TransformerLayer]:
     """This rank's layers that have experts, in the order of the chunks."""
     return [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
@@ -113,7 +113,7 @@ def layers_of_stages(config: ModelConfig, layout: ParallelLayout) -> list[tuple[
 def replay_routings(chunks: Sequence[GPTModel]) -> list[RouterReplay]:
     """Have the routers of a model choose the experts of each batch that has some (`PackedBatch.experts`)."""
     replays = []
-    for index, layer in enumerate(_routed_layers(chunks)):
+    for index, layer in enumerate(routed_layers(chunks)):
         assert not layer.mlp.router.config.moe_router_fusion, "the fused kernel asks no replay"
         replay = RouterReplay()
         layer.mlp.router.router_replay = replay

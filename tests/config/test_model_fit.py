@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from megarl.config import (
 )
 from megarl.config.model_fit import check_rollout_model
 from megarl.models.config import MLAConfig, MoEConfig
-from tests.config.conftest import lines_of
+from tests.config.conftest import lines_of, problems
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 
@@ -207,6 +207,17 @@ def test_replayed_routing_needs_experts(train: Callable[..., TrainConfig]) -> No
             f"actor_rollout_ref.actor.router_replay={mode}: the model has no experts; set it to null"
         ]
         check_models(config, Facts(moe=MOE))
+
+
+def test_biases_that_move_need_routers_with_biases(train: Callable[..., TrainConfig]) -> None:
+    key = "actor_rollout_ref.actor.expert_bias_update_rate=0.001"
+    for model in (Facts(), Facts(moe=MOE)):
+        found = lines_of(lambda model=model: check_models(train(key), model))
+        assert found == [f"{key}: the model's routers have no biases; leave it out"]
+    check_models(train(key), Facts(moe=replace(MOE, expert_bias=True)))
+    lora = "actor_rollout_ref.model.lora.rank=4"
+    (line,) = problems(train(key, lora))
+    assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
 
 
 def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> None:

@@ -19,6 +19,7 @@ from megarl.data.trajectories import read_trajectories
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+RATE = 0.01
 REPLAY, RECORDED = (f"actor_rollout_ref.actor.router_replay={mode}" for mode in ("rollout", "trainer"))
 GRPO = [
     "critic=null",
@@ -42,7 +43,8 @@ class Case:
 
 
 CASES = [
-    # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer, replayed routing
+    # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer, replayed routing, biases
+    # of routers that even out loads
     Case(
         "deepseek_v3", 3,
         (
@@ -50,6 +52,7 @@ CASES = [
             f"{ACTOR}.num_layers_in_first_pipeline_stage=2", "critic.megatron.expert_model_parallel_size=2",
             "critic.megatron.num_layers_in_last_pipeline_stage=2", f"{ROLLOUT}.expert_parallel_size=2",
             f"{ROLLOUT}.sync_transport=p2p", "actor_rollout_ref.model.mtp=keep", REPLAY,
+            f"actor_rollout_ref.actor.expert_bias_update_rate={RATE}",
         ),
         num_mtp_layers=1,
     ),
@@ -112,9 +115,15 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
         assert step["training/rollout_log_prob_diff_max"] < 2e-5
         # In float32 engine, old log-probs and update choose the same experts themselves.
         assert step.get("actor/routing_changed") == (0.0 if replays else None)
+        by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}
+        assert bool(by_layer) == (case.family != "qwen3")
+        assert not by_layer or max(by_layer.values()) == step["actor/expert_violation_max"] > 0
     kept = read_trajectories(out / "rollouts" / "step-000001.parquet")
     assert (ROUTED_EXPERTS in kept.column_names) == replays
-    assert_trained(model, out / "hf", case.layers)
+    moves = case.family == "deepseek_v3"
+    assert_trained(model, out / "hf", case.layers, moves)
+    if moves:
+        assert_biases_moved(model, out / "hf", case.layers)
     answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
     assert set(answers["weight_version"].to_pylist()) == {3}
     assert greedy_differences(out / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
@@ -122,8 +131,20 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     assert different > 0  # they are those of the trained model
 
 
-def assert_trained(before: Path, after: Path, layers: int) -> None:
-    """Every weight moved, but for the bias of the routers' choice and MTP layers, which are not trained."""
+def assert_biases_moved(before: Path, after: Path, layers: int) -> None:
+    """By whole steps, which the engines have, too: their answers are those of the exported model."""
+    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    biases = [
+        name for name in new if name.endswith("e_score_correction_bias") and f"layers.{layers}." not in name
+    ]
+    assert biases
+    for name in biases:
+        steps_taken = (new[name].float() - old[name].float()) / RATE
+        assert steps_taken.any() and torch.allclose(steps_taken, steps_taken.round(), atol=1e-2), steps_taken
+
+
+def assert_trained(before: Path, after: Path, layers: int, biases_move: bool) -> None:
+    """Every weight moved, but for MTP layers, which are not trained, and, unless told to, the bias of the routers' choice."""
     old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
     assert old.keys() == new.keys()
     same = {name for name in old if torch.equal(old[name], new[name])}
@@ -131,7 +152,7 @@ def assert_trained(before: Path, after: Path, layers: int) -> None:
     assert same == {
         name
         for name in old
-        if name.endswith("e_score_correction_bias")
+        if (name.endswith("e_score_correction_bias") and not biases_move)
         or (name.startswith(f"model.layers.{layers}.") and not name.endswith(repeated))
     }
 

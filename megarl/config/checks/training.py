@@ -10,7 +10,14 @@ from megarl.config.batches import trajectories_per_step
 from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, reference_in_actor
 from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
-from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, CriticModelConfig, TrainConfig
+from megarl.config.schema.commands import (
+    POLICY,
+    ActorConfig,
+    ActorRolloutRefConfig,
+    CriticConfig,
+    CriticModelConfig,
+    TrainConfig,
+)
 from megarl.config.schema.models import LoraConfig, MegatronConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.run import TRACKERS
 from megarl.config.schema.supervised import TuningConfig
@@ -58,15 +65,17 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         return
     yield from _algorithm_problems(config)
     yield from _replay_problems(config.actor_rollout_ref.actor)
+    yield from _expert_bias_problems(config.actor_rollout_ref)
     yield from _full_kl_problems(config)
     yield from _health_problems(config)
     lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
     actor = config.actor_rollout_ref.actor
-    if actor.router_replay is not None and actor.megatron.fsdp is not None:
-        yield (
-            f"{POLICY}.actor.megatron.fsdp={actor.megatron.fsdp} with {POLICY}.actor.router_replay={actor.router_replay} has not been "
-            "tried; leave out one of them"
-        )
+    for name, off in (("router_replay", None), ("expert_bias_update_rate", 0.0)):
+        if getattr(actor, name) != off and actor.megatron.fsdp is not None:
+            yield (
+                f"{POLICY}.actor.megatron.fsdp={actor.megatron.fsdp} with {POLICY}.actor.{name}={getattr(actor, name)} has not been "
+                "tried; leave out one of them"
+            )
     if lora.blocks is not None and reference is not None and reference.fsdp is not None:
         yield (
             f"{POLICY}.ref.megatron.fsdp={reference.fsdp} goes without {POLICY}.model.lora.base_dtype=float8: layers would make "
@@ -153,6 +162,15 @@ def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
         yield (
             f"{POLICY}.actor.clip_ratio_low={actor.clip_ratio_low:g}: loss_mode {loss.loss_mode!r} clips the ratio to "
             "1 - this, so it must be less than 1"
+        )
+
+
+def _expert_bias_problems(policy: ActorRolloutRefConfig) -> Iterator[str]:
+    rate = policy.actor.expert_bias_update_rate
+    if rate and policy.model.lora.rank:
+        yield (
+            f"{POLICY}.actor.expert_bias_update_rate={rate:g} with {POLICY}.model.lora.rank={policy.model.lora.rank}: all but the adapters "
+            "is frozen, and the reference has the same routers; leave out one of them"
         )
 
 

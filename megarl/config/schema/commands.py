@@ -78,6 +78,13 @@ class ActorConfig:
         None,
         choices=("rollout", "trainer"),
     )
+    expert_bias_update_rate: float = option(
+        "For models whose routers have a bias an expert (DeepSeek-V3, GLM-4.5): after each mini-batch the bias of an expert with more "
+        "tokens than the mean is lowered by this, that of one with fewer raised; 0: biases stay as they were loaded.",
+        0.0,
+        ge=0,
+        formula="b_e += rate sign(mean load - load_e)",
+    )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)
     clip_ratio: float = option(

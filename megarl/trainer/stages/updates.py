@@ -31,6 +31,7 @@ from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
 from megarl.trainer.stages.nonfinite import COMPUTED, require_finite
 from megarl.trainer.workers.dispatch import (
+    EXPERT_VIOLATION,
     LEARNT,
     READ,
     PolicyUpdate,
@@ -180,7 +181,8 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
         return {f"{name}/updates": 0.0}
     own = ("grad_norm", "lr", "loss_scale", "skipped", "stopped_early")
     difference = {key: value for key, value in steps[0].items() if key.startswith("training/")}
-    own = (*own, *difference)
+    violations = [key for key in steps[0] if key.startswith(EXPERT_VIOLATION)]
+    own = (*own, *difference, *violations)
     sums = add_sums([{key: value for key, value in step.items() if key not in own} for step in steps])
     metrics = reduce_metrics(sums, num_updates=len(steps)) | difference
     metrics |= {f"{name}/lr": steps[-1]["lr"], f"{name}/updates": float(len(steps))}
@@ -190,6 +192,11 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
     if "loss_scale" in steps[-1]:  # float16
         metrics[f"{name}/loss_scale"] = steps[-1]["loss_scale"]
         metrics[f"{name}/skipped_steps"] = float(len(steps) - len(taken))
+    means = {key: float(np.mean([step[key] for step in steps])) for key in violations}
+    if means:
+        metrics |= {f"{name}/{key}": value for key, value in means.items()}
+        metrics[f"{name}/expert_violation_max"] = max(means.values())
+        metrics[f"{name}/expert_violation_mean"] = float(np.mean(list(means.values())))
     if "stopped_early" in steps[-1]:
         metrics[f"{name}/stopped_early"] = steps[-1]["stopped_early"]
     return metrics
@@ -216,4 +223,5 @@ def policy_update(actor: ActorConfig, controls: Controls, seed: int) -> PolicyUp
         ppo_kl_coef=loss.ppo_kl_coef,
     )
     aggregation = LossAggregation(actor.loss_agg_mode, actor.loss_scale_factor)
-    return PolicyUpdate(aggregation, options, select, actor.target_kl, seed)
+    rate = actor.expert_bias_update_rate
+    return PolicyUpdate(aggregation, options, select, actor.target_kl, seed, rate)

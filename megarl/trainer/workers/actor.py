@@ -20,6 +20,7 @@ from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyTokens, Sequence
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.build import gather_parameters, unwrap
+from megarl.megatron.expert_load import ExpertLoads, violations
 from megarl.megatron.heads import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.lora.merged import ExactWeights
@@ -29,7 +30,7 @@ from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.router_replay import take_counts
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
-from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import EXPERT_VIOLATION, ModelSpec, PolicyUpdate
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
@@ -55,6 +56,10 @@ class ActorWorker(ModelWorker):
     ) -> None:
         super().__init__(info, spec)
         self.temperature = temperature
+        self.loads: ExpertLoads | None = None
+        if self.config.moe is not None and spec.optim is not None:
+            moe, layers = self.config.moe, self.config.num_layers
+            self.loads = ExpertLoads(unwrap(self.chunks), layers, moe.num_experts)
         self.outbox: Outbox | None = None
         self.slots = Slots(platform.device().type)
         self.reference: list[GPTModel] | None = None
@@ -200,8 +205,11 @@ class ActorWorker(ModelWorker):
                 batches = [*batches, *pack_ptx(self, examples, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
             take_counts(self.replays)  # those of other passes
+            if self.loads is not None:
+                self.loads.forget()
             result = self.train(batches, head, loss, names, more=True)
-            steps.append({**result.stats, **result.numbers(), **self._routing_counts()})
+            balance = self._balance(how.expert_bias_update_rate if result.ok else 0.0)
+            steps.append({**result.stats, **result.numbers(), **self._routing_counts(), **balance})
             if first is not None:
                 steps[-1] |= reported_difference(
                     result.stats, largest_on_ranks(first), result.stats["actor/tokens"]
@@ -246,6 +254,15 @@ class ActorWorker(ModelWorker):
         tensors = self.trained_tensors() if merged else self.own_tensors()
         computed = tensors.computed() if isinstance(tensors, ExactWeights) else {}
         return self.outbox.send(version, tensors, held, complete, computed)
+
+    def _balance(self, rate: float) -> dict[str, float]:
+        """How uneven the last step's routing was, by layer ("expert_violation/3"); moves the routers' biases by `rate`."""
+        if self.loads is None:
+            return {}
+        loads = self.loads.take()
+        if rate:
+            self.loads.balance(loads, rate)
+        return {f"{EXPERT_VIOLATION}{layer}": value for layer, value in violations(loads).items()}
 
     def _routing_counts(self) -> dict[str, float]:
         """Of the last step, over all ranks: tokens of layers that were replayed, and those of them whose own choice was another one."""

@@ -85,6 +85,7 @@ class PolicyUpdate:
         select: which tokens of each mini-batch the loss treats apart; None: none.
         target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
         seed: of the step's random choices.
+        expert_bias_update_rate: by how much each mini-batch moves the biases of routers; 0: they stay.
     """
 
     aggregation: LossAggregation
@@ -92,6 +93,7 @@ class PolicyUpdate:
     select: ClipCov | KLCov | None
     target_kl: float | None
     seed: int
+    expert_bias_update_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class MicroBatching:
 # The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS)
 LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
+
+# Before a layer's number: the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).
+EXPERT_VIOLATION = "expert_violation/"
 
 Plan = list[list[list[list[int]]]]
 """By mini-batch, by data parallel rank, by micro-batch: row numbers."""

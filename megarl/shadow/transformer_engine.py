@@ -16,19 +16,17 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.shadow.mode import Shadow
-from megarl.shadow.transformer_engine_float8 import is_quantised, kernels, sizes
+from megarl.shadow.transformer_engine_float8 import as_matrix, kernels, product, sizes
 
 VERSION = "2.18.0"
 EXTENSION = "transformer_engine_torch"
 _LIBRARIES = {"get_cublasLt_version": 130000, "get_cudnn_version": 91400, "get_num_cublas_streams": 4}
-PRODUCT = 16  # divides what cuBLAS's products in float8 sum over
 _NO = ("device_supports_multicast", "ubuf_built_with_mpi")
 # They write into tensors that they are given.
 _IN_PLACE = (
@@ -183,27 +181,6 @@ def _dtype(code: Any, like: torch.Tensor) -> torch.dtype:
     return code if isinstance(code, torch.dtype) else _DTYPES[DType(int(code))]
 
 
-def _as_matrix(operand: Any) -> tuple[int, int]:
-    """Rows and columns of an operand of a product."""
-    *rows, columns = sizes(operand)
-    return prod(rows), columns
-
-
-def _gemm(*operands: tuple[Any, bool]) -> str:
-    """The kernel of a product, by its operands' type. `operands`: each with whether rows are summed within (else columns)."""
-    quantised = [is_quantised(matrix) for matrix, _ in operands]
-    if not any(quantised):
-        return "te.gemm"
-    assert all(quantised), "both or none are in float8"
-    for matrix, rowwise in operands:
-        # cuBLAS sums along rows alone: of the other orientation it takes the transposed copy.
-        rows, columns = _as_matrix(matrix)
-        data = matrix._rowwise_data if rowwise else matrix._columnwise_data
-        assert data is not None, "an orientation that was not quantised"
-        assert (columns if rowwise else rows) % PRODUCT == 0, (rows, columns)
-    return "te.gemm in float8"
-
-
 def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., Any]]:
     """The kernels, which allocate their results, by name; arguments in the order of the extension's own."""
 
@@ -219,11 +196,11 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
     ):
         """cuBLAS's columns are our rows: out [.., rows of op(B), columns of op(A)] = op(B) op(A)."""
         assert not gelu and quantizer is None
-        a, b = (_as_matrix(matrix) for matrix in (A, B))
+        a, b = (as_matrix(matrix) for matrix in (A, B))
         rows, inner = (b[1], b[0]) if transb else (b[0], b[1])
         inner_of_a, columns = (a[1], a[0]) if transa else (a[0], a[1])
         assert inner == inner_of_a, (A.shape, transa, B.shape, transb)
-        count(_gemm((A, transa), (B, not transb)), 2 * rows * columns * inner)
+        count(product((A, transa), (B, not transb)), 2 * rows * columns * inner)
         if out is None:
             shape = (rows, columns) if transb else (*sizes(B)[:-1], columns)
             out = torch.empty(shape, dtype=_dtype(out_dtype, A), device=A.device)
@@ -233,11 +210,11 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
 
     def te_general_grouped_gemm(A, transa, B, transb, out, out_dtype, m_splits, bias, *rest):
         for a, b in zip(A, B, strict=True):
-            (rows, inner), (rows_of_a, columns) = _as_matrix(b), _as_matrix(a)
+            (rows, inner), (rows_of_a, columns) = as_matrix(b), as_matrix(a)
             if rows * inner:
                 # Both share the dimension that is summed over: the rows of both where B is transposed, else B's columns.
                 other = columns if transb else rows_of_a * columns // inner
-                count(_gemm((a, transa), (b, not transb)), 2 * rows * inner * other)
+                count(product((a, transa), (b, not transb)), 2 * rows * inner * other)
         return bias
 
     def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, zero_centered):

@@ -14,6 +14,8 @@ import torch
 
 DATA_ALIGNMENT, SCALE_ALIGNMENT = 256, 16  # bytes, of a part's start in a buffer for all experts
 SCALE = 4  # bytes
+PRODUCT, FLOAT8_PRODUCT = "te.gemm", "te.gemm in float8"  # kernels, in the counts of operations
+SUMMED = 16  # divides the number of products that cuBLAS adds up in float8
 
 
 def sizes(matrix: Any) -> tuple[int, ...]:
@@ -21,8 +23,25 @@ def sizes(matrix: Any) -> tuple[int, ...]:
     return tuple(matrix.size())
 
 
-def is_quantised(matrix: Any) -> bool:
-    return hasattr(matrix, "_rowwise_data")
+def as_matrix(operand: Any) -> tuple[int, int]:
+    """Rows and columns of an operand of a product."""
+    *rows, columns = sizes(operand)
+    return prod(rows), columns
+
+
+def product(*operands: tuple[Any, bool]) -> str:
+    """The kernel of a product, by its operands' type. `operands`: each with whether it is summed along its rows (else along columns)."""
+    quantised = [hasattr(matrix, "_rowwise_data") for matrix, _ in operands]
+    if not any(quantised):
+        return PRODUCT
+    assert all(quantised), "both or none are in float8"
+    for matrix, along_rows in operands:
+        # cuBLAS adds up along rows alone: of the other orientation it takes the transposed copy.
+        rows, columns = as_matrix(matrix)
+        data = matrix._rowwise_data if along_rows else matrix._columnwise_data
+        assert data is not None, "an orientation that was not quantised"
+        assert (columns if along_rows else rows) % SUMMED == 0, (rows, columns)
+    return FLOAT8_PRODUCT
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
@@ -76,6 +95,11 @@ def kernels() -> dict[str, Callable[..., Any]]:
             _made(quantizer, part, tensor.dtype) for quantizer, part in zip(quantizers, parts, strict=True)
         ]
 
+    def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of weights that a pass without gradients has quantised along rows alone, as the first one of a layer that is computed again."""
+        rows, columns = as_matrix(data)
+        return torch.empty((columns, rows), dtype=data.dtype, device=data.device) if out is None else out
+
     def nothing(*args: Any, **kwargs: Any) -> None:
         """Rows go into tensors that are there."""
 
@@ -92,6 +116,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "split_quantize": split_quantize,
         "fused_multi_row_padding": nothing,
         "fused_multi_row_unpadding": nothing,
+        "fp8_transpose": fp8_transpose,
         "swap_first_dims": swap_first_dims,
     }
 

@@ -201,7 +201,9 @@ def _float8_backward(run: RankPass, layer: Layer, whole: int) -> Iterator[int]:
     product, outputs = run.tokens * config.ffn_hidden_size // layout.tp, run.tokens * config.hidden_size
     kept = run.input_bytes(product, layer.name + "mlp.linear_fc2")
     yield whole + 2 * quantised(outputs) + product * item
-    yield whole - kept + 2 * quantised(2 * product) + run.gathered + outputs * item
+    # The input's gradient before and after it is scattered; the output of a layer that is computed again.
+    inputs = outputs * item + run.hidden * ((layout.tp > 1) + (run.use.recompute == "full"))
+    yield whole - kept + 2 * quantised(2 * product) + run.gathered + inputs
 
 
 def _adapter_moments(run: RankPass, layer: Layer) -> Iterator[int]:

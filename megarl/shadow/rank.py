@@ -23,7 +23,7 @@ from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.roles import build_worker, steps_of
 from megarl.shadow.tracker import Made, Phase
 from megarl.shadow.transfers import Moved
-from megarl.shadow.transformer_engine_float8 import FLOAT8_PRODUCT
+from megarl.shadow.transformer_engine.float8 import FLOAT8_PRODUCT
 from megarl.shadow.values import choose_unevenly
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.model import ModelWorker

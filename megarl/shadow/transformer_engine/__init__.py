@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megarl.shadow.mode import Shadow
-from megarl.shadow.transformer_engine_float8 import as_matrix, kernels, product, sizes
+from megarl.shadow.transformer_engine.float8 import as_matrix, kernels, product, sizes
 
 VERSION = "2.18.0"
 EXTENSION = "transformer_engine_torch"

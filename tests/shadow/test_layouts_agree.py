@@ -48,7 +48,7 @@ EXPERTS = {
     "experts-4": (2, 8, 2, {"tp": 2, "pp": 1, "ep": 4, "recompute": "full"}),
     "experts-tensor": (2, 8, 2, {"tp": 2, "pp": 1, "ep": 2, "etp": 2}),
     "experts-context": (4, 8, 3, {"tp": 1, "pp": 2, "ep": 2, "cp": 2}),
-    "experts-float8": (4, 8, 3, {"tp": 2, "pp": 2, "ep": 2, "fp8": "e4m3"}),
+    "experts-float8": (2, 4, 2, {"tp": 2, "pp": 1, "ep": 2, "fp8": "e4m3"}),
     "experts-interleaved": (4, 4, 4, {"tp": 1, "pp": 2, "ep": 2, "vpp": 2}),
 }
 

@@ -19,8 +19,8 @@ _LOSS = (
 _HEAD = "megarl computes log-probs from the head's weight itself (megatron/heads.py); Megatron's output layer and loss are not used"
 _SCHEDULE = "it needs Megatron's own schedule of a layer's parts, which megarl's forward pass does not have"
 _FLOAT8 = (
-    "training in float8 has not been checked with the weight sync and the checkpoints, which read parameters in megatron.dtype; adapters on "
-    "a float8 base are model.lora.base_dtype=float8"
+    "of float8 megarl has linear layers in blocks, megatron.fp8: attention, heads, messages and saved values stay in megatron.dtype, as the memory "
+    "plan has them"
 )
 _GRAPHS = "packed batches differ in shape from step to step, and memory leaves the devices between phases: a captured graph would be of neither"
 _MEMORY = "the weights' place is megarl's: use megatron.param_offload, optim.optimizer_cpu_offload and recompute_modules"
@@ -45,8 +45,19 @@ TRANSFORMER = OptionTable(
         "hierarchical_context_parallel_sizes|hybrid_context_parallel|max_seqlen_per_dp_cp_rank|mtp_standalone|moe_single_grouped_.*|"
         "mla_down_proj_fusion|moe_mlp_glu_interleave_size|moe_shared_expert_glu_interleave_size|use_grouped_gemm_for_.*|moe_grouped_gemm": _LAYOUT,
         "fp16|bf16|params_dtype|pipeline_dtype|enable_autocast|autocast_dtype": _DTYPE,
-        "fp8|fp8_.*|fp4|fp4_.*|quant_recipe|first_last_layers_bf16|num_layers_at_(start|end)_in_bf16|tp_only_amax_red|"
-        "moe_router_padding_for_.*|use_kitchen.*|kitchen_.*|activation_func_fp8_input_store|disable_parameter_transpose_cache": _FLOAT8,
+        "fp8|fp8_recipe|first_last_layers_bf16|num_layers_at_(start|end)_in_bf16": (
+            "use megatron.fp8, fp8_recipe, num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which packing and plans read"
+        ),
+        "fp8_param": (
+            "parameters are in megatron.dtype, which weight syncs, checkpoints and exports read; in blocks Megatron-core 0.19.2 also keeps no copy "
+            "of a float8 parameter in full precision but its optimizer's"
+        ),
+        "moe_router_padding_for_.*": (
+            "it would give experts tokens that their router has not chosen, which routing replay and the experts' loads count; Transformer Engine "
+            "fills up each expert's rows instead"
+        ),
+        "fp8_.*|fp4|fp4_.*|quant_recipe|tp_only_amax_red|use_kitchen.*|kitchen_.*|activation_func_fp8_input_store|"
+        "disable_parameter_transpose_cache": _FLOAT8,
         "num_layers|hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|kv_channels|normalization|layernorm_.*|"
         "gated_linear_unit|activation_func|activation_func_clamp_value|glu_linear_offset|add_bias_linear|add_qkv_bias|qk_layernorm|qk_l2_norm|"
         "qk_clip.*|softmax_.*|window_.*|no_rope_freq|rotary_.*|mrope_section|fused_single_qkv_rope|attention_output_gate|"

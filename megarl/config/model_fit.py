@@ -9,6 +9,7 @@ from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import megatron_sections
 from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
+from megarl.config.schema.models import FLOAT8_TOKENS
 from megarl.config.schema.supervised import TuningConfig
 
 ACTOR_KEY = "actor_rollout_ref.actor.megatron"
@@ -210,6 +211,8 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
         )
     yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
     yield from _layer_problems(key, megatron, model.num_layers)
+    if megatron.fp8 is not None:
+        yield from _float8_problems(key, megatron, model)
     yield from _expert_problems(
         model,
         (f"{key}.expert_model_parallel_size", megatron.expert_model_parallel_size),
@@ -261,6 +264,27 @@ def _layer_problems(key: str, megatron: MegatronConfig, layers: int) -> Iterator
         yield (
             f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; {wanted}"
         )
+
+
+def _float8_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
+    """cuBLAS's products in float8 take rows of multiples of 16; Megatron-core 0.19.2 has layers in bfloat16 on one stage at each end."""
+    tp, etp, moe = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size, model.moe
+    widths = [(name, size, tp) for name, size in _widths(model).items() if name.endswith("ffn_hidden_size")]
+    if moe is not None:
+        widths.append(("the experts' ffn_hidden_size", moe.ffn_hidden_size, etp))
+    for name, size, ranks in widths:
+        if size % ranks == 0 and size // ranks % FLOAT8_TOKENS:
+            yield (
+                f"{key}.fp8={megatron.fp8}: each of {ranks} ranks has {size // ranks} of {name}={size}, no multiple of {FLOAT8_TOKENS}, which products "
+                "in float8 need; share it among fewer ranks"
+            )
+    most = model.num_layers // megatron.pipeline_model_parallel_size
+    for end in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(megatron, end) > most:
+            yield f"{key}.{end}={getattr(megatron, end)} is more than the {most} layers of a pipeline stage, which is the most"
+    both = megatron.num_layers_at_start_in_bf16 + megatron.num_layers_at_end_in_bf16
+    if both >= model.num_layers:
+        yield f"{key}.fp8={megatron.fp8}: {both} layers in bfloat16 leave none of num_layers={model.num_layers}; set it to null"
 
 
 def _expert_problems(model: ModelFacts, ep: tuple[str, int], etp: tuple[str, int]) -> Iterator[str]:

@@ -10,6 +10,8 @@ of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 - Experts are given equally many tokens.
 
 - A norm that is part of a linear layer with adapters is computed again for these, in float32.
+- A layer that computes in float8 keeps its input quantised, along its columns; the output of attention and the input of shared experts, which
+  others keep too, as they are.
 
 Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs, and attention
 copies of its values, so that the fused tensor goes; without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from megarl.costs.float8 import in_layer, quantised
 from megarl.costs.tensors import CORE_ATTENTION, ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models.lora import COLUMNS, ROWS
@@ -35,11 +38,13 @@ class RankPass:
     Attributes:
         tensors: of the stage: which weights are trained, and which have adapters.
         tokens: of the micro-batch on this rank, before they are split over tensor parallel ranks.
+        float8: the names of the stage's layers that compute in float8.
     """
 
     use: ModelUse
     tensors: StageTensors
     tokens: int
+    float8: frozenset[str] = frozenset()
 
     @cached_property
     def _modules(self) -> set[str]:
@@ -49,6 +54,13 @@ class RankPass:
     def keeps(self, module: str) -> bool:
         """Whether a linear layer ("0:decoder.layers.1.mlp.linear_fc1") keeps its input."""
         return module in self._modules
+
+    def input_bytes(self, elements: int, *modules: str) -> int:
+        """Bytes that linear layers keep of their common input: one tensor for all, or in float8 one each."""
+        keeping = sum(map(self.keeps, modules))
+        if in_layer(modules[0]) in self.float8:
+            return keeping * quantised(elements)
+        return (keeping > 0) * elements * self.use.itemsize
 
     @property
     def own(self) -> int:
@@ -113,15 +125,16 @@ def complete(run: RankPass) -> RankPass:
 def head_bytes(run: RankPass) -> int:
     """Bytes that the last stage keeps after its layers, if every token counts."""
     hidden = run.use.config.hidden_size
-    final = _norm(run, hidden, run.own, used=False)
+    final = _norm(run, hidden, run.own)
     if run.use.head == "value":
         return final + run.own * hidden * FLOAT32
     return final + run.tokens * (hidden * run.use.itemsize + 2 * FLOAT32)
 
 
-def _norm(run: RankPass, width: int, tokens: int, used: bool) -> int:
-    """A norm's input, the root of its mean square, and `used`, its output."""
-    return tokens * ((1 + used) * width * run.use.itemsize + FLOAT32)
+def _norm(run: RankPass, width: int, tokens: int, *linears: str) -> int:
+    """A norm's input, the root of its mean square, and its output, the input of the linear layers."""
+    kept = run.input_bytes(tokens * width, *linears) if linears else 0
+    return tokens * (width * run.use.itemsize + FLOAT32) + kept
 
 
 def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
@@ -162,8 +175,7 @@ def _grouped_attention(run: RankPass, name: str) -> int:
         )  # queries of several groups are put together before their norm
         each += item * copies * queries + FLOAT32 * (heads + groups)
     each += _core(run, heads, queries, name + "linear_proj")
-    used = run.keeps(name + "linear_qkv")
-    return run.tokens * each + _norm(run, config.hidden_size, run.own, used)
+    return run.tokens * each + _norm(run, config.hidden_size, run.own, name + "linear_qkv")
 
 
 def _latent_attention(run: RankPass, name: str) -> int:
@@ -185,39 +197,38 @@ def _latent_attention(run: RankPass, name: str) -> int:
     trimmed = heads * mla.v_head_dim if padded else None
     each += _core(run, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
-    used = any(map(run.keeps, down)) and not run.use.recomputes("layernorm")
-    size = run.tokens * each + _norm(run, config.hidden_size, run.own, used)
-    up = not run.use.recomputes(
-        "mla_up_proj"
-    )  # norms of latent vectors are computed again with what follows them
+    used = [] if run.use.recomputes("layernorm") else down
+    size = run.tokens * each + _norm(run, config.hidden_size, run.own, *used)
+    # Norms of latent vectors are computed again with what follows them.
+    up = [] if run.use.recomputes("mla_up_proj") else ["linear_q_up_proj", "linear_kv_up_proj"]
     if mla.q_lora_rank is not None:
-        size += _norm(run, mla.q_lora_rank, run.own, up and run.keeps(name + "linear_q_up_proj"))
-    size += _norm(run, mla.kv_lora_rank, run.own, up and run.keeps(name + "linear_kv_up_proj"))
+        size += _norm(run, mla.q_lora_rank, run.own, *(name + part for part in up[:1]))
+    size += _norm(run, mla.kv_lora_rank, run.own, *(name + part for part in up[1:]))
     return (
         size + run.own * mla.qk_rope_head_dim * item
     )  # in addition to the latent keys and values, in one tensor
 
 
-def _gated(run: RankPass, width: int, fc2: str, weighted: bool = False) -> int:
-    """Gate and up, and their product; of a token. `weighted`: by the router's probabilities."""
-    inner = run.keeps(fc2) + (0 if run.use.fused else 2 + weighted)
+def _gated(run: RankPass, tokens: int, width: int, fc2: str, weighted: bool = False) -> int:
+    """Gate and up, and their product. `weighted`: by the router's probabilities."""
+    size = tokens * width * run.use.itemsize
     if weighted and run.use.recomputes("moe_act"):
-        inner = 0
-    return (2 + inner) * width * run.use.itemsize
+        return 2 * size
+    return (2 if run.use.fused else 4 + weighted) * size + run.input_bytes(tokens * width, fc2)
 
 
 def _dense(run: RankPass, name: str) -> int:
     config = run.use.config
-    gated = _gated(run, config.ffn_hidden_size // run.use.layout.tp, name + "linear_fc2")
-    norm = _norm(run, config.hidden_size, run.own, run.keeps(name + "linear_fc1"))
-    return run.tokens * gated + norm
+    gated = _gated(run, run.tokens, config.ffn_hidden_size // run.use.layout.tp, name + "linear_fc2")
+    return gated + _norm(run, config.hidden_size, run.own, name + "linear_fc1")
 
 
 def _experts(run: RankPass, name: str) -> int:
     """Norm, router, routed experts, shared experts."""
     config, moe = run.use.config, run.use.config.moe
     # The router keeps its input, a layer of experts that is computed again, too.
-    size = _norm(run, config.hidden_size, run.own, used=not run.use.recomputes("layernorm"))
+    size = _norm(run, config.hidden_size, run.own)
+    size += 0 if run.use.recomputes("layernorm") else run.hidden
     if run.use.recomputes("moe"):
         return size
     if run.use.fused:  # scores and the map of who goes where, and two rows for each expert by which tokens are sorted and put back
@@ -226,14 +237,12 @@ def _experts(run: RankPass, name: str) -> int:
         scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
         size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
     width = moe.ffn_hidden_size // run.use.layout.etp
-    each = _gated(run, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
-    if run.keeps(name + "experts.linear_fc1"):
-        each += config.hidden_size * run.use.itemsize
-    size += run.routed * each
+    size += _gated(run, run.routed, width, name + "experts.linear_fc2", weighted=True) + FLOAT32 * run.routed
+    size += run.input_bytes(run.routed * config.hidden_size, name + "experts.linear_fc1")
     if run.use.recomputes("shared_experts"):
         return size
     shared = name + "shared_experts.linear_fc2"
-    return size + run.tokens * _gated(run, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
+    return size + _gated(run, run.tokens, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
 
 
 def _adapters(run: RankPass, name: str) -> int:

@@ -16,7 +16,8 @@ import torch
 
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, causal_pairs
-from megarl.costs.speed import Machine, decode_kernels
+from megarl.costs.layer_kernels import decode_kernels
+from megarl.costs.speed import Machine
 from megarl.models import (
     ModelConfig,
     logical_tensors,

@@ -40,6 +40,20 @@ class Hardware:
     nic: float
     host: float
 
+    def products(self, float8: bool) -> float:
+        """FLOP/s of products in float8, or in bfloat16.
+
+        Raises:
+            ValueError: it has none in float8.
+        """
+        if not float8:
+            return self.bf16
+        if self.fp8 is None:
+            raise ValueError(
+                f"--hardware {self.name} has no products in float8, which megatron.fp8 asks for; set that to null"
+            )
+        return self.fp8
+
 
 TABLE = {
     gpu.name: gpu
@@ -61,6 +75,9 @@ class Assumptions:
 
     - matmul: dense matrices of forward and backward passes alone, of bf16. experts: grouped ones with full tiles. attention: scores and
       their products with values: FlashAttention-3 has 430 to 620 TFLOP/s with causal masks of 512 to 16,384 tokens (pytorch/benchmark 2391).
+    - float8: products of blocks in float8 in forward and backward passes, as part of fp8, times `matmul` or `experts`: 1.5 times as fast as in bf16.
+      NVIDIA has 1.75 times for large products on Hopper and at least 1.25 times for most others (developer.nvidia.com, "Boosting Matrix
+      Multiplication Speed and Flexibility with NVIDIA cuBLAS 12.9", 2025-05).
     - decode, prefill: generated tokens and prompts, of bf16 or fp8.
     - hbm: the memory's bandwidth, of weights and activations (0.78 to 0.92 of an H100's in profiles and copies); cache: of a paged
       cache in decoding (0.42 to 0.57 in a profile of a 70B model, mikamirai.com 2026-03); sparse: of experts' weights in decoding
@@ -80,6 +97,7 @@ class Assumptions:
     matmul: float = 0.65
     experts: float = 0.5
     attention: float = 0.55
+    float8: float = 0.75
     decode: float = 0.4
     prefill: float = 0.5
     hbm: float = 0.8

@@ -18,6 +18,7 @@ from megarl.costs.activations import (
     stage_layers,
     waiting_bytes,
 )
+from megarl.costs.float8 import float8_layers, quantised, weight_copies
 from megarl.costs.tensors import (
     ModelUse,
     StageTensors,
@@ -97,8 +98,9 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
 
 def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     held = training_bytes(use, tensors, stage)
-    trained = RankPass(use, tensors, use.tokens // use.layout.cp)
-    evaluated = RankPass(use, tensors, use.evaluated // use.layout.cp)
+    float8 = float8_layers(use, stage)
+    trained = RankPass(use, tensors, use.tokens // use.layout.cp, float8)
+    evaluated = RankPass(use, tensors, use.evaluated // use.layout.cp, float8)
     kept = stage_bytes(trained, stage) if use.trainable else 0
     return StageBytes(
         replace(held, weights=held.weights + float32_buffers(use, stage)),
@@ -138,7 +140,8 @@ def _peak(run: RankPass, stage: int) -> int:
         moments += [before + extra + _exact(run) for extra in _backward_moments(whole, layer)]
     more = run.hidden * (use.layout.vpp is not None) + run.tokens * MICRO_BATCH
     shared = gathered_bytes(run.use, run.tensors) + unreduced_bytes(run.use, run.tensors)
-    return max(moments) + more + _dummy_gradients(run) + shared
+    copies = weight_copies(run.tensors.weights, run.float8, backward=True)
+    return max(moments) + more + _dummy_gradients(run) + shared + copies
 
 
 def _turns(layers: list[Layer], full: bool) -> Iterator[Layer]:
@@ -154,6 +157,8 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     config, layout, item = run.use.config, run.use.layout, run.use.itemsize
     attention = attention_bytes(run, layer.name)
     whole = attention + mlp_bytes(run, layer.name, layer.is_moe)
+    if layer.name in run.float8:
+        yield from _float8_forward(run, layer, whole)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
         yield whole + 4 * run.routed * config.hidden_size * item + (1 + _shared_experts(run)) * run.hidden
@@ -162,6 +167,44 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     yield attention + norm + run.gathered + 2 * run.tokens * config.ffn_hidden_size // layout.tp * item
     outputs = run.tokens * config.hidden_size * item  # before they are scattered
     yield whole + outputs + (run.hidden if layout.tp > 1 else 0)
+
+
+def _float8_forward(run: RankPass, layer: Layer, whole: int) -> Iterator[int]:
+    """A layer's tensors at a time in its forward pass; `whole`: all that it keeps. Between two linear layers their values are in the model's type
+    and quantised; experts' rows are filled up, before and after, to multiples of 16."""
+    config, layout, item = run.use.config, run.use.layout, run.use.itemsize
+    if layer.is_moe:
+        assert config.moe is not None
+        product = run.routed * config.moe.ffn_hidden_size // layout.etp
+        # Permuted, exchanged, sorted and filled up tokens, the outputs of these and of tokens alone.
+        around = (1 + _shared_experts(run)) * run.hidden
+        yield whole + 6 * run.routed * config.hidden_size * item + product * item + around
+        return
+    product = run.tokens * config.ffn_hidden_size // layout.tp
+    yield whole + product * item + quantised(product) + run.tokens * config.hidden_size * item
+
+
+def _float8_backward(run: RankPass, layer: Layer, whole: int) -> Iterator[int]:
+    """The same in its backward pass: gradients of outputs are quantised along rows and columns."""
+    config, layout, item = run.use.config, run.use.layout, run.use.itemsize
+    if layer.is_moe:
+        assert config.moe is not None
+        product, hidden = (
+            run.routed * config.moe.ffn_hidden_size // layout.etp,
+            run.routed * config.hidden_size,
+        )
+        around = (1 + _shared_experts(run)) * run.hidden
+        kept = run.input_bytes(product, layer.name + "mlp.experts.linear_fc2")
+        # The outputs' gradient, filled up and quantised, and that of the product; then those of gate and up, and of the input.
+        yield whole + 2 * hidden * item + 2 * quantised(hidden) + product * item + around
+        yield whole - kept + 2 * quantised(2 * product) + 2 * hidden * item + around
+        return
+    product, outputs = run.tokens * config.ffn_hidden_size // layout.tp, run.tokens * config.hidden_size
+    kept = run.input_bytes(product, layer.name + "mlp.linear_fc2")
+    yield whole + 2 * quantised(outputs) + product * item
+    # The input's gradient before and after it is scattered; the output of a layer that is computed again.
+    inputs = outputs * item + run.hidden * ((layout.tp > 1) + (run.use.recompute == "full"))
+    yield whole - kept + 2 * quantised(2 * product) + run.gathered + inputs
 
 
 def _adapter_moments(run: RankPass, layer: Layer) -> Iterator[int]:
@@ -184,6 +227,8 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     config, layout, item = run.use.config, run.use.layout, run.use.itemsize
     attention = attention_bytes(run, layer.name)
     whole = attention + mlp_bytes(run, layer.name, layer.is_moe) + run.hidden
+    if layer.name in run.float8:
+        yield from _float8_backward(run, layer, whole)
     if layer.is_moe:
         moe = config.moe
         assert moe is not None
@@ -194,7 +239,7 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     else:
         linear, outputs = layer.name + "mlp.linear_fc1", run.tokens * config.hidden_size * item
         product = run.tokens * config.ffn_hidden_size // layout.tp * item
-        kept = product * run.keeps(layer.name + "mlp.linear_fc2")
+        kept = run.input_bytes(product // item, layer.name + "mlp.linear_fc2")
         yield whole + run.gathered + product  # gradients of the second linear layer's output and input
         yield whole - kept + 3 * product  # of the product, and of gate and up
         yield (
@@ -248,7 +293,8 @@ def _evaluating(run: RankPass, stage: int) -> int:
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
         first, routed = 3 * moe.ffn_hidden_size // layout.etp, run.routed * item
         more = around + (1 + _shared_experts(run)) * hidden
-        parts.append(routed * (4 * config.hidden_size + first) + more)
+        tokens = 6 if run.float8 else 4  # as in `_float8_forward`
+        parts.append(routed * (tokens * config.hidden_size + first) + more)
         if any(
             slot.number is not None for slot, _ in run.tensors.slots
         ):  # and each expert's sum, and these together
@@ -264,7 +310,9 @@ def _evaluating(run: RankPass, stage: int) -> int:
         # And the live positions' hidden states, the stage's input, the last norm's output; an input of another micro-batch.
         live = run.tokens * config.hidden_size * item
         others.append(_head(run) + live + (2 + (layout.vpp is not None)) * hidden)
-    shared = gathered_bytes(run.use, run.tensors)
+    shared = gathered_bytes(run.use, run.tensors) + weight_copies(
+        run.tensors.weights, run.float8, backward=False
+    )
     return max(max(parts, default=0) + _exact(run), *others, 0) + run.tokens * MICRO_BATCH + shared
 
 

@@ -13,6 +13,7 @@ from math import log2
 
 from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
 from megarl.costs.hardware import Assumptions, Hardware
+from megarl.costs.layer_kernels import between_bytes, launches, quantising_bytes, quantising_launches
 from megarl.costs.tensors import CORE_ATTENTION
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, head_chunk_tokens
@@ -37,61 +38,6 @@ def pipeline_seconds(stages: Sequence[float], micro_batches: int, chunks: int = 
 def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Part of the time that a stage waits, if all take equally long: (p - 1) / (m v + p - 1)."""
     return (stages - 1) / (micro_batches * chunks + stages - 1)
-
-
-# Costs of a layer other than its matrices: launched kernels, and bytes read and written between the matrices. Counted from the operations
-# of a layer's forward pass:
-#
-# - Generating (vLLM's and SGLang's layers): norm, projections, rotation, cache write, attention in two kernels, output; latent attention
-#   also has its down projections, their norms and two absorbed matrices; an MLP is two matrices and their gate; experts are router,
-#   scores, choice, sorting, two grouped matrices, gate and sum.
-# - Training (Megatron-core with Transformer Engine's kernels): the same with permutations, exchanges and residuals; autograd and the
-#   modules' own Python add more launches. Grouped matrices are a launch for each local expert, from C++.
-# - Bytes: a fused norm reads and writes its tensor once; one made of torch's operations goes through it in float32: up, square, mean,
-#   scale, down, weight (36 bytes for 4). Rotations (22 for 4) and gated units (10 for 6 of their product's elements) likewise.
-
-_DECODE = {"attention": 10, "latent": 6, "mlp": 4, "experts": 14}
-_TRAIN = {"attention": 18, "latent": 10, "mlp": 6, "experts": 40}
-_GROUPED = 0.5  # launches of both grouped matrices for a local expert, as parts of a launch from Python
-_NORM, _ROTATION, _GATE = (4, 36), (4, 22), (6, 10)  # bytes of an element in bfloat16: fused, not fused
-_RESIDUAL = 6  # two read, one written
-_ROUTED = 12  # of a token's copy: permuted, sorted and put back
-
-
-def decode_kernels(config: ModelConfig, layer: LayerFlops) -> int:
-    """Kernels of a layer in an engine's step."""
-    return _parts(_DECODE, config, layer)
-
-
-def launches(config: ModelConfig, layer: LayerFlops, local_experts: int) -> float:
-    """Kernel launches from Python in a layer's forward pass in training."""
-    return _parts(_TRAIN, config, layer) + (_GROUPED * local_experts if layer.is_moe else 0.0)
-
-
-def _parts(counts: dict[str, int], config: ModelConfig, layer: LayerFlops) -> int:
-    total = counts["attention"] + (counts["latent"] if config.mla is not None else 0)
-    return total + counts["mlp"] * layer.shared + counts["experts"] * layer.is_moe
-
-
-def between_bytes(config: ModelConfig, layer: LayerFlops, itemsize: int, fused: bool) -> float:
-    """Bytes of a token in a layer's forward pass, between its matrices and attention."""
-    norm, rotation, gate = (pair[not fused] for pair in (_NORM, _ROTATION, _GATE))
-    hidden, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
-    total = 2.0 * hidden * (norm + _RESIDUAL)
-    if mla is None:
-        queries = (heads + config.num_query_groups) * config.head_dim
-        total += queries * rotation
-        total += queries * norm if config.qk_norm else 0.0
-    else:
-        queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        latent = (mla.q_lora_rank or 0) + mla.kv_lora_rank
-        # Queries and keys are put together of a part that is rotated and one that is not.
-        total += latent * norm + 2 * queries * rotation
-    if layer.shared:
-        total += (config.moe.shared_ffn_hidden_size if layer.is_moe else config.ffn_hidden_size) * gate
-    if layer.is_moe:
-        total += config.moe.top_k * (hidden * _ROUTED + config.moe.ffn_hidden_size * gate)
-    return total * itemsize / 2
 
 
 GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
@@ -174,6 +120,7 @@ class Passes:
         itemsize: bytes of a weight and of an activation.
         on_host: whether optimizer states are there, and pass through the device.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
+        float8, bf16_ends: as in `ModelUse`.
     """
 
     config: ModelConfig
@@ -186,13 +133,23 @@ class Passes:
     itemsize: int = 2
     on_host: bool = False
     fused: bool = True
+    float8: bool = False
+    bf16_ends: tuple[int, int] = (0, 0)
 
-    def layer(self, layer: LayerFlops, tokens: float, length: float) -> LayerSeconds:
+    @property
+    def in_float8(self) -> list[bool]:
+        """Of each layer, whether it computes in float8."""
+        (first, last), count = self.bf16_ends, len(self.flops.layers)
+        return [self.float8 and first <= layer < count - last for layer in range(count)]
+
+    def layer(self, layer: LayerFlops, tokens: float, length: float, float8: bool = False) -> LayerSeconds:
         """Seconds of a micro-batch of `tokens`, over its context parallel ranks, in texts of `length`."""
-        layout, gpu, assumed, item = self.layout, self.machine.gpu, self.machine.assumed, self.itemsize
+        layout, gpu, assumed = self.layout, self.machine.gpu, self.machine.assumed
+        item = 1 if float8 else self.itemsize
         ranks, read = layout.tp * layout.cp, gpu.hbm * assumed.hbm
+        peak = gpu.products(float8) * (assumed.float8 if float8 else 1.0)
         weights = layer.dense / layout.tp
-        dense = max(2 * layer.dense * tokens / ranks / (gpu.bf16 * assumed.matmul), weights * item / read)
+        dense = max(2 * layer.dense * tokens / ranks / (peak * assumed.matmul), weights * item / read)
         experts, local = 0.0, 0
         if layer.is_moe:
             moe = self.config.moe
@@ -200,15 +157,22 @@ class Passes:
             own = layer.experts / (layout.ep * layout.etp)
             rows = tokens / ranks * layout.ep * layout.etp * moe.top_k / moe.num_experts
             operations = 2 * layer.active * tokens / ranks * _whole_tiles(rows)
-            experts = max(operations / (gpu.bf16 * assumed.experts), own * item / read)
+            experts = max(operations / (peak * assumed.experts), own * item / read)
             weights += own
         pairs = layer.pair * causal_pairs(length) * tokens / ranks
+        between, count = (
+            between_bytes(self.config, layer, self.itemsize, self.fused),
+            launches(self.config, layer, local),
+        )
+        if float8:
+            between += quantising_bytes(self.config, layer, self.trained is not None)
+            count += quantising_launches(self.config, layer, local)
         return LayerSeconds(
             dense + experts,
             pairs / (gpu.bf16 * assumed.attention),
-            between_bytes(self.config, layer, item, self.fused) * tokens / ranks / read,
+            between * tokens / ranks / read,
             self._sent(layer, tokens),
-            launches(self.config, layer, local) * assumed.dispatch,
+            count * assumed.dispatch,
             2 * GRADIENT * weights / read if self.trained == "weights" else 0.0,
         )
 
@@ -246,7 +210,8 @@ class Passes:
     def stages(self, tokens: float, length: float) -> list[float]:
         """Seconds of each pipeline stage for a micro-batch: forward, and backward if the model is trained."""
         layout = self.layout
-        known = {layer: self._both(self.layer(layer, tokens, length)) for layer in set(self.flops.layers)}
+        kinds = list(zip(self.flops.layers, self.in_float8, strict=True))
+        known = {kind: self._both(self.layer(kind[0], tokens, length, kind[1])) for kind in set(kinds)}
         head = self._head_seconds(tokens)
         border = 0.0
         if layout.pp > 1:  # hidden states come from the stage before, their gradients from the one after
@@ -256,7 +221,7 @@ class Passes:
         found = []
         for stage in range(layout.pp):
             chunks = layers_of(layout, self.config.num_layers, stage)
-            layers = sum(known[self.flops.layers[layer]] for chunk in chunks for layer in chunk)
+            layers = sum(known[kinds[layer]] for chunk in chunks for layer in chunk)
             found.append(layers + border + (head if stage == layout.pp - 1 else 0.0))
         return found
 

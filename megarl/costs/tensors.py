@@ -62,6 +62,7 @@ class ModelUse:
         on_host: whether optimizer states are there (`optimizer_cpu_offload`).
         recompute: None, "selective" or "full". recompute_modules: of "selective".
         fused: whether Transformer Engine's kernels are there.
+        float8: whether linear layers compute in float8; bf16_ends: the first and the last layers of which that do not.
         chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
     """
 
@@ -83,6 +84,13 @@ class ModelUse:
     recompute_modules: tuple[str, ...] = CORE_ATTENTION
     chunk_tokens: int | None = None
     fused: bool = True
+    float8: bool = False
+    bf16_ends: tuple[int, int] = (0, 0)
+
+    def computes_in_float8(self, layer: int) -> bool:
+        """Whether the layer of this number in the model does."""
+        first, last = self.bf16_ends
+        return self.float8 and first <= layer < self.config.num_layers - last
 
     def recomputes(self, module: str) -> bool:
         """Whether a part of each layer, one of `recompute_modules`, is computed again by itself."""

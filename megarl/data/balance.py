@@ -349,14 +349,15 @@ def _plan_one(
 
 
 def aligned_lengths(
-    lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False
+    lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False, multiple: int = 1
 ) -> npt.NDArray[np.int64]:
     """Packed tokens of each sequence of a micro-batch [rows], with the padding that gives ranks even shares.
 
     Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
-    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened.
+    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened. So it is for `multiple`, which divides the
+    tokens of each rank's part.
     """
-    unit, total_unit = _units(tp, cp, sequence_parallel)
+    unit, total_unit = _units(tp, cp, sequence_parallel, multiple)
     aligned = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit
     aligned[-1] += -aligned.sum() % total_unit
     return aligned
@@ -369,19 +370,20 @@ def aligned_total(
     tp: int = 1,
     cp: int = 1,
     sequence_parallel: bool = False,
+    multiple: int = 1,
 ) -> int:
     """The sum of `aligned_lengths` of micro-batches, given as rows of `lengths`."""
-    unit, total_unit = _units(tp, cp, sequence_parallel)
+    unit, total_unit = _units(tp, cp, sequence_parallel, multiple)
     sums = sums_of(-(-lengths // unit) * unit, parts)
     return int((-(-sums // total_unit) * total_unit).sum())
 
 
-def _units(tp: int, cp: int, sequence_parallel: bool) -> tuple[int, int]:
+def _units(tp: int, cp: int, sequence_parallel: bool, multiple: int) -> tuple[int, int]:
     """The numbers of which the tokens of a sequence, and of a micro-batch, are multiples."""
-    unit = 2 * cp if cp > 1 else 1
-    if not sequence_parallel:
-        return unit, 1
-    return unit, cp * int(np.lcm(tp, 2)) if cp > 1 else tp
+    own = tp * multiple if sequence_parallel else multiple  # of a context parallel rank
+    if cp == 1:
+        return 1, own
+    return 2 * cp, cp * int(np.lcm(own, 2))
 
 
 def sums_of(values: np.ndarray, parts: Sequence[Sequence[int]]) -> np.ndarray:

@@ -10,6 +10,7 @@ checks as JSON lines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import traceback
@@ -61,6 +62,7 @@ def difference(pair: Compared) -> float:
     return float((found - expected).abs().max()) / max(scale, 1e-30) if found.numel() else 0.0
 
 
+FLOAT8 = 1e-1  # e4m3 has 4 bits
 BF16 = 2e-2  # of the largest number: bfloat16 has 8 bits, sums are of some hundred products
 LENGTHS = (70, 1, 129, 56)
 Case = Callable[[str], Iterator[Compared]]
@@ -144,7 +146,17 @@ def _te_attention(device: str, heads: int, groups: int, width: int, value_width:
     yield from with_gradients(found.view(expected.shape), expected, leaves)
 
 
-def _te_norm_linear(device: str) -> Iterator[Compared]:
+@contextlib.contextmanager
+def _in_float8(enabled: bool) -> Iterator[None]:
+    """Products in float8 blocks within, as in layers with `megarl.megatron.float8`."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    with te.fp8_autocast(enabled=enabled, fp8_recipe=Float8BlockScaling()):
+        yield
+
+
+def _te_norm_linear(device: str, float8: bool = False) -> Iterator[Compared]:
     """RMSNorm and the product behind it, in one module."""
     import transformer_engine.pytorch as te
 
@@ -154,7 +166,8 @@ def _te_norm_linear(device: str) -> Iterator[Compared]:
     )
     norm = module.layer_norm_weight.detach().float().requires_grad_()
     weight = module.weight.detach().float().requires_grad_()
-    found = module(x)
+    with _in_float8(float8):
+        found = module(x)
     scaled = x_too * torch.rsqrt(x_too.square().mean(-1, keepdim=True) + 1e-6) * norm
     expected = scaled @ weight.T
     leaves = [
@@ -173,16 +186,17 @@ def _te_norm(device: str) -> Iterator[Compared]:
     yield from with_gradients(found, expected, [("the input", x, x_too)])
 
 
-def _te_experts(device: str) -> Iterator[Compared]:
+def _te_experts(device: str, float8: bool = False) -> Iterator[Compared]:
     """Products of several experts at once; one of them has no token."""
     import transformer_engine.pytorch as te
 
-    splits = [64, 0, 33, 159]
+    splits = [64, 0, 32, 160] if float8 else [64, 0, 33, 159]
     x, x_too = made(device, sum(splits), 256, seed=6)
     module = te.GroupedLinear(len(splits), 256, 320, bias=False, params_dtype=torch.bfloat16, device=device)
     weights = [getattr(module, f"weight{number}") for number in range(len(splits))]
     copies = [weight.detach().float().requires_grad_() for weight in weights]
-    found = module(x, splits)
+    with _in_float8(float8):
+        found = module(x, splits)
     expected = torch.cat([part @ copy.T for part, copy in zip(x_too.split(splits), copies, strict=True)])
     experts = ((f"expert {number}", weights[number], copies[number]) for number in (0, 2, 3))
     yield from with_gradients(found, expected, [("the input", x, x_too), *experts])
@@ -256,6 +270,8 @@ TRANSFORMER_ENGINE: dict[str, tuple[Case, float]] = {
     "RMSNorm": (_te_norm, BF16),
     "RMSNorm and a product": (_te_norm_linear, BF16),
     "products of experts": (_te_experts, BF16),
+    "RMSNorm and a product in float8": (lambda device: _te_norm_linear(device, True), FLOAT8),
+    "products of experts in float8": (lambda device: _te_experts(device, True), FLOAT8),
     "rotary embedding": (_te_rotary, BF16),
     "Adam": (_te_adam, 1e-5),
 }

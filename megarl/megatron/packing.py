@@ -2,8 +2,8 @@
 
 Promises:
 - No padding but alignment. With context parallelism every sequence is lengthened to a multiple of 2*cp; with
-  sequence parallelism the last sequence is lengthened further, until every rank's tokens divide by tp. Added
-  tokens have id 0, a false mask and zero fields; `PackedBatch.num_padding` counts them. Attention is causal,
+  sequence parallelism the last sequence is lengthened further, until every rank's tokens divide by tp; for
+  products in float8, until they are multiples of what these need. Added tokens have id 0, a false mask and zero fields; `PackedBatch.num_padding` counts them. Attention is causal,
   so tokens at a sequence's end change nothing before them.
 - Context-parallel sharding is Transformer Engine's for THD: of each sequence's 2*cp equal chunks, rank r
   holds chunk r and then chunk 2*cp-1-r.
@@ -302,12 +302,14 @@ class Alignment(TypedDict, total=False):
     tp, cp: tensor and context parallel sizes.
     cp_rank: the context parallel rank whose part is arranged.
     sequence_parallel: whether tensor parallel ranks share a rank's tokens.
+    multiple: divides the tokens of each rank's part (`MegatronConfig.token_multiple`).
     """
 
     tp: int
     cp: int
     cp_rank: int
     sequence_parallel: bool
+    multiple: int
 
 
 def arrange_trajectories(
@@ -434,6 +436,7 @@ def _arrange(
     cp: int = 1,
     cp_rank: int = 0,
     sequence_parallel: bool = False,
+    multiple: int = 1,
 ) -> HostBatch:
     """Lay sequences end to end, aligned, and take this context parallel rank's part.
 
@@ -445,7 +448,7 @@ def _arrange(
         experts: [sum of lengths - 1, layers, top_k]; of all tokens but each sequence's last.
     """
     assert len(lengths) > 0, "a packed batch holds at least one sequence"
-    aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+    aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel, multiple=multiple)
     bounds = np.concatenate([[0], np.cumsum(aligned)])
     starts, local = bounds[:-1], zigzag(bounds, cp)[cp_rank]
     earlier = np.zeros_like(aligned) if shared is None else shared

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.megatron.build import gather_parameters, unwrap
+from megarl.megatron.float8 import forget_float8_weights
 from megarl.megatron.fsdp import release
 from megarl.megatron.optimizer import loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.packing import PackedBatch
@@ -104,9 +105,11 @@ def train_step(
 
 
 def forget_pass(chunks: Sequence[torch.nn.Module]) -> None:
-    """Release the stage's input of the last micro-batch, which decoders keep."""
+    """Release what modules keep of a pass: the stage's input of the last micro-batch, and float8 copies of weights."""
     for chunk in unwrap(list(chunks)):
         chunk.decoder.input_tensor = None
+        if chunk.config.fp8 is not None:
+            forget_float8_weights(chunk)
 
 
 def _run_schedule(

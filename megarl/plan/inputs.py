@@ -196,6 +196,10 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         pool = config.resource_pools[facts.section.resource_pool]
     megatron, training = facts.section.megatron, {}
     layout = layout_of(megatron, pool)
+    evaluated = _evaluated_by_actor(config, inputs, facts.tokens) if role == "actor" else facts.tokens
+    unit = (
+        1 if megatron.fp8 is None else megatron.token_multiple * layout.cp * (layout.tp if layout.sp else 1)
+    )
     if facts.trained:
         training = {
             "distributed": megatron.use_distributed_optimizer,
@@ -209,8 +213,8 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
     return ModelUse(
         config=facts.model,
         layout=layout,
-        tokens=facts.tokens,
-        evaluated=_evaluated_by_actor(config, inputs, facts.tokens) if role == "actor" else facts.tokens,
+        tokens=_filled_up(facts.tokens, unit),
+        evaluated=_filled_up(evaluated, unit),
         head=facts.head,
         trainable=facts.trained,
         itemsize=precision(megatron.dtype).itemsize,
@@ -218,9 +222,16 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         adapted=inputs.weights(role, facts.model, facts.lora),
         base_block=facts.base_block,
         chunk_tokens=megatron.log_prob_chunk_tokens,
+        float8=megatron.fp8 is not None,
+        bf16_ends=(megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
         fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,
     )
+
+
+def _filled_up(tokens: int, unit: int) -> int:
+    """Tokens of a micro-batch whose ranks have equal parts for products in float8; else as they are."""
+    return -(-tokens // unit) * unit
 
 
 def _evaluated_by_actor(config: TrainConfig, inputs: PlanInputs, tokens: int) -> int:

@@ -194,6 +194,8 @@ def model_parts(
             precision(megatron.dtype).itemsize,
             update is not None and section.optim.optimizer_cpu_offload,
             fused,
+            megatron.fp8 is not None,
+            (megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
         )
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref

@@ -23,6 +23,7 @@ from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.roles import build_worker, steps_of
 from megarl.shadow.tracker import Made, Phase
 from megarl.shadow.transfers import Moved
+from megarl.shadow.transformer_engine.float8 import FLOAT8_PRODUCT
 from megarl.shadow.values import choose_unevenly
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.model import ModelWorker
@@ -56,6 +57,7 @@ class RankReport:
         sent_buckets: of each bucket for the engines the number of slices, and of kernels that packing it launched.
         moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
+        float8_flops: the part of `flops` that products in float8 have.
         seconds: of a processor. host_peak: bytes of this process.
         assumed: unknown values, and how often they were needed.
         waits: how often the host waited for the device, by phase and line of code.
@@ -75,6 +77,7 @@ class RankReport:
     released: int
     kept_by: list[tuple[Made, int]]
     flops: dict[str, int]
+    float8_flops: dict[str, int]
     log: list[Collective]
     assumed: dict[str, int]
     waits: dict[str, dict[str, int]]
@@ -193,6 +196,7 @@ def _run(
         released=sum(released.stays.values()),
         kept_by=list(released.stays.items())[:LARGEST_LINES],
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
+        float8_flops={name: counts[FLOAT8_PRODUCT] for name, counts in shadow.flops.items()},
         log=shadow.log.calls(),
         assumed=dict(shadow.assumed),
         waits={phase: dict(lines) for phase, lines in shadow.waits.items()},

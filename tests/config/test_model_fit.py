@@ -187,6 +187,34 @@ def test_blocks_in_float8_are_not_cut(tp: int, ep: int, cut: list[str]) -> None:
     assert all(line.startswith("rollout.quantization=fp8: each of ") for line in lines)
 
 
+def test_parts_of_products_in_float8_are_multiples_of_16() -> None:
+    """64 / 8 = 8 and 48 / 2 = 24 are none; without float8 they do."""
+    sizes = {"tensor_model_parallel_size": 8, "expert_tensor_parallel_size": 2}
+    check_model(MegatronConfig(**sizes), Facts(moe=MOE), "megatron")
+    lines = lines_of(lambda: check_model(MegatronConfig(**sizes, fp8="e4m3"), Facts(moe=MOE), "megatron"))
+    assert len(lines) == 3 and all(line.startswith("megatron.fp8=e4m3: each of ") for line in lines)
+    assert "8 ranks has 8 of ffn_hidden_size=64" in lines[0] and "2 ranks has 24 of the experts'" in lines[2]
+    check_model(MegatronConfig(tensor_model_parallel_size=2, fp8="e4m3"), Facts(), "megatron")
+
+
+def test_layers_in_bfloat16_leave_some_in_float8() -> None:
+    """Megatron-core has at most a stage's layers of four at each end."""
+
+    def check(start: int, end: int, stages: int) -> None:
+        layers = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+        check_model(
+            MegatronConfig(**layers, fp8="hybrid", pipeline_model_parallel_size=stages), Facts(), "megatron"
+        )
+
+    check(1, 2, 2)
+    (line,) = lines_of(lambda: check(1, 3, 1))
+    assert line == "megatron.fp8=hybrid: 4 layers in bfloat16 leave none of num_layers=4; set it to null"
+    (line,) = lines_of(lambda: check(3, 0, 2))
+    assert line.startswith(
+        "megatron.num_layers_at_start_in_bf16=3 is more than the 2 layers of a pipeline stage"
+    )
+
+
 def test_why_an_engine_does_not_fit() -> None:
     def check() -> None:
         check_rollout_model(

@@ -45,6 +45,16 @@ def test_a_forward_pass_takes_its_operations() -> None:
     assert pass_floor(passes("adapters"), 64, 200, 800) == pytest.approx(2 * by_hand / 8 / 989e12, rel=1e-3)
 
 
+def test_layers_in_float8_are_bound_by_its_peak() -> None:
+    """Attention and head by that of bfloat16."""
+    layers = 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944)
+    others = 1000 * 28 * 2 * 2 * 28 * 128 * (1000 + 1) / 2 + 800 * 2 * 152064 * 3584
+    for ends, part in (((0, 0), 1.0), ((2, 5), 21 / 28)):
+        ideal = replace(passes(None), float8=True, bf16_ends=ends)
+        seconds = 1000 * 2 * layers * (part / 1979e12 + (1 - part) / 989e12) + others / 989e12
+        assert pass_floor(ideal, 64, 200, 800) == pytest.approx(64 * seconds / 8, rel=1e-3)
+
+
 def test_few_tokens_take_the_time_of_the_weights() -> None:
     weights = 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944)
     assert pass_floor(passes(None), 1, 1, 1) == pytest.approx(weights / 2 * 2 / 3.35e12, rel=1e-3)

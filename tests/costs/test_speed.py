@@ -9,7 +9,8 @@ import pytest
 from megarl.costs.engine import ServedModel, _batches, _scale, generation, spread
 from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
-from megarl.costs.speed import Machine, Passes, bubble, decode_kernels, launches, pass_time, pipeline_seconds
+from megarl.costs.layer_kernels import decode_kernels, launches
+from megarl.costs.speed import Machine, Passes, bubble, pass_time, pipeline_seconds
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.weight_sync.layouts import EngineLayout
@@ -28,7 +29,7 @@ def model(name: str) -> tuple[ModelConfig, ModelFlops]:
 
 
 def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
-    names = ("trained", "recompute", "on_host", "itemsize", "fused")
+    names = ("trained", "recompute", "on_host", "itemsize", "fused", "float8", "bf16_ends")
     how = {key: sizes.pop(key) for key in names if key in sizes}
     config, flops = model(name)
     return Passes(config, flops, ParallelLayout(**sizes), machine, **how)
@@ -53,6 +54,41 @@ def test_one_gpu_computes_and_sends_nothing() -> None:
     assert again - trained == pytest.approx(1000 * (flops.forward(pairs=50) - head) / 1e15)
     (adapted,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="adapters").stages(1000, 99)
     assert adapted == pytest.approx(1000 * (2 * 2 * flops.active + 3.5 * pairs) / 1e15)
+
+
+def test_layers_in_float8_take_half_the_time_but_for_attention_and_head() -> None:
+    """Of 24 layers the first and the last two are in bfloat16: their matrices take the time of bfloat16, as the head's and attention's."""
+    config, flops = model("qwen2.5-0.5b")
+    head, pairs = 2 * config.vocab_size * config.hidden_size, 24 * 2 * 2 * 14 * 64 * 50
+    matrices = 2 * flops.active - head
+    for ends, part in (((0, 0), 1.0), ((1, 2), 21 / 24)):
+        (found,) = passes("qwen2.5-0.5b", COMPUTES, world=1, float8=True, bf16_ends=ends).stages(1000, 99)
+        assert found == pytest.approx(1000 * (head + pairs + matrices * (1 - part / 2)) / 1e15)
+    assumed = Machine(COMPUTES.gpu, replace(ALL, float8=0.5), per_node=8)
+    (slower,) = passes("qwen2.5-0.5b", assumed, world=1, float8=True).stages(1000, 99)
+    assert slower == pytest.approx(1000 * (head + pairs + matrices) / 1e15)
+
+
+def test_inputs_are_quantised_before_they_are_multiplied() -> None:
+    """Read in bfloat16, a byte written for each orientation; of a token in each of 24 layers: the inputs of four linear layers."""
+    inputs = 24 * (896 + 896 + 896 + 4864)
+    sizes = {"world": 1, "machine": Machine(replace(ROUND, bf16=1e24, fp8=1e24), ALL, per_node=8)}
+    for trained, each in ((None, 2 + 1), ("weights", 2 + 1 + 1)):
+        one, other = (
+            passes("qwen2.5-0.5b", trained=trained, float8=there, **sizes) for there in (True, False)
+        )
+        found = [run.layer(run.flops.layers[0], 1000, 99, run.float8).between * 24 for run in (one, other)]
+        assert found[0] - found[1] == pytest.approx(1000 * inputs * each / 1e12)
+
+
+def test_a_gpu_without_float8_is_told() -> None:
+    config, flops = model("qwen2.5-0.5b")
+    with pytest.raises(
+        ValueError, match=r"--hardware A100 has no products in float8, which megatron\.fp8 asks for"
+    ):
+        Passes(config, flops, ParallelLayout(world=1), Machine(TABLE["A100"], ALL, 8), float8=True).stages(
+            9, 9
+        )
 
 
 def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:

@@ -291,6 +291,10 @@ def test_alignment_by_hand():
     assert aligned_lengths([5, 4], tp=4, sequence_parallel=True).tolist() == [5, 7]
     assert aligned_lengths([5, 3], cp=2).tolist() == [8, 4]
     assert aligned_lengths([5, 3], tp=4, cp=2, sequence_parallel=True).tolist() == [8, 8]
+    assert aligned_lengths([5, 4], multiple=16).tolist() == [5, 11]
+    assert aligned_lengths([5, 4], tp=2, sequence_parallel=True, multiple=16).tolist() == [5, 27]
+    assert aligned_lengths([5, 4], tp=2, multiple=16).tolist() == [5, 11]
+    assert aligned_lengths([5, 4], tp=2, cp=2, sequence_parallel=True, multiple=16).tolist() == [8, 56]
 
 
 @pytest.mark.parametrize(

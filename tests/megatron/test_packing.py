@@ -128,15 +128,24 @@ def test_every_packed_token_is_the_right_one(table: pa.Table, cp: int, tp: int, 
 
 
 @settings(deadline=None, max_examples=60)
-@given(trajectories(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())
-def test_padding_is_alignment_only(table: pa.Table, cp: int, tp: int, sp: bool) -> None:
-    batch = arrange_trajectories(table, range(table.num_rows), tp=tp, cp=cp, sequence_parallel=sp).on_device()
-    unit = 2 * cp if cp > 1 else 1
-    tail = (np.lcm(2 * cp, tp * cp) if cp > 1 else tp) if sp else unit
+@given(
+    trajectories(),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.sampled_from([1, 16, 128]),
+)
+def test_padding_is_alignment_only(table: pa.Table, cp: int, tp: int, sp: bool, multiple: int) -> None:
+    how = {"tp": tp, "cp": cp, "sequence_parallel": sp, "multiple": multiple}
+    batch = arrange_trajectories(table, range(table.num_rows), **how).on_device()
+    unit, own = 2 * cp if cp > 1 else 1, (tp if sp else 1) * multiple
+    tail = np.lcm(2 * cp, own * cp) if cp > 1 else own
     assert (np.diff(batch.cu_seqlens.numpy()) % unit == 0).all()
-    assert not sp or batch.num_tokens % tp == 0
+    assert batch.num_tokens % own == 0
     assert batch.num_padding < unit * table.num_rows + tail
-    if unit == 1 and not sp:
+    assert (batch.input_ids.shape[1], len(batch.mask)) == (batch.num_tokens, batch.num_tokens)
+    assert int(batch.mask.sum()) <= sum(map(sum, table["response_mask"].to_pylist()))
+    if unit == own == 1:
         assert batch.num_padding == 0
 
 

@@ -25,6 +25,7 @@ KEYS = {
     "overlap": "overlap_grad_reduce",
     "sharded": "use_distributed_optimizer",
     "dtype": "dtype",
+    "fp8": "fp8",
 }
 DENSE = {
     # name: layers, ranks, micro-batches, layout
@@ -39,6 +40,7 @@ DENSE = {
     "overlap": (4, 8, 3, {"tp": 2, "pp": 2, "overlap": "true"}),
     "interleaved-context-overlap": (4, 8, 4, {"tp": 1, "pp": 2, "vpp": 2, "cp": 2, "overlap": "true"}),
     "float16": (2, 4, 3, {"tp": 2, "pp": 2, "dtype": "float16"}),
+    "float8-context": (4, 8, 3, {"tp": 2, "pp": 2, "cp": 2, "fp8": "hybrid"}),
     "whole-optimizer": (2, 8, 3, {"tp": 1, "pp": 2, "sharded": "false"}),
 }
 EXPERTS = {
@@ -46,6 +48,7 @@ EXPERTS = {
     "experts-4": (2, 8, 2, {"tp": 2, "pp": 1, "ep": 4, "recompute": "full"}),
     "experts-tensor": (2, 8, 2, {"tp": 2, "pp": 1, "ep": 2, "etp": 2}),
     "experts-context": (4, 8, 3, {"tp": 1, "pp": 2, "ep": 2, "cp": 2}),
+    "experts-float8": (2, 4, 2, {"tp": 2, "pp": 1, "ep": 2, "fp8": "e4m3"}),
     "experts-interleaved": (4, 4, 4, {"tp": 1, "pp": 2, "ep": 2, "vpp": 2}),
 }
 

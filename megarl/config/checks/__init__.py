@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.config.checks.data import data_problems, file_problems, template_problems
+from megarl.config.checks.float8 import float8_problems
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.rollout import (
     evaluation_sampling_problems,
@@ -69,6 +70,7 @@ def config_problems(config: C, full: C, data_files: bool = True) -> list[str]:
 
 def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from layout_problems(config)
+    yield from float8_problems(config)
     yield from update_problems(config)
     yield from engine_problems(config)
     yield from training_sampling_problems(config.actor_rollout_ref.rollout)
@@ -106,6 +108,7 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
 
 def _supervised_problems(config: TuningConfig, data_files: bool) -> Iterator[str]:
     yield from layout_problems(config)
+    yield from float8_problems(config)
     yield from update_problems(config)
     yield from training_problems(config)
     for name in ("param_offload", "grad_offload", "optimizer_offload"):

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.config.schema import option, section
 
 ALL_LINEAR = "all-linear"
+FLOAT8_BLOCK, FLOAT8_TOKENS = 128, 16  # of training in float8: values that share a scale; rows of a product
 # Values of other trainers, and what to do instead.
 _FSDP = (
     "megarl trains with Megatron-core: leave the key out; what FSDP shares out Megatron-FSDP does with fsdp=optim_grads_params in "
@@ -166,6 +167,14 @@ class OptimConfig:
     )
 
 
+_ONE_SCALE = "has one scale for a tensor, which {}: the log-probs of a text would depend on its neighbours in a batch; blockwise has not"
+_OTHER_RECIPES = {
+    "delayed": _ONE_SCALE.format("follows from earlier batches"),
+    "tensorwise": _ONE_SCALE.format("follows from all texts of a micro-batch"),
+    "mxfp8": "it is of Blackwell GPUs alone and has not been executed, not even as a shadow; blockwise runs there too",
+    "custom": "a function of one's own would make scales that plans and checks do not know; use blockwise",
+}
+
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts")
 
 
@@ -234,6 +243,23 @@ class MegatronConfig:
     dtype: str | None = option(
         "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
     )
+    fp8: str | None = option(
+        "Linear layers and experts compute in float8, forward and backward, with Transformer Engine on GPUs alone; weights, gradients and "
+        "optimizer states stay as they are, and so do embeddings, norms, attention, routers and heads. e4m3: all of it in e4m3; hybrid: gradients "
+        "of outputs in e5m2. null: in dtype. What no longer holds with it: docs/reproducibility.md.",
+        None,
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = option(
+        "Of fp8: which values share a scale. blockwise: 128 neighbours of a row, and 128 x 128 of a weight.",
+        "blockwise",
+        choices=("blockwise",),
+        refused=_OTHER_RECIPES,
+    )
+    num_layers_at_start_in_bf16: int = option(
+        "Of fp8: so many of the model's first layers stay in dtype.", 0, ge=0
+    )
+    num_layers_at_end_in_bf16: int = option("Of fp8: so many of its last layers likewise.", 0, ge=0)
     param_offload: bool | None = option(
         "Weights leave the devices while they are not used; null: where rollout engines share GPUs with them.",
         None,
@@ -254,3 +280,16 @@ class MegatronConfig:
     override_ddp_config: dict[str, Any] | None = option(
         "Likewise of its DistributedDataParallelConfig.", None
     )
+
+    @property
+    def token_multiple(self) -> int:
+        """The number that divides the tokens of every rank's part of a micro-batch: 1 without float8.
+
+        cuBLAS's float8 products sum over tokens in steps of 16 (`get_fp8_align_size` of megatron-core 0.19.2). Tensor parallel ranks whose
+        parts are multiples of 128 gather their inputs in float8; others gather them in dtype and quantise a second time
+        (`Float8BlockQuantizer.is_quantizable` of Transformer Engine 2.18).
+        """
+        if self.fp8 is None:
+            return 1
+        gathers = self.tensor_model_parallel_size > 1 and self.sequence_parallel is not False
+        return FLOAT8_BLOCK if gathers else FLOAT8_TOKENS

@@ -190,7 +190,11 @@ def _start_model(
         fork_server=run.fork_servers.get(MODEL_PROCESSES),
     )
     run.profiled.append(group)
-    batching = replace(batching, pair_share=model_flops(model, spec.head).pair_share)
+    batching = replace(
+        batching,
+        pair_share=model_flops(model, spec.head).pair_share,
+        token_multiple=spec.megatron.token_multiple,
+    )
     return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), batching)
 
 

@@ -105,6 +105,7 @@ class MicroBatching:
         max_tokens, micro_batch_size: the most tokens, or trajectories, of a micro-batch.
         pair_share: as in `sequence_costs`: the share of attention in the cost of a trajectory.
         share_prompts: whether trajectories of one prompt are kept together (`shared_prompts`).
+        token_multiple: `MegatronConfig.token_multiple`, to which ranks fill up their parts of a micro-batch.
     """
 
     mini_batch_size: int
@@ -114,6 +115,7 @@ class MicroBatching:
     shuffle: bool = False
     pair_share: float = 0.0
     share_prompts: bool = False
+    token_multiple: int = 1
 
 
 # The columns of trajectories that ranks read: to compute columns, and to learn.
@@ -155,7 +157,7 @@ def _plan(
 ) -> Plan:
     limits = asdict(batching) | {"num_dp": layout.dp, "seed": seed, "multiple_of": _schedule_multiple(layout)}
     pair_share = limits.pop("pair_share")
-    del limits["share_prompts"]
+    del limits["share_prompts"], limits["token_multiple"]
     together = None if shared is None else plan_groups(lengths, shared, pair_share=pair_share, **limits)
     return together or plan_mini_batches(lengths, costs=sequence_costs(lengths, pair_share), **limits)
 
@@ -225,7 +227,8 @@ def packing_metrics(
     lengths = sequence_lengths(table).astype(np.int64)
     micros = [rows for shares in plan for share in shares for rows in share]
     real = int(sums_of(lengths, micros).sum())
-    packed = aligned_total(lengths, micros, tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sp)
+    alignment = {"tp": layout.tp, "cp": layout.cp, "sequence_parallel": layout.sp}
+    packed = aligned_total(lengths, micros, **alignment, multiple=batching.token_multiple)
     figures = plan_figures(plan, sequence_costs(lengths, batching.pair_share))
     found = {"padding": 1 - real / packed, **asdict(figures)}
     if batching.share_prompts:

@@ -57,6 +57,7 @@ from megarl.megatron.checkpoint.checkpoint import (
     load_states,
 )
 from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
+from megarl.megatron.float8 import float8_settings
 from megarl.megatron.fsdp import gather, wrap_sharded
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
@@ -265,8 +266,9 @@ class ModelWorker:
         return chunks
 
     def _overrides(self) -> dict[str, Any]:
-        """Of Megatron's TransformerConfig: the configuration's, and what routing replay needs."""
-        given = self.spec.megatron.override_transformer_config or {}
+        """Of Megatron's TransformerConfig: the configuration's, what products in float8 are, and what routing replay needs."""
+        megatron = self.spec.megatron
+        given = {**float8_settings(megatron), **(megatron.override_transformer_config or {})}
         # Transformer Engine's kernel chooses experts itself, and would not ask for those of an earlier pass (megatron-core 0.19.2).
         return given if self.spec.router_replay is None else {**given, "moe_router_fusion": False}
 
@@ -358,8 +360,8 @@ class ModelWorker:
         return self._pack(arrange_texts, table, share)
 
     def _pack(self, arrange: Callable, table: pa.Table, share: Share, **more: object) -> MicroBatches:
-        layout, cp_rank = self.layout, self.coords.cp
-        arranged = partial(arrange, table, tp=layout.tp, cp=layout.cp, cp_rank=cp_rank, **more)
+        layout, more["multiple"] = self.layout, self.spec.megatron.token_multiple
+        arranged = partial(arrange, table, tp=layout.tp, cp=layout.cp, cp_rank=self.coords.cp, **more)
         return MicroBatches(partial(arranged, rows=rows, sequence_parallel=layout.sp) for rows in share)
 
     def compute_columns(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megarl.shadow.mode import Shadow
+from megarl.shadow.transformer_engine.float8 import as_matrix, kernels, product, sizes
 
 VERSION = "2.18.0"
 EXTENSION = "transformer_engine_torch"
@@ -188,18 +189,20 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         if shadow is not None:
             shadow.count_flops(kernel, number)
 
+    float8 = kernels()
+
     def generic_gemm(
         A, transa, B, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, *rest, **more
     ):
         """cuBLAS's columns are our rows: out [.., rows of op(B), columns of op(A)] = op(B) op(A)."""
         assert not gelu and quantizer is None
-        a, b = (matrix.reshape(-1, matrix.shape[-1]).shape for matrix in (A, B))
+        a, b = (as_matrix(matrix) for matrix in (A, B))
         rows, inner = (b[1], b[0]) if transb else (b[0], b[1])
         inner_of_a, columns = (a[1], a[0]) if transa else (a[0], a[1])
         assert inner == inner_of_a, (A.shape, transa, B.shape, transb)
-        count("te.gemm", 2 * rows * columns * inner)
+        count(product((A, transa), (B, not transb)), 2 * rows * columns * inner)
         if out is None:
-            shape = (rows, columns) if transb else (*B.shape[:-1], columns)
+            shape = (rows, columns) if transb else (*sizes(B)[:-1], columns)
             out = torch.empty(shape, dtype=_dtype(out_dtype, A), device=A.device)
         assert out.numel() == rows * columns, (out.shape, rows, columns)
         bias_grad = torch.empty(rows, dtype=A.dtype, device=A.device) if grad and bias is not None else None
@@ -207,13 +210,18 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
 
     def te_general_grouped_gemm(A, transa, B, transb, out, out_dtype, m_splits, bias, *rest):
         for a, b in zip(A, B, strict=True):
-            if b.numel():
+            (rows, inner), (rows_of_a, columns) = as_matrix(b), as_matrix(a)
+            if rows * inner:
                 # Both share the dimension that is summed over: the rows of both where B is transposed, else B's columns.
-                count("te.gemm", 2 * b.numel() * (a.shape[-1] if transb else a.numel() // b.shape[-1]))
+                other = columns if transb else rows_of_a * columns // inner
+                count(product((a, transa), (b, not transb)), 2 * rows * inner * other)
         return bias
 
     def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, margin, zero_centered):
         y = torch.empty(x.shape, dtype=_dtype(dtype, x), device=x.device) if out is None else out
+        if quantizer is not None:
+            assert out is None
+            y = float8["quantize"](y, quantizer)  # a kernel of its own, after the norm's
         return y, None, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
 
     def rmsnorm_bwd(dz, x, rsigma, weight, margin, zero_centered):
@@ -291,6 +299,7 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         )
 
     return {
+        **float8,
         "fused_topk_with_score_function_fwd": fused_topk_with_score_function_fwd,
         "generic_gemm": generic_gemm,
         "te_general_grouped_gemm": te_general_grouped_gemm,

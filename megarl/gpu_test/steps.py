@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.problems import did_you_mean
-from megarl.doctor.nodes import Gpu, node_facts
+from megarl.doctor.nodes import node_facts
+from megarl.util.gpus import Gpu
 from megarl.util.packages import KNOWN, installed
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.doctor.nodes import Gpu
 from megarl.gpu_test.steps import STEPS, Machine, chosen, obstacle, visible
+from megarl.util.gpus import Gpu
 
 CARD = Gpu("NVIDIA H100 80GB HBM3", "580.95.05", 80 << 30, 0)
 VERSIONS = {

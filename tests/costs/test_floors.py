@@ -9,7 +9,8 @@ from megarl.costs.engine import ServedModel, generation
 from megarl.costs.floors import at_peaks, generation_floor, pass_floor
 from megarl.costs.flops import model_flops
 from megarl.costs.hardware import TABLE, Assumptions
-from megarl.costs.speed import Machine, Passes, pass_time
+from megarl.costs.pipeline import pass_time
+from megarl.costs.speed import Machine, Passes
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import EngineLayout

@@ -15,7 +15,8 @@ from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
-from megarl.costs.speed import Machine, Passes, PassTime, pass_time
+from megarl.costs.pipeline import PassTime, pass_time
+from megarl.costs.speed import Machine, Passes
 from megarl.costs.tensors import CORE_ATTENTION
 from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
@@ -194,6 +195,7 @@ def model_parts(
             precision(megatron.dtype).itemsize,
             update is not None and section.optim.optimizer_cpu_offload,
             fused,
+            megatron.fsdp,
         )
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref

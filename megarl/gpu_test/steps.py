@@ -126,6 +126,14 @@ STEPS = (
         "shadow", "ranks with groups that carry nothing: their memory by phase, compared with a shadow run's", "shadow:run"
     ),
     _step(
+        "options", "short runs of a mixture of experts: parts computed again, replayed routing, an engine's cache in float8 and its experts",
+        "options:run_options", packages=ENGINE,
+    ),
+    _step(
+        "layouts", "short runs on two GPUs: Megatron-FSDP, without overlaps, a pipeline's layout", "options:run_layouts", gpus=2,
+        packages=ENGINE,
+    ),
+    _step(
         "nccl", "training on two GPUs whose weights reach engines over NCCL", "several:run_pairs", gpus=2, packages=ENGINE
     ),
     _step("killed", "the same, and an engine is killed: the run goes on", "several:run_killed", gpus=2, packages=ENGINE),

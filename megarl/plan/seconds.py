@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
-from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
+from megarl.costs.engine import EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.pipeline import PassTime, pass_time
 from megarl.costs.speed import Machine, Passes
@@ -152,7 +152,7 @@ def generate(
     inputs: PlanInputs,
     machine: Machine,
     kv_tokens: int,
-    work: Callable[..., Generation] = generation,
+    work: Callable[[ServedModel, EngineLoad], Generation] = generation,
 ) -> Generation:
     """An engine's work in a step. `work`: `generation`, or `generation_floor`."""
     rollout, texts = config.actor_rollout_ref.rollout, lengths(config, machine)
@@ -169,7 +169,8 @@ def generate(
     )
     prompts = -(-config.data.train_batch_size // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)
-    return work(served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running)
+    shape = (texts.prompt, texts.response, texts.longest)
+    return work(served, EngineLoad(prompts * rollout.n, prompts, *shape, running))
 
 
 def model_parts(

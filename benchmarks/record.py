@@ -177,6 +177,19 @@ def head(report: dict[str, Any]) -> Rows:
         )
 
 
+def update(report: dict[str, Any]) -> Rows:
+    by_case: dict[str, dict[str, dict[str, float]]] = {}
+    for result in report["results"]:
+        by_case.setdefault(result["case"], {})[result["way"]] = result
+    for case, ways in by_case.items():
+        ours, before = ways["kernels"], ways["torch"]
+        yield (
+            f"a whole update of an actor's rank on a GPU, counted in a shadow run: {case} (the same with torch's code of the head)",
+            f"{ours['launches']:,} launches ({before['launches']:,}), {ours['collectives']} collectives ({before['collectives']}),"
+            f" {ours['tflop']:.1f} TFLOP ({before['tflop']:.1f}), {ours['peak_gb']:.2f} GB at the peak ({before['peak_gb']:.2f})",
+        )
+
+
 def chaos(report: dict[str, Any]) -> Rows:
     found = report["summary"]
     yield (
@@ -207,6 +220,7 @@ RECORDINGS = {
     "dealing": Recording("dealing.py", (), dealing),
     "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch, first(dispatch)),
     "head": Recording("head.py", (), head),
+    "update": Recording("update.py", (), update),
     "generation": Recording("generation.py", (), generation),
     "sampling": Recording("sampling.py", (), sampling, sampling),
     "chaos": Recording("chaos.py", ("--kills", "200"), chaos, chaos, out="--json", asked=True),

@@ -132,7 +132,7 @@ def _report(command: _Command) -> None:
     command.add_argument("folders", nargs="+", metavar="folder", help=text)
     text = "default: report.html in the run folder, of several runs in the current folder"
     command.option("--output", "FILE", text)
-    text = "the GPUs of the runs, as of `megarl plan step`: phases are compared with the least seconds that these allow"
+    text = "the GPUs of the runs, as of `megarl plan step`, with whose least seconds phases are compared (default: those that each run has recorded)"
     command.option("--hardware", "NAME", text)
 
 

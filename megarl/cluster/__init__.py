@@ -5,9 +5,9 @@ What the room promises:
 - one process per rank, placed on the devices of a `ResourcePool`; several `WorkerGroup`s may share a pool;
 - user methods run in the main thread of their process, one at a time, in the order in which they were called;
 - arguments that are `ObjectRef`s are resolved from the shared object store without a copy;
-- `wait` and `stream` raise within seconds when any process of any group they watch dies, also when the others hang, and
-  name role, rank, host, cause and the last lines of that process's own log;
-- with a `Watch` they do so too when a process is stopped, or when no process that is waited for works any more;
+- `wait` raises within seconds when any process of any group that it watches dies, also when the others hang, and
+  names role, rank, host, cause and the last lines of that process's own log;
+- with a `Watch` it does so too when a process is stopped, or when no process that is waited for works any more;
 - a report tells everything there is about a failure: the stacks of all processes, on all machines, and the ends of their logs;
 - nothing outlives the controller: neither workers nor the processes that workers started, even after `kill -9`.
 
@@ -46,7 +46,7 @@ from megarl.cluster.ranks import (
 from megarl.cluster.relays import group_kind
 from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
-from megarl.cluster.waiting import stream, wait
+from megarl.cluster.waiting import wait
 from megarl.cluster.watch import Watch, ending_when_stuck
 from megarl.cluster.worker import rank_environment
 
@@ -76,7 +76,6 @@ __all__ = [
     "ray_messages_in",
     "start_cluster",
     "stop_cluster",
-    "stream",
     "wait",
     "write_report",
 ]

@@ -22,7 +22,7 @@ from megarl.cluster.fork_server import interpreter
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
 from megarl.cluster.pool import Device, ResourcePool
-from megarl.cluster.ranks import ProcessFacts, RankInfo, RankProcess, RayFailed, sent
+from megarl.cluster.ranks import ProcessFacts, RankInfo, RankProcess, RayFailed
 from megarl.cluster.waiting import MissingReporter, RelayedAnswer, wait
 from megarl.cluster.watch import Watch
 from megarl.cluster.worker import Worker, rank_environment
@@ -165,19 +165,6 @@ class WorkerGroup:
         """As `call_each`, on all processes of all ranks."""
         return self._invoke(method, per_process_args, {}, self.processes)
 
-    def stream_each(
-        self, method: str, per_rank_args: Sequence[tuple[Any, ...]]
-    ) -> list[ray.ObjectRefGenerator]:
-        """As `call_each` of a generator method: one stream of values for each rank; read them by `stream`.
-
-        A rank goes on to its generator's end, whether or not its stream is read to it.
-        """
-        assert len(per_rank_args) == self.world_size, (method, len(per_rank_args), self.world_size)
-        calls = [self._named(process, method, stream=True) for process in self._heads]
-        return [
-            call.remote(method, *map(sent, args)) for call, args in zip(calls, per_rank_args, strict=True)
-        ]
-
     def restart(self, rank: int) -> list[ray.ObjectRef]:
         """Replace a rank's process, in whatever state it is, by a new one with the same arguments; all parts of a rank that has several.
 
@@ -239,14 +226,12 @@ class WorkerGroup:
         calls = [self._named(process, method) for process in processes]
         return [call.remote(method, *args, **kwargs) for call, args in zip(calls, per_rank_args, strict=True)]
 
-    def _named(self, process: RankProcess, method: str, stream: bool = False) -> Any:
-        """`invoke` (or `stream`) of a process, named after the rank's method. Cached, since a thousand ranks are called at a time."""
-        key = (process.actor._actor_id, process.rank, method, stream)
+    def _named(self, process: RankProcess, method: str) -> Any:
+        """`invoke` of a process, named after the rank's method. Cached, since a thousand ranks are called at a time."""
+        key = (process.actor._actor_id, process.rank, method)
         if key not in self._calls:
-            call, options = (
-                (process.actor.stream, {"num_returns": "streaming"}) if stream else (process.actor.invoke, {})
-            )
-            self._calls[key] = call.options(name=f"{self.role}-rank{process.rank}.{method}", **options)
+            name = f"{self.role}-rank{process.rank}.{method}"
+            self._calls[key] = process.actor.invoke.options(name=name)
         return self._calls[key]
 
     def _create(self, number: int) -> RankProcess:

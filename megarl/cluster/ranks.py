@@ -1,9 +1,4 @@
-"""A rank: its identity, the facts that its process reports, the controller's view of it, and the errors that name it.
-
-Tables travel between ranks and controller as one array of bytes, in Arrow's own stream format (`sent`, `received`). Ray (2.60)
-pickles a table column by column and looks up modules for each, which for the small tables of a rollout takes many times as long as a
-copy. Large tables it passes on without a copy.
-"""
+"""A rank: its identity, the facts that its process reports, the controller's view of it, and the errors that name it."""
 
 from __future__ import annotations
 
@@ -12,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
@@ -261,29 +254,3 @@ def _others_part(others: Sequence[str]) -> str:
 
 def _indent(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
-
-
-@dataclass(frozen=True)
-class SentTable:
-    """A table of `num_rows`; `data` [bytes] is uint8, which Ray writes and reads in place."""
-
-    num_rows: int
-    data: np.ndarray
-
-
-def sent(value: Any) -> Any:
-    """A table as `SentTable`, anything else as it is."""
-    if not isinstance(value, pa.Table):
-        return value
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, value.schema) as writer:
-        writer.write_table(value)
-    return SentTable(value.num_rows, np.frombuffer(sink.getvalue(), np.uint8))
-
-
-def received(value: Any) -> Any:
-    """The inverse of `sent`; a table's columns are views of `data`."""
-    if not isinstance(value, SentTable):
-        return value
-    with pa.ipc.open_stream(pa.py_buffer(value.data)) as reader:
-        return reader.read_all()

@@ -25,7 +25,7 @@ _WAITING = re.compile(
     r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py"
     r"|megarl/weight_sync/(links|inbox)\.py|megarl/util/rendezvous\.py"
 )
-_CALLED = re.compile(r"megarl/cluster/worker\.py\", line \d+ in (start|invoke|stream)\b")
+_CALLED = re.compile(r"megarl/cluster/worker\.py\", line \d+ in (start|invoke)\b")
 FOLDER = "failures"
 _LINE = "=" * 100
 

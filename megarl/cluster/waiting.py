@@ -7,9 +7,7 @@ Guarantees:
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
   peer"), these after all other exceptions, and the earliest of them first; where ranks waited in vain for others, the others are named;
 - an exception ends the wait although other ranks still run;
-- `stream` does the same for the values of generator methods, and keeps none of them;
-- in a group that can be spared, a process that is not waited for may be dead, and one that yields a stream may die: the
-  other streams are read to their end before its death is raised;
+- in a group that can be spared, a process that is not waited for may be dead;
 - where a rank has several processes, it is lost with any of them.
 
 How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a SIGKILL, Ray 2.60),
@@ -18,7 +16,6 @@ never returns, the usual alternative, needs a thread of its own in each worker, 
 main thread. A machine that vanishes is noticed by Ray's health check.
 """
 
-import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,15 +35,14 @@ from megarl.cluster.ranks import (
     WorkerFailed,
     WorkerHung,
     rank_error,
-    received,
 )
 from megarl.cluster.report import stacks_of
 from megarl.cluster.watch import Hang, Watch
 
 _POLL_SECONDS = 0.25
 # Each check for answers goes over all pending calls: a check for each of a thousand ranks' answers would take a million steps. So
-# after the first answer others are awaited for a moment, the longer the more calls are pending (streams cost more).
-_GATHER_SECONDS, _GATHER_SECONDS_EACH, _GATHER_SECONDS_STREAM = 0.02, 2e-4, 1e-3
+# after the first answer others are awaited for a moment, the longer the more calls are pending.
+_GATHER_SECONDS, _GATHER_SECONDS_EACH = 0.02, 2e-4
 # Within this time after a first exception a death counts as its cause: gloo notices a closed connection at once, Ray a death 20 ms
 # later.
 GRACE_SECONDS = 1.5
@@ -64,8 +60,6 @@ _LOST_PEER = re.compile(
 _COLLECTIVE_TIMEOUT = re.compile(
     r"timed? ?out (waiting|after|in)|collective operation timeout", re.IGNORECASE
 )
-Source = ray.ObjectRef | ray.ObjectRefGenerator
-"""A call's result, or the stream of a generator method."""
 Processes = dict[Any, RankProcess]
 """By Ray's id of their actors."""
 _MOST_NAMED = 8
@@ -104,7 +98,7 @@ def wait(
         WorkerFailed: a call raised.
         WaitTimeout: calls were not answered within `timeout`.
     """
-    pending: list[Source] = list(
+    pending: list[ray.ObjectRef] = list(
         dict.fromkeys(ref.ref if isinstance(ref, RelayedAnswer) else ref for ref in refs)
     )
     processes = _processes(pending, groups, spare)
@@ -144,78 +138,9 @@ def _value(ref: ray.ObjectRef) -> Any:
         return error
 
 
-def stream(
-    streams: Sequence[ray.ObjectRefGenerator],
-    groups: Sequence[Watched],
-    timeout: float | None = None,
-    watch: Watch | None = None,
-    spare: Watched | None = None,
-) -> Iterator[Any]:
-    """The values of the streams of `stream_each`, from any rank, as they come, until all streams have ended.
-
-    Processes are watched while this waits for the next value, not while the caller works on the last one.
-
-    Args:
-        timeout: seconds within which the next value must come; None: no limit.
-        watch, spare: as for `wait`; a process of `spare` may die or hang without ending the streams of the others.
-
-    Raises:
-        WorkerDied, WorkerHung: a process of `groups` did; of `spare` when the others' streams have ended.
-        WorkerFailed: a generator raised.
-        WaitTimeout: nothing came within `timeout`.
-    """
-    processes = _processes(streams, groups, spare)
-    spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
-    pending, lost = list(streams), []
-    came, looked = time.monotonic(), -math.inf
-    while True:
-        # A check of thousands of processes takes milliseconds, and values come far more often than a check is due.
-        if time.monotonic() - looked >= _POLL_SECONDS or not pending:
-            looked, losses = time.monotonic(), list(_losses(processes, pending, watch))
-            # A loss outside of the spared group ends the stream; a spared rank only takes its own stream away.
-            for failure in losses:
-                if failure.process.actor._actor_id not in spared:
-                    raise failure
-                processes = _without_rank(processes, failure.process)
-            lost += losses
-            pending = [source for source in pending if _actor_id(source) in processes]
-        if not pending:
-            break
-        # Take the next value of every stream that has one; streams without a next value have ended.
-        ready, _ = _next_ready(pending, None)
-        ready = [source for source in ready if _actor_id(source) in processes]
-        next_refs = [(source, next(source, None)) for source in ready]
-        ended = {source for source, ref in next_refs if ref is None}
-        pending = [source for source in pending if source not in ended]
-        next_refs = [(source, ref) for source, ref in next_refs if ref is not None]
-        values = _values([ref for _, ref in next_refs])
-        while next_refs:
-            source, ref = next_refs.pop(0)
-            value = values.pop(0)
-            del ref  # so that the store may free the value when the caller drops it
-            if _actor_id(source) not in processes:
-                continue
-            if isinstance(value, ray.exceptions.RayError):
-                if _actor_id(source) in spared and not isinstance(value, ray.exceptions.RayTaskError):
-                    gone = processes[_actor_id(source)]
-                    lost.append(_died(gone, value, []))
-                    processes = _without_rank(processes, gone)
-                    pending = [other for other in pending if _actor_id(other) in processes]
-                    continue
-                # The references taken from other streams in this round come first: `next` does not return them again.
-                others = [other for _, other in next_refs]
-                others += [other for other in pending if other is not source]
-                raise _root_cause(source, value, others, processes) from None
-            yield received(value)
-            del value
-            came = time.monotonic()
-        if timeout is not None and time.monotonic() - came >= timeout:
-            raise _timeout_error(timeout, pending, len(streams), processes)
-    if lost:
-        raise lost[0]
-
-
-def _processes(sources: Sequence[Source], groups: Sequence[Watched], spare: Watched | None) -> Processes:
+def _processes(
+    sources: Sequence[ray.ObjectRef], groups: Sequence[Watched], spare: Watched | None
+) -> Processes:
     """The processes of `groups`, which must include all callees of `sources`; of `spare` only the ranks of `sources`."""
     processes = {process.actor._actor_id: process for group in groups for process in group.watched}
     called = {_actor_id(source) for source in sources}
@@ -234,13 +159,8 @@ def _rank_of(process: RankProcess) -> tuple[str, int]:
     return process.role, process.rank
 
 
-def _without_rank(processes: Processes, lost: RankProcess) -> Processes:
-    """The remaining processes when one is lost: its rank is of no use without it."""
-    return {key: process for key, process in processes.items() if _rank_of(process) != _rank_of(lost)}
-
-
 def _losses(
-    processes: Processes, pending: Sequence[Source], watch: Watch | None, busy: Collection[str] = ()
+    processes: Processes, pending: Sequence[ray.ObjectRef], watch: Watch | None, busy: Collection[str] = ()
 ) -> Iterator[WorkerDied | WorkerHung]:
     """The processes that are dead at the moment; where none is, the hang that `watch` sees, if it does."""
     dead = [process for process in processes.values() if process.is_dead]
@@ -255,7 +175,7 @@ def _losses(
         yield _hung(hang)
 
 
-def _waited_for(pending: Sequence[Source], processes: Processes) -> list[RankProcess]:
+def _waited_for(pending: Sequence[ray.ObjectRef], processes: Processes) -> list[RankProcess]:
     """The ranks of pending calls; for a relay all ranks of its share, since it alone knows which have answered."""
     called = [processes[key] for key in dict.fromkeys(_actor_id(source) for source in pending)]
     return [rank for process in called for rank in process.share or (process,)]
@@ -279,7 +199,7 @@ def _hung(hang: Hang) -> WorkerHung:
 
 
 def _timeout_error(
-    timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes
+    timeout: float, pending: Sequence[ray.ObjectRef], num_calls: int, processes: Processes
 ) -> WaitTimeout:
     silent = _waited_for(pending, processes)
     found = zip(silent, stacks_of(silent), strict=True)  # also written to the logs that the message names
@@ -288,18 +208,21 @@ def _timeout_error(
     return WaitTimeout(timeout, silent, num_calls)
 
 
-def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
+def _next_ready(
+    pending: list[ray.ObjectRef], deadline: float | None
+) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
     """(ready, still pending) after at most _POLL_SECONDS; once one call is ready, others get a moment to become ready, too."""
     if not pending:
         return [], []
     seconds = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
     ready, _ = ray.wait(pending, num_returns=1, timeout=seconds, fetch_local=False)
-    each = _GATHER_SECONDS_STREAM if isinstance(pending[0], ray.ObjectRefGenerator) else _GATHER_SECONDS_EACH
-    more = max(_GATHER_SECONDS, each * len(pending)) if ready else 0
+    more = max(_GATHER_SECONDS, _GATHER_SECONDS_EACH * len(pending)) if ready else 0
     return ray.wait(pending, num_returns=len(pending), timeout=more, fetch_local=False)
 
 
-def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:
+def _root_cause(
+    source: ray.ObjectRef, error: Exception, pending: list[ray.ObjectRef], processes: Processes
+) -> Exception:
     """The exception to report when `source` ended in `error`: waits a little longer for a death or error that may have caused it."""
     errors, silent = _errors_of(source, error, processes)
     deadline = time.monotonic() + (_LOST_PEER_SECONDS if _LOST_PEER.search(str(error)) else GRACE_SECONDS)
@@ -309,7 +232,7 @@ def _root_cause(source: Source, error: Exception, pending: list[Source], process
         ready, pending = _next_ready(pending, deadline)
         for other in ready:
             try:
-                ray.get(next(other, []) if isinstance(other, ray.ObjectRefGenerator) else other)
+                ray.get(other)
             except ray.exceptions.RayError as other_error:
                 more, still_silent = _errors_of(other, other_error, processes)
                 errors, silent = more | errors, [*silent, *still_silent]
@@ -342,7 +265,7 @@ def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
 
 
 def _errors_of(
-    source: Source, error: Exception, processes: Processes
+    source: ray.ObjectRef, error: Exception, processes: Processes
 ) -> tuple[dict[Any, Exception], list[RankProcess]]:
     """The errors that ended a call, by process, and the processes that have not answered; for a relay's call both are about its ranks."""
     called = processes[_actor_id(source)]
@@ -377,9 +300,8 @@ def _reason_of_ray(process: RankProcess, error: Exception | None) -> str:
     return " ".join(str(error).split())
 
 
-def _actor_id(source: Source) -> Any:
-    ref = source.completed() if isinstance(source, ray.ObjectRefGenerator) else source
-    return ref.task_id().actor_id()
+def _actor_id(source: ray.ObjectRef) -> Any:
+    return source.task_id().actor_id()
 
 
 class MissingReporter:

@@ -36,11 +36,11 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
-from megarl.cluster.ranks import ProcessFacts, RankError, RankInfo, RelayedErrors, received, sent
+from megarl.cluster.ranks import ProcessFacts, RankError, RankInfo, RelayedErrors
 from megarl.util import nccl
 from megarl.util.memory import without_collection
 from megarl.util.signals import outlive_job_signals
-from megarl.util.spans import Facts, Span, Spans, facts_of_call
+from megarl.util.spans import Span, Spans, facts_of_call
 
 _MARK_NAME = f"{MARK_PREFIX}RANK"
 _SHARED_MEMORY = "/dev/shm"
@@ -49,7 +49,7 @@ FILE_SYSTEM = Path("/")
 
 
 class Worker:
-    """The Ray actor of one rank: `setup`, then `start`, then `invoke` and `stream` any number of times."""
+    """The Ray actor of one rank: `setup`, then `start`, then `invoke` any number of times."""
 
     def __init__(self) -> None:
         self._user: Any = None
@@ -128,27 +128,17 @@ class Worker:
         with self._reporting(), self._noted(method, args, kwargs):
             return getattr(self._user, method)(*args, **kwargs)
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """The values of a generator method of the user's object, as they come. Raises as `invoke` does."""
-        self._require_start()
-        args = [received(arg) for arg in args]
-        with self._reporting(), self._noted(method, args, kwargs) as facts:
-            facts["yielded_rows"] = 0
-            for value in getattr(self._user, method)(*args, **kwargs):
-                facts["yielded_rows"] += getattr(value, "num_rows", 1)
-                yield sent(value)
-
     def take_spans(self) -> list[Span]:
         """Spans since the last call, on this process's own clock."""
         return self._spans.take()
 
     @contextmanager
-    def _noted(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Facts]:
+    def _noted(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
         if method not in self._signatures:
             self._signatures[method] = inspect.signature(getattr(self._user, method))
         facts = facts_of_call(self._signatures[method], args, kwargs)
         with self._spans.span(method, facts), self._around(method):
-            yield facts
+            yield
 
     def _require_start(self) -> None:
         if self._user is None:

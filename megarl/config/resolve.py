@@ -273,7 +273,8 @@ def _resolve_critic(critic: CriticConfig, actor: ActorConfig, actor_model: str, 
         size = _chosen(dynamic, _actor_size(actor), longest)
     megatron, checkpointing = critic.megatron or actor.megatron, critic.model.enable_gradient_checkpointing
     if critic.megatron is None and checkpointing is not None:
-        megatron = replace(megatron, recompute_granularity=None)  # the critic's own, not the actor's
+        # The critic's own, not the actor's.
+        megatron = replace(megatron, recompute_granularity=None, recompute_modules=None)
     return replace(
         critic,
         model=replace(critic.model, path=critic.model.path or actor_model),

@@ -104,10 +104,13 @@ def mlp_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer's MLP or its experts keep, their input and adapters included."""
     mlp = name + "mlp."
     if is_moe:
-        return _experts(run, mlp) + _adapters(run, mlp)
+        shared = mlp + "shared_experts."
+        adapters = 0 if run.use.recomputes("moe") else _adapters(run, mlp)
+        if run.use.recomputes("shared_experts") and adapters:
+            adapters -= _adapters(run, shared)
+        return _experts(run, mlp) + adapters
     # Computed again, it keeps its input, which is no one else's.
-    kept = run.hidden if run.use.recomputes("mlp") else _dense(run, mlp)
-    return kept + _adapters(run, mlp)
+    return run.hidden if run.use.recomputes("mlp") else _dense(run, mlp) + _adapters(run, mlp)
 
 
 def complete(run: RankPass) -> RankPass:
@@ -163,7 +166,7 @@ def _grouped_attention(run: RankPass, name: str) -> int:
     queries, keys = heads * config.head_dim, groups * config.head_dim
     if run.use.fused:
         # Rotated queries and keys and a copy of the values, which attention that is computed again takes from the fused tensor; norms' inputs.
-        values = queries + 2 * keys if run.use.recompute == "selective" else keys
+        values = queries + 2 * keys if run.use.recomputes("core_attn") else keys
         each = item * (queries + keys) * (1 + config.qk_norm) + item * values
     elif run.use.layout.cp > 1:  # all keys and values of a sequence are copies
         each = item * (queries + 2 * keys * run.use.layout.cp)

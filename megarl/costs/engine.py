@@ -11,6 +11,7 @@ shrinks until the last has ended. Speculation and several turns are left out.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import exp, log
+from typing import NamedTuple
 
 import torch
 
@@ -195,26 +196,30 @@ class Generation:
         return self.prefill + self.decode
 
 
-def generation(
-    served: ServedModel,
-    texts: float,
-    prompts: float,
-    prompt: float,
-    mean: float,
-    longest: float,
-    running: float,
-) -> Generation:
-    """The generation of an engine's share of the texts.
+class EngineLoad(NamedTuple):
+    """An engine's share of a step's texts.
 
-    Args:
+    Attributes:
         texts: with `mean` response tokens, none with more than `longest`. prompts: of `prompt` tokens, that they answer.
         running: most texts at a time.
     """
-    running = max(1.0, min(running, texts))
-    parts = list(_batches(texts, mean, longest, running))
+
+    texts: float
+    prompts: float
+    prompt: float
+    mean: float
+    longest: float
+    running: float
+
+
+def generation(served: ServedModel, load: EngineLoad) -> Generation:
+    """The generation of an engine's share of the texts."""
+    running = max(1.0, min(load.running, load.texts))
+    parts = list(_batches(load.texts, load.mean, load.longest, running))
     steps = sum(part[0] for part in parts)
-    seconds = sum(count * served.step_seconds(batch, prompt + age) for count, batch, age in parts)
-    return Generation(served.prefill_seconds(prompts, prompt), seconds, texts * mean / steps, steps)
+    seconds = sum(count * served.step_seconds(batch, load.prompt + age) for count, batch, age in parts)
+    prefill = served.prefill_seconds(load.prompts, load.prompt)
+    return Generation(prefill, seconds, load.texts * load.mean / steps, steps)
 
 
 def _batches(

@@ -9,7 +9,7 @@ what lies between a floor and a measured time is the most that a better program 
 
 from dataclasses import dataclass, fields, replace
 
-from megarl.costs.engine import Generation, ServedModel, generation
+from megarl.costs.engine import EngineLoad, Generation, ServedModel, generation
 from megarl.costs.flops import causal_pairs
 from megarl.costs.hardware import SECONDS, Assumptions
 from megarl.costs.speed import Machine, Passes
@@ -39,18 +39,10 @@ class _AtPeak(ServedModel):
         return self.prefill_operations(prompts, length) / self.peak
 
 
-def generation_floor(
-    served: ServedModel,
-    texts: float,
-    prompts: float,
-    prompt: float,
-    mean: float,
-    longest: float,
-    running: float,
-) -> Generation:
+def generation_floor(served: ServedModel, load: EngineLoad) -> Generation:
     """`generation` at the peaks, of texts that are all as long as their mean, so that the batch is always full; `longest` does not count."""
     rank = _AtPeak(**{field.name: getattr(served, field.name) for field in fields(ServedModel)})
-    return generation(rank, texts, prompts, prompt, mean, mean, running)
+    return generation(rank, load._replace(longest=load.mean))
 
 
 def pass_floor(passes: Passes, rows: float, prompt: float, response: float, updates: int = 1) -> float:

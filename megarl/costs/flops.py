@@ -13,6 +13,7 @@ from math import prod
 from megarl.models import ModelConfig, logical_tensors
 from megarl.models.table import EMBEDDING
 
+_UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
@@ -25,6 +26,7 @@ class LayerFlops:
         pair: operations of attention for a query and a key. decode_pair: the same when a token is generated, where latent
             attention works on the latent keys and values themselves.
         is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.
+        mlp: weights of these or of that, which are among the dense ones; up: of latent attention's projections to heads, likewise.
     """
 
     dense: int
@@ -34,6 +36,8 @@ class LayerFlops:
     decode_pair: int
     is_moe: bool
     shared: bool
+    mlp: int = 0
+    up: int = 0
 
     def forward(self, pairs: float) -> float:
         """Operations of a token that attends to `pairs` tokens."""
@@ -65,7 +69,7 @@ class ModelFlops:
 def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
     """A model with the head "lm" or "value"."""
     dense, experts = [0] * config.num_layers, [0] * config.num_layers
-    shared = [False] * config.num_layers
+    mlp, up = [0] * config.num_layers, [0] * config.num_layers
     top = 0
     for name, shape in logical_tensors(config, head).items():
         found = _LAYER.fullmatch(name)
@@ -77,7 +81,10 @@ def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
             experts[int(found[1])] += prod(shape)
         else:
             dense[int(found[1])] += prod(shape)
-            shared[int(found[1])] |= found[2].startswith("mlp.") and found[2] != "mlp.gate.weight"
+            if found[2].startswith("mlp.") and found[2] != "mlp.gate.weight":
+                mlp[int(found[1])] += prod(shape)
+            elif config.mla is not None and found[2] in _UP:
+                up[int(found[1])] += prod(shape)
     if head == "lm" and config.tie_word_embeddings:
         top = config.vocab_size * config.hidden_size
     pair, decode_pair = _pairs(config)
@@ -85,7 +92,8 @@ def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
     for layer, number in enumerate(experts):
         # Every expert has the same share.
         active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
-        layers.append(LayerFlops(dense[layer], number, active, pair, decode_pair, number > 0, shared[layer]))
+        of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer])
+        layers.append(LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer))
     return ModelFlops(tuple(layers), top)
 
 

@@ -133,6 +133,21 @@ def find_hardware(name: str) -> Hardware:
     return TABLE[name.upper()]
 
 
+# Of the cards in BF16 those that TABLE's rows describe in everything: their names by the driver.
+_DRIVERS = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA H20": "H20",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA B200": "B200",
+}
+
+
+def hardware_of_card(name: str) -> Hardware | None:
+    """The GPU that its driver calls `name`; None: its links and memory are not in the table."""
+    return TABLE[_DRIVERS[name]] if name in _DRIVERS else None
+
+
 def read_assumptions(texts: Sequence[str]) -> Assumptions:
     """ "name=value" over the defaults.
 

@@ -250,7 +250,7 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
         dim = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim
     each = run.tokens * heads * dim * item
     # The MLP's tensors are gone: gradients of attention's output, queries, keys and values, or of a group of these.
-    again = each if run.use.recompute == "selective" else 0
+    again = each if run.use.recomputes("core_attn") else 0
     yield attention + again + 2 * run.hidden + 4 * each
 
 

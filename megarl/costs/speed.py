@@ -6,39 +6,17 @@ their weights; experts' matrices are computed in full tiles of tokens; gradients
 micro-batch. Experts have equally many tokens. Left out: adapters' own matrices, input and output of the data.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 
 from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
 from megarl.costs.hardware import Assumptions, Hardware
 from megarl.costs.layer_kernels import between_bytes, launches, quantising_bytes, quantising_launches
-from megarl.costs.tensors import CORE_ATTENTION
+from megarl.costs.tensors import CORE_ATTENTION, FULL
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, head_chunk_tokens
-
-# A pipeline's seconds. One forward and one backward pass in turn (1F1B), with `chunks` interleaved model chunks a stage, as in Narayanan
-# et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2: filling and emptying p stages takes (p - 1) / v times a micro-batch's passes,
-# in addition to the m micro-batches themselves. If stages take unequally long, the m micro-batches wait for the slowest; the
-# pipeline then takes at most as long as computed here.
-
-
-def pipeline_seconds(stages: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
-    """Seconds from the first pass to the last.
-
-    Args:
-        stages: seconds that each stage takes for a micro-batch, forward and backward (or forward alone).
-        micro_batches: m. chunks: v.
-    """
-    slowest = max(stages)
-    return micro_batches * slowest + (sum(stages) - slowest) / chunks
-
-
-def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Part of the time that a stage waits, if all take equally long: (p - 1) / (m v + p - 1)."""
-    return (stages - 1) / (micro_batches * chunks + stages - 1)
-
 
 GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
 TRAINED = ("weights", "adapters")
@@ -97,7 +75,8 @@ class Machine:
 @dataclass(frozen=True)
 class LayerSeconds:
     """A layer's forward pass on a rank: its matrices, its attention, the operations between them, its messages; and the seconds in
-    which all of it is launched. `summed`: of gradients that are added to other micro-batches'."""
+    which all of it is launched. `summed`: of gradients that are added to other micro-batches'. `again`: of what the backward pass
+    computes again."""
 
     matrices: float
     attention: float
@@ -105,6 +84,7 @@ class LayerSeconds:
     sent: float
     launched: float
     summed: float = 0.0
+    again: float = 0.0
 
     @property
     def forward(self) -> float:
@@ -119,6 +99,7 @@ class Passes:
         trained: one of TRAINED, None where it is only evaluated. recompute, recompute_modules: as megatron's.
         itemsize: bytes of a weight and of an activation.
         on_host: whether optimizer states are there, and pass through the device.
+        fsdp: what data and context parallel ranks share by Megatron-FSDP, as megatron's; None: optimizer states alone.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
         float8, bf16_ends: as in `ModelUse`.
     """
@@ -135,6 +116,7 @@ class Passes:
     fused: bool = True
     float8: bool = False
     bf16_ends: tuple[int, int] = (0, 0)
+    fsdp: str | None = None
 
     @property
     def in_float8(self) -> list[bool]:
@@ -167,7 +149,7 @@ class Passes:
         if float8:
             between += quantising_bytes(self.config, layer, self.trained is not None)
             count += quantising_launches(self.config, layer, local)
-        return LayerSeconds(
+        found = LayerSeconds(
             dense + experts,
             pairs / (gpu.bf16 * assumed.attention),
             between * tokens / ranks / read,
@@ -175,28 +157,68 @@ class Passes:
             count * assumed.dispatch,
             2 * GRADIENT * weights / read if self.trained == "weights" else 0.0,
         )
+        if self.recompute is None:
+            return found
+        if self.recompute == "full":
+            return replace(found, again=found.forward)
+        return replace(found, again=self._modules_again(layer, found, dense, experts, tokens))
+
+    def _modules_again(
+        self, layer: LayerFlops, forward: LayerSeconds, dense: float, experts: float, tokens: float
+    ) -> float:
+        """Seconds of the parts of a layer that are computed again: their matrices, and with an MLP of tensor parallel parts and with experts
+        also their messages; of norms, gated units and rotations at most all that is between matrices.
+
+        Args:
+            forward: the layer's. dense, experts: seconds of its matrices.
+        """
+        modules, total = set(self.recompute_modules), 0.0
+        mlp, up = dense * layer.mlp / layer.dense, dense * layer.up / layer.dense
+        total += forward.attention if "core_attn" in modules else 0.0
+        total += up if "mla_up_proj" in modules else 0.0
+        if layer.is_moe and "moe" in modules:
+            total += (
+                experts
+                + mlp
+                + self._sent_to_experts(layer, tokens)
+                + self._sent_around(tokens) * layer.shared
+            )
+        elif ("shared_experts" if layer.is_moe else "mlp") in modules and layer.shared:
+            total += mlp + self._sent_around(tokens)
+        if modules - {"core_attn"}:
+            total += forward.between
+        return min(total, forward.forward)
 
     def _sent(self, layer: LayerFlops, tokens: float) -> float:
         """Seconds of the forward pass's messages: hidden states between tensor parallel parts, keys and values, tokens to experts."""
-        layout, config, item = self.layout, self.config, self.itemsize
-        tp, cp, link = layout.tp, layout.cp, self.machine.link
-        hidden = tokens / cp * config.hidden_size * item
-        # Gathered and scattered (or, without sequence parallelism, summed) around attention and around an ordinary MLP.
-        latency = self.machine.latency
-        total = 0.0
-        if tp > 1:
-            total += (
-                2 * (1 + layer.shared) * (hidden * (tp - 1) / tp / self.machine.ring(tp, 1) + latency(tp))
-            )
+        tp, cp = self.layout.tp, self.layout.cp
+        # Around attention and around an ordinary MLP.
+        total = (1 + layer.shared) * self._sent_around(tokens)
         if cp > 1:
-            total += (cp - 1) * (tokens / cp * self._key_bytes / link(tp * cp) + latency(tp * cp))
-        if layer.is_moe and layout.ep * layout.etp > 1:
-            routed = hidden / tp * config.moe.top_k * layout.etp
-            here = min(layout.ep, max(1, self.machine.per_node // layout.etp))  # of the group, on a node
-            near, far = (here - 1) / layout.ep, (layout.ep - here) / layout.ep
-            total += 2 * max(routed * near / link(1), routed * far / link(self.machine.per_node + 1))
-            total += 2 * latency(layout.ep * layout.etp)
-        return total
+            moved = tokens / cp * self._key_bytes / self.machine.link(tp * cp)
+            total += (cp - 1) * (moved + self.machine.latency(tp * cp))
+        return total + self._sent_to_experts(layer, tokens)
+
+    def _sent_around(self, tokens: float) -> float:
+        """Seconds in which hidden states are gathered and scattered (or, without sequence parallelism, summed) around tensor parallel parts."""
+        layout, machine = self.layout, self.machine
+        if layout.tp == 1:
+            return 0.0
+        hidden = tokens / layout.cp * self.config.hidden_size * self.itemsize
+        moved = hidden * (layout.tp - 1) / layout.tp / machine.ring(layout.tp, 1)
+        return 2 * (moved + machine.latency(layout.tp))
+
+    def _sent_to_experts(self, layer: LayerFlops, tokens: float) -> float:
+        """Seconds in which tokens go to experts and come back."""
+        layout, link = self.layout, self.machine.link
+        if not layer.is_moe or layout.ep * layout.etp == 1:
+            return 0.0
+        hidden = tokens / layout.cp * self.config.hidden_size * self.itemsize
+        routed = hidden / layout.tp * self.config.moe.top_k * layout.etp
+        here = min(layout.ep, max(1, self.machine.per_node // layout.etp))  # of the group, on a node
+        near, far = (here - 1) / layout.ep, (layout.ep - here) / layout.ep
+        slower = max(routed * near / link(1), routed * far / link(self.machine.per_node + 1))
+        return 2 * (slower + self.machine.latency(layout.ep * layout.etp))
 
     @cached_property
     def _key_bytes(self) -> float:
@@ -211,8 +233,10 @@ class Passes:
         """Seconds of each pipeline stage for a micro-batch: forward, and backward if the model is trained."""
         layout = self.layout
         kinds = list(zip(self.flops.layers, self.in_float8, strict=True))
-        known = {kind: self._both(self.layer(kind[0], tokens, length, kind[1])) for kind in set(kinds)}
+        known = {kind: self.layer(kind[0], tokens, length, kind[1]) for kind in set(kinds)}
         head = self._head_seconds(tokens)
+        if self.fsdp is not None:
+            return [self._shared_seconds([known[kind] for kind in kinds], head)]
         border = 0.0
         if layout.pp > 1:  # hidden states come from the stage before, their gradients from the one after
             hidden = tokens / layout.cp / (layout.tp if layout.sp else 1) * self.config.hidden_size
@@ -221,7 +245,7 @@ class Passes:
         found = []
         for stage in range(layout.pp):
             chunks = layers_of(layout, self.config.num_layers, stage)
-            layers = sum(known[kinds[layer]] for chunk in chunks for layer in chunk)
+            layers = sum(self._both(known[kinds[layer]]) for chunk in chunks for layer in chunk)
             found.append(layers + border + (head if stage == layout.pp - 1 else 0.0))
         return found
 
@@ -244,28 +268,43 @@ class Passes:
         return {None: 1, "adapters": 2, "weights": 3}[self.trained]
 
     def _both(self, layer: LayerSeconds) -> float:
-        """Forward, and backward for trained layers; with recomputation."""
+        """Forward, and backward for trained layers."""
+        return layer.forward + self._backward(layer)
+
+    def _backward(self, layer: LayerSeconds) -> float:
+        """With recomputation; 0 of a model that is not trained."""
         if self.trained is None:
-            return layer.forward
+            return 0.0
         computed = (self.times - 1) * layer.matrices + BACKWARD_ATTENTION * layer.attention
         computed += 2 * layer.between + layer.summed
         # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
-        backward = max(computed, layer.launched) + layer.sent
-        again = {None: 0.0, "selective": self._modules_again(layer), "full": layer.forward}[self.recompute]
-        return layer.forward + backward + again
+        return max(computed, layer.launched) + layer.sent + layer.again
 
-    def _modules_again(self, layer: LayerSeconds) -> float:
-        """Of parts that are computed again: attention's; whole MLPs and projections count as the forward pass, what moves values as nothing
-        that is not between matrices already."""
-        found = layer.attention if "core_attn" in self.recompute_modules else 0.0
-        if {"mlp", "moe", "mla_up_proj", "shared_experts"} & set(self.recompute_modules):
-            found += layer.matrices
-        if {"layernorm", "moe_act"} & set(self.recompute_modules):
-            found += layer.between
-        return min(found, layer.forward)
+    def _shared_seconds(self, layers: list[LayerSeconds], head: float) -> float:
+        """A micro-batch's passes with Megatron-FSDP, whose traffic is that of ZeRO's stages 2 and 3 (Rajbhandari et al. 2020, arXiv:1910.02054,
+        section 7): in every backward pass gradients are scattered to the ranks that sum them, in float32; with shared weights these are gathered
+        for every forward pass and again for every backward pass.
+
+        Each layer's travel while others are computed (`overlap_param_gather`, `overlap_grad_reduce`), but the first gathering of a pass and the
+        last scattering have nothing to hide behind. The head's passes are part of the backward pass, where there is one.
+        """
+        gathered = self._between_replicas(self.itemsize) if self.fsdp == FULL else 0.0
+        scattered = self._between_replicas(GRADIENT) if self.trained == "weights" else 0.0
+        forward, backward = sum(layer.forward for layer in layers), sum(map(self._backward, layers))
+        if self.trained is None:
+            return _in_turn(forward + head, gathered, len(layers))
+        backward = _in_turn(backward + head, gathered + scattered, len(layers))
+        return _in_turn(forward, gathered, len(layers)) + backward
 
     def reduce_seconds(self) -> float:
-        """Gradients of an optimizer step to the ranks that own their states, and the weights back (fully trained ones)."""
+        """Gradients of an optimizer step to the ranks that own their states, and the weights back (fully trained ones); with Megatron-FSDP
+        gradients travel with each micro-batch, and shared weights do, too."""
+        if self.fsdp == FULL:
+            return 0.0
+        return self._between_replicas(self.itemsize + (GRADIENT if self.fsdp is None else 0))
+
+    def _between_replicas(self, size: float) -> float:
+        """Seconds in which `size` bytes of each weight go once around its data and context parallel ranks; without latencies."""
         layout, total = self.layout, 0.0
         dense = max(self.stage_weights(lambda layer: layer.dense)) / layout.tp + self.flops.head / layout.tp
         experts = max(self.stage_weights(lambda layer: layer.experts)) / (layout.ep * layout.etp)
@@ -274,8 +313,7 @@ class Passes:
             (experts, layout.expert_dp, layout.ep * layout.etp),
         )
         for weights, ranks, stride in groups:
-            moved = weights * (GRADIENT + self.itemsize) * (ranks - 1) / ranks
-            total += moved / self.machine.ring(ranks, stride)
+            total += weights * size * (ranks - 1) / ranks / self.machine.ring(ranks, stride)
         return total
 
     def adam_seconds(self) -> float:
@@ -300,57 +338,11 @@ class Passes:
         ]
 
 
+def _in_turn(computed: float, sent: float, layers: int) -> float:
+    """Seconds of `layers` equal layers, each of which is computed while the next one's data travels."""
+    return max(computed, sent) + min(computed, sent) / layers
+
+
 def _whole_tiles(rows: float) -> float:
     """How much more is computed if the last tile of an expert's tokens is half empty on the average."""
     return (rows + TILE / 2) / rows
-
-
-@dataclass(frozen=True)
-class PassTime:
-    """Passes over a batch.
-
-    Attributes:
-        seconds: of all of them, without `reduce` and `adam`. micro_batches: of one of `updates` mini-batches, on a rank.
-        bubble: part of the seconds that stages wait for each other, if they take equally long.
-        reduce, adam: gradients and weights between data parallel ranks, optimizer.
-    """
-
-    seconds: float
-    micro_batches: int
-    bubble: float
-    updates: int = 1
-    reduce: float = 0.0
-    adam: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.seconds + self.reduce + self.adam
-
-
-def pass_time(
-    passes: Passes, rows: float, length: float, most: int | None, most_rows: int | None, updates: int = 1
-) -> PassTime:
-    """`updates` times over a mini-batch.
-
-    Args:
-        rows: texts of a mini-batch, over all ranks, of `length` tokens each.
-        most, most_rows: tokens, or texts, of a micro-batch.
-    """
-    layout = passes.layout
-    own = max(1.0, rows / layout.dp)
-    fit = most_rows if most is None else max(1.0, most // length)
-    micro_batches = -(-own // fit)
-    if layout.vpp is not None:  # the interleaved schedule takes them in groups
-        micro_batches = -(-micro_batches // layout.pp) * layout.pp
-    count = int(micro_batches)
-    stages = passes.stages(own * length / count, length)
-    seconds = pipeline_seconds(stages, count, layout.num_chunks)
-    whole = passes.trained == "weights"
-    return PassTime(
-        updates * seconds,
-        count,
-        bubble(layout.pp, count, layout.num_chunks),
-        updates,
-        updates * passes.reduce_seconds() if whole else 0.0,
-        updates * passes.adam_seconds() if whole else 0.0,
-    )

@@ -12,7 +12,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.util.gpus import Gpu, gpus_here
 from megarl.util.packages import KNOWN, PURPOSES, install_command, installed, pinned, requirements
 
 PACKAGES = (
@@ -27,16 +27,6 @@ PACKAGES = (
     "transformer-engine", "flash-attn", "sglang-kernel", "torch-memory-saver", "py-spy",
 )  # fmt: skip
 SHARED_MEMORY = "/dev/shm"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as reported by nvidia-smi; memory in bytes."""
-
-    name: str
-    driver: str
-    memory: int
-    used: int
 
 
 @dataclass(frozen=True)
@@ -113,19 +103,6 @@ def _resolved(host: str) -> str | None:
         return socket.gethostbyname(host)
     except OSError:
         return None
-
-
-def gpus_here() -> tuple[Gpu, ...]:
-    """The GPUs of this machine, without initialising CUDA."""
-    fields = "--query-gpu=name,driver_version,memory.total,memory.used"
-    query = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
-    if shutil.which(query[0]) is None:
-        return ()
-    listed = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    if listed.returncode != 0:
-        return ()
-    rows = [line.split(", ") for line in listed.stdout.splitlines() if line.strip()]
-    return tuple(Gpu(name, driver, int(total) << 20, int(used) << 20) for name, driver, total, used in rows)
 
 
 GIB = 1 << 30

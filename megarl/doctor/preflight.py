@@ -45,7 +45,6 @@ from megarl.data.preferences import read_ranking
 from megarl.data.prompts import PromptReader, Row
 from megarl.data.sft import chat_columns, chat_of_row, text_of_row
 from megarl.data.tokenizer import tokenizer_files
-from megarl.doctor.nodes import gpus_here
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
 from megarl.models import ModelConfig, read_model_config
@@ -53,6 +52,7 @@ from megarl.models.weight_files import stored_tensors
 from megarl.trainer.roles.adapters import adapter_problems
 from megarl.trainer.run.earlier_runs import likely_refusals
 from megarl.trainer.stages.prompt_data import may_lack, preference_keys, reading
+from megarl.util.gpus import gpus_here
 
 Config = TrainConfig | TuningConfig | EvalConfig
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.problems import did_you_mean
-from megarl.doctor.nodes import Gpu, node_facts
+from megarl.doctor.nodes import node_facts
+from megarl.util.gpus import Gpu
 from megarl.util.packages import KNOWN, installed
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -123,6 +124,14 @@ STEPS = (
     ),
     _step(
         "shadow", "ranks with groups that carry nothing: their memory by phase, compared with a shadow run's", "shadow:run"
+    ),
+    _step(
+        "options", "short runs of a mixture of experts: parts computed again, replayed routing, an engine's cache in float8 and its experts",
+        "options:run_options", packages=ENGINE,
+    ),
+    _step(
+        "layouts", "short runs on two GPUs: Megatron-FSDP, without overlaps, a pipeline's layout", "options:run_layouts", gpus=2,
+        packages=ENGINE,
     ),
     _step(
         "nccl", "training on two GPUs whose weights reach engines over NCCL", "several:run_pairs", gpus=2, packages=ENGINE

@@ -121,18 +121,20 @@ def _chunk_logits(buffer: Tensor, hidden: Tensor, weight: Tensor, share: HeadSha
 
 
 def _reduce(logits: Tensor, labels: Tensor, statistics: Tensor, share: HeadShare) -> None:
-    kernels().reduce_logits[(len(logits),)](
-        logits,
-        labels,
-        statistics,
-        logits.stride(0),
-        share.start,
-        share.rows,
-        1.0 / share.temperature,
-        BLOCK,
-        share.with_entropy,
-        num_warps=WARPS,
-    )
+    kernels().reduce_logits[(len(logits),)](logits, labels, statistics, **_over_logits(logits, share))
+
+
+def _over_logits(logits: Tensor, share: HeadShare) -> dict[str, Any]:
+    """The arguments that kernels over a chunk's logits have in common."""
+    return {
+        "stride": logits.stride(0),
+        "start": share.start,
+        "rows": share.rows,
+        "inverse_temperature": 1.0 / share.temperature,
+        "BLOCK": BLOCK,
+        "WITH_ENTROPY": share.with_entropy,
+        "num_warps": WARPS,
+    }
 
 
 def _gathered(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -160,19 +162,8 @@ def combined(statistics: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
 def _differentiate(logits: Tensor, labels: Tensor, norms: Tensor, grad: Tensor, share: HeadShare) -> None:
     if not share.rows:  # all padding
         return
-    kernels().differentiate_logits[(len(logits), -(-share.rows // BLOCK))](
-        logits,
-        labels,
-        norms,
-        grad,
-        logits.stride(0),
-        share.start,
-        share.rows,
-        1.0 / share.temperature,
-        BLOCK,
-        share.with_entropy,
-        num_warps=WARPS,
-    )
+    grid = (len(logits), -(-share.rows // BLOCK))
+    kernels().differentiate_logits[grid](logits, labels, norms, grad, **_over_logits(logits, share))
 
 
 def kernels() -> ModuleType:

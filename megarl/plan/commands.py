@@ -46,7 +46,7 @@ def _print_json(found: object) -> None:
 
 
 def _print_lines(console: Console, *lines: str) -> None:
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
 def _table(*columns: str) -> Table:

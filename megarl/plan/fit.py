@@ -250,8 +250,9 @@ def _possible_changes(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], st
     policy = config.actor_rollout_ref
     actor, rollout, megatron = policy.actor, policy.rollout, policy.actor.megatron
     if megatron.recompute_granularity != "full":
-        key = f"{_MEGATRON}.recompute_granularity=full"
-        yield (key,), "activations are computed again instead of being kept"
+        keys = (f"{_MEGATRON}.recompute_granularity=full",)
+        keys += (f"{_MEGATRON}.recompute_modules=null",) if megatron.recompute_modules is not None else ()
+        yield keys, "activations are computed again instead of being kept"
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu
     if tokens is not None and tokens > longest:

@@ -13,8 +13,8 @@ import yaml
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
 from megarl.config.schema import with_value
-from megarl.doctor.nodes import gpus_here
 from megarl.trainer.run.earlier_runs import CONFIG_FILE, checkpoint_to_resume
+from megarl.util.gpus import gpus_here
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 

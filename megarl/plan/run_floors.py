@@ -1,4 +1,4 @@
-"""The floors of a run's phases, for `megarl report --hardware NAME`: by its own configuration and the lengths of its trajectories."""
+"""The floors of a run's phases, for `megarl report`: by its own GPUs, configuration and lengths of trajectories."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.costs.hardware import Assumptions, find_hardware
+from megarl.costs.hardware import Assumptions, Hardware, find_hardware, hardware_of_card
 from megarl.costs.speed import Machine
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.job import plan_job
@@ -21,17 +21,14 @@ def run_floors(run: RunRecord, hardware: str | None) -> Floors:
     """The floors of a run, or why there are none.
 
     Args:
-        hardware: name of its GPUs; None: it was not given, as for a run on a CPU, whose peaks are in no table.
+        hardware: name of its GPUs; None: those that the run has recorded.
 
     Raises:
         ValueError: `hardware` is not in the table.
     """
-    if hardware is None:
-        return Floors(
-            {},
-            "No floors: the run's GPUs were not named (--hardware NAME); the peaks of a CPU are not known.",
-        )
-    gpu = find_hardware(hardware)
+    gpu = _gpu_of(run) if hardware is None else find_hardware(hardware)
+    if isinstance(gpu, str):
+        return Floors({}, gpu)
     if "actor_rollout_ref" not in run.config:
         return Floors({}, "No floors: they are computed for `megarl train` alone.")
     if not run.lengths:
@@ -59,6 +56,16 @@ def run_floors(run: RunRecord, hardware: str | None) -> Floors:
         f"of {response:,.0f} tokens on average, those of the first and the last saved step."
     )
     return Floors({phase.name: phase.floor for phase in job.phases}, words)
+
+
+def _gpu_of(run: RunRecord) -> Hardware | str:
+    """The GPU that a run has recorded, or why it has no floors."""
+    names = [] if run.facts is None else [card.name for card in run.facts.gpus]
+    if len(names) != 1:
+        why = f"GPUs are of several kinds, {', '.join(names)}" if names else "GPUs were not recorded"
+        return f"No floors: the run's {why}, and none were named (--hardware NAME); the peaks of a CPU are not known."
+    gpu = hardware_of_card(names[0])
+    return gpu or f"No floors: the peaks of {names[0]} are not in the table (--hardware NAME takes others)."
 
 
 def _models(config: TrainConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """Layouts for a recipe's model on its devices, by estimated seconds of a step among layouts that fit and are legal.
 
-Tried are tensor, pipeline, context and expert parallel sizes (data parallel is the rest), recomputation, offloading of data that
+Tried are tensor, pipeline, context and expert parallel sizes (data parallel is the rest), recomputation (of layers or parts), offloading of data that
 a phase does not use, and the engines' sizes. Roles without a layout of their own in the recipe
 follow the actor; all else stays as the recipe has it. Layouts that `check_config` and `check_models` refuse are not proposed.
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config import MegatronConfig, RolloutConfig, TrainConfig, check_config, resolve
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
-from megarl.costs.activations import RECOMPUTE
 from megarl.costs.model import model_bytes
 from megarl.costs.phases import phase_needs
 from megarl.costs.speed import GRADIENT, STATES, Machine
@@ -73,7 +72,11 @@ class Proposal:
         actor, rollout = policy.actor.megatron, policy.rollout
         layout = layout_of(actor, self.config.resource_pools[policy.actor.resource_pool])
         sizes = " ".join(f"{name}{getattr(layout, name)}" for name in ("tp", "pp", "cp", "ep", "dp"))
-        parts = [sizes, f"{actor.recompute_granularity or 'no'} recomputation"]
+        again = f"{actor.recompute_granularity or 'no'} recomputation"
+        parts = [
+            sizes,
+            again + (f" ({', '.join(actor.recompute_modules)})" if actor.recompute_modules else ""),
+        ]
         parts += ["nothing leaves"] if actor.param_offload is False else []
         experts = f" ep{rollout.expert_parallel_size}" if rollout.expert_parallel_size > 1 else ""
         noun = "engine" if rollout.num_engines == 1 else "engines"
@@ -308,14 +311,31 @@ def _megatrons(
                     continue
                 for ep in _expert_sizes(model, world // pp) if megatron.fsdp is None else (1,):
                     for first, last in ends(model.num_layers, pp):
-                        for recompute in RECOMPUTE:
+                        for granularity, modules in recomputations(model):
                             found = sized(megatron, tp, pp, cp, ep, first, last)
                             yield replace(
                                 found,
                                 sequence_parallel=None,
-                                recompute_granularity=recompute,
-                                recompute_modules=None,
+                                recompute_granularity=granularity,
+                                recompute_modules=modules,
                             )
+
+
+def recomputations(model: ModelConfig) -> Iterator[tuple[str | None, tuple[str, ...] | None]]:
+    """What may be computed again, as (recompute_granularity, recompute_modules): nothing; parts that the model has, from those which take least
+    time to those which save most; whole layers.
+
+    Attention is not among the parts: flash kernels keep no scores, so that it saves nothing. Nor are whole blocks of experts: Megatron-core
+    0.19.2 leaves their inputs, and gradients of these, on the device between updates, 1.9 GiB of a rank of Qwen3-30B-A3B (found in a shadow).
+    """
+    latent = ("mla_up_proj",) if model.mla is not None else ()
+    norms = ("layernorm",) if latent or model.moe is not None else ()  # others are one kernel with a matrix
+    yield None, None
+    if model.moe is not None:
+        yield "selective", (*norms, *latent, "moe_act")
+    else:
+        yield "selective", (*norms, *latent, "mlp")
+    yield "full", None
 
 
 def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:
@@ -340,8 +360,10 @@ def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
         yield f"{_ROLLOUT}.nodes_per_engine=null"
 
 
-def _text(value: str | int | bool | None) -> str:
+def _text(value: str | int | bool | tuple[str, ...] | None) -> str:
     """The value as YAML writes it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     return "null" if value is None else str(value)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
-from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
+from megarl.costs.engine import EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
-from megarl.costs.speed import Machine, Passes, PassTime, pass_time
+from megarl.costs.pipeline import PassTime, pass_time
+from megarl.costs.speed import Machine, Passes
 from megarl.costs.tensors import CORE_ATTENTION
 from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
@@ -151,7 +152,7 @@ def generate(
     inputs: PlanInputs,
     machine: Machine,
     kv_tokens: int,
-    work: Callable[..., Generation] = generation,
+    work: Callable[[ServedModel, EngineLoad], Generation] = generation,
 ) -> Generation:
     """An engine's work in a step. `work`: `generation`, or `generation_floor`."""
     rollout, texts = config.actor_rollout_ref.rollout, lengths(config, machine)
@@ -168,7 +169,8 @@ def generate(
     )
     prompts = -(-config.data.train_batch_size // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)
-    return work(served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running)
+    shape = (texts.prompt, texts.response, texts.longest)
+    return work(served, EngineLoad(prompts * rollout.n, prompts, *shape, running))
 
 
 def model_parts(
@@ -196,6 +198,7 @@ def model_parts(
             fused,
             megatron.fp8 is not None,
             (megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
+            megatron.fsdp,
         )
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref

@@ -22,7 +22,6 @@ from megarl.cluster import (
 from megarl.cluster.group import _devices_of_processes
 from megarl.cluster.hosts import reserve_port
 from megarl.cluster.pool import sort_devices
-from megarl.cluster.waiting import stream
 from tests.cluster.conftest import SPARE_SLOTS
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
 
@@ -288,15 +287,6 @@ def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
     with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died") as caught:
         wait([group.call_rank(1, "hang_if", 1)], [group], spare=group)
     assert caught.value.rank == 1 and time.monotonic() - begun < 10
-    group.restart(1)
-    streams = group.stream_each("count", [(3, 1, 0.2), (1000, 1, 0.2)])
-    came = []
-    with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died"):
-        for value in stream(streams, [group], spare=group):
-            if not came:
-                os.kill(group.pids[3], signal.SIGKILL)
-            came.append(value)
-    assert [number for rank, number, *_ in came if rank == 0] == [0, 1, 2]
 
 
 def test_a_part_is_on_one_machine() -> None:

@@ -8,7 +8,7 @@ import time
 import pyarrow as pa
 import pytest
 
-from megarl.cluster import SpanCollector, stream, wait
+from megarl.cluster import SpanCollector, wait
 from megarl.cluster import spans as module
 from megarl.cluster.spans import clock_ahead
 from megarl.util.spans import facts_of_call
@@ -24,41 +24,31 @@ def test_every_call_of_every_rank_is_noted(start_group):
     group = start_group("noted", 2)
     begun = time.time_ns()
     wait(group.call("append", 5), [group])
-    list(stream(group.stream_each("count", [(2,), (3,)]), [group]))
+    wait(group.call("echo"), [group])
     found = collected(group)
     assert {rank: [span.name for span in spans] for rank, spans in found.items()} == {
-        rank: ["start", "append", "count"] for rank in (0, 1)
+        rank: ["start", "append", "echo"] for rank in (0, 1)
     }
-    for rank, (start, append, count) in found.items():
-        assert append.facts == {"value": 5} and count.facts["yielded_rows"] == 2 + rank
-        assert start.begin < start.end <= append.begin < append.end <= count.begin
-        assert begun - 5_000_000 < append.begin and count.end < time.time_ns() + 5_000_000
+    for start, append, echo in found.values():
+        assert append.facts == {"value": 5}
+        assert start.begin < start.end <= append.begin < append.end <= echo.begin
+        assert begun - 5_000_000 < append.begin and echo.end < time.time_ns() + 5_000_000
     assert collected(group) == {0: [], 1: []}
-
-
-def test_a_streams_rows_are_noted(start_group):
-    group = start_group("rows", 1)
-    table = pa.table({"ids": [[1, 2], [3], [4, 5]]})
-    list(stream(group.stream_each("in_two_parts", [(table,)]), [group]))
-    facts = collected(group)[0][-1].facts
-    assert facts["table_rows"] == facts["yielded_rows"] == 3
-    assert facts["table_bytes"] == table.get_total_buffer_size()
 
 
 def test_a_busy_rank_is_not_waited_for_and_tells_later(start_group, tmp_path):
     group, collector = start_group("busy", 2), SpanCollector()
     go = tmp_path / "go"
     (tmp_path / "gone").touch()
-    values = stream(group.stream_each("wait_for_file", [(str(tmp_path / "gone"),), (str(go),)]), [group])
-    assert next(values) in (0, 1)
+    done, busy = group.call_each("wait_for_file", [(str(tmp_path / "gone"),), (str(go),)])
     collector.ask([group])
-    assert next(values) in (0, 1)  # rank 0 is done by now, and answers
+    assert wait([done], [group]) == [0]
     deadline, first = time.monotonic() + 10, []
     while not first and time.monotonic() < deadline:
         first = list(collector.answers(0.2))
     assert [process.rank for process, _ in first] == [0]
     go.touch()
-    list(values)
+    assert wait([busy], [group]) == [1]
     (process, spans), *others = collector.answers(10.0)
     assert process.rank == 1 and [span.name for span in spans][-1] == "wait_for_file" and not others
 

@@ -7,12 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
-import pyarrow as pa
 import ray
 
 from megarl.cluster import RankInfo
@@ -200,23 +198,8 @@ class Rank:
             time.sleep(1000)
         return [plain.pid, session.pid, int(orphan.stdout), forked]
 
-    def count(self, num: int, size: int = 1, seconds: float = 0.0, raise_at: int | None = None) -> Iterator:
-        """(rank, number, in the main thread, array) for each number, with a rest between."""
-        for number in range(num):
-            if number == raise_at:
-                raise LocalError(number, num)
-            time.sleep(seconds)
-            main = threading.current_thread() is threading.main_thread()
-            yield self.info.rank, number, main, numpy.full(size, number)
-
-    def in_two_parts(self, table: pa.Table) -> Iterator[pa.Table]:
-        half = table.num_rows // 2
-        for part in (table.slice(0, half), table.slice(half)):
-            yield part.append_column("rank", pa.array([self.info.rank] * part.num_rows))
-
-    def wait_for_file(self, path: str) -> Iterator[int]:
-        """Yields, and goes on when the file is there."""
-        yield self.info.rank
+    def wait_for_file(self, path: str) -> int:
+        """Returns when the file is there."""
         while not os.path.exists(path):
             time.sleep(0.01)
-        yield self.info.rank
+        return self.info.rank

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.costs.engine import ServedModel, generation
+from megarl.costs.engine import EngineLoad, ServedModel, generation
 from megarl.costs.floors import at_peaks, generation_floor, pass_floor
 from megarl.costs.flops import model_flops
 from megarl.costs.hardware import TABLE, Assumptions
-from megarl.costs.speed import Machine, Passes, pass_time
+from megarl.costs.pipeline import pass_time
+from megarl.costs.speed import Machine, Passes
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import EngineLayout
@@ -70,12 +71,12 @@ def test_an_update_is_followed_by_the_optimizer() -> None:
 
 
 def test_each_token_reads_weights_and_cache() -> None:
-    found = generation_floor(SERVED, 64, 64, 100, 500, 4000, 64)
+    found = generation_floor(SERVED, EngineLoad(64, 64, 100, 500, 4000, 64))
     embedding = 152064 * 3584 // 2 * 2  # no head: a row of it for each token
     read = 500 * ((7 << 30) - embedding + 64 * (100 + 250) * (28 << 10)) / 3.35e12
     assert found.decode == pytest.approx(read, rel=1e-3)
     assert found.prefill == pytest.approx(64 * 100 * FLOPS.forward(50.5) / 2 / 989e12)
-    crowded = generation_floor(SERVED, 128, 64, 100, 500, 4000, 64)
+    crowded = generation_floor(SERVED, EngineLoad(128, 64, 100, 500, 4000, 64))
     assert crowded.decode == pytest.approx(2 * found.decode, rel=0.01)
 
 
@@ -92,5 +93,5 @@ def test_no_estimate_is_below_its_floor(trained: str | None, sizes: dict[str, in
 
 @pytest.mark.parametrize("mean", [10, 500, 3999])
 def test_no_generation_is_below_its_floor(mean: int) -> None:
-    given = (256, 32, 100, mean, 4000, 48)
-    assert generation_floor(SERVED, *given).seconds < generation(SERVED, *given).seconds
+    given = EngineLoad(256, 32, 100, mean, 4000, 48)
+    assert generation_floor(SERVED, given).seconds < generation(SERVED, given).seconds

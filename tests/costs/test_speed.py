@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.costs.engine import ServedModel, _batches, _scale, generation, spread
+from megarl.costs.engine import EngineLoad, ServedModel, _batches, _scale, generation, spread
 from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.layer_kernels import decode_kernels, launches
-from megarl.costs.speed import Machine, Passes, bubble, pass_time, pipeline_seconds
+from megarl.costs.pipeline import bubble, pass_time, pipeline_seconds
+from megarl.costs.speed import Machine, Passes
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.weight_sync.layouts import EngineLayout
@@ -29,7 +30,17 @@ def model(name: str) -> tuple[ModelConfig, ModelFlops]:
 
 
 def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
-    names = ("trained", "recompute", "on_host", "itemsize", "fused", "float8", "bf16_ends")
+    names = (
+        "trained",
+        "recompute",
+        "recompute_modules",
+        "on_host",
+        "itemsize",
+        "fused",
+        "float8",
+        "bf16_ends",
+        "fsdp",
+    )
     how = {key: sizes.pop(key) for key in names if key in sizes}
     config, flops = model(name)
     return Passes(config, flops, ParallelLayout(**sizes), machine, **how)
@@ -134,6 +145,43 @@ def test_tensor_parallel_ranks_share_the_work_and_gather_hidden_states() -> None
     assert far.stages(1000, 99)[0] == pytest.approx(one.stages(1000, 99)[0] / 2 + 10 * sent)
 
 
+def test_modules_are_computed_again_with_their_messages() -> None:
+    """DeepSeek-V3, of whose layers the first are dense: a tensor parallel pair, experts over eight ranks; reading takes no time."""
+    config, flops = model("deepseek-v3")
+    dense, moe = flops.layers[0], flops.layers[-1]
+    hidden, expert = config.hidden_size, 3 * config.hidden_size * config.moe.ffn_hidden_size
+    up = (
+        config.mla.q_lora_rank * 128 * 192 + config.mla.kv_lora_rank * 128 * 256
+    )  # queries; keys and values, of 128 heads
+    around = 2 * 1000 * hidden * 2 / 2 / 1e11  # gathered and scattered, half of it from the other rank
+
+    def again(layer, *modules, trained="weights"):
+        sizes = {"world": 8, "tp": 2, "sp": True, "ep": 8, "trained": trained}
+        run = passes("deepseek-v3", COMPUTES, recompute="selective", recompute_modules=modules, **sizes)
+        return run.layer(layer, 1000, 99).again
+
+    assert again(moe, "layernorm", "moe_act") < 1e-14  # moves values alone
+    assert again(moe, "core_attn") == pytest.approx(moe.pair * 50 * 1000 / 2 / 1e15)
+    for layer in (moe, dense):
+        assert again(layer, "mla_up_proj") == pytest.approx(2 * up * 1000 / 2 / 1e15)
+    assert again(dense, "mlp") == pytest.approx(2 * 3 * hidden * 18432 * 1000 / 2 / 1e15 + around)
+    assert again(moe, "mlp") < 1e-14 and again(dense, "moe", "shared_experts") < 1e-14
+    assert again(moe, "shared_experts") == pytest.approx(2 * expert * 1000 / 2 / 1e15 + around)
+    # Eight of 256 experts for each token: of 500 tokens on each of 8 ranks an expert has 125, and half of a tile more.
+    routed = 2 * 8 * expert * 500 * (125 + 64) / 125 / 1e15
+    sent = 2 * 500 * 8 * hidden * 2 * 7 / 8 / 1e11
+    both = again(moe, "shared_experts") + routed + sent
+    for modules in (("moe",), ("moe", "shared_experts")):
+        assert again(moe, *modules) == pytest.approx(both)
+    # All of it is a step's: forward, backward of twice the matrices and 2.5 times attention, and this.
+    run = passes(
+        "deepseek-v3", COMPUTES, world=1, trained="weights", recompute="selective", recompute_modules=("mlp",)
+    )
+    without = passes("deepseek-v3", COMPUTES, world=1, trained="weights")
+    (more,), (less,) = run.stages(1000, 99), without.stages(1000, 99)
+    assert more - less == pytest.approx(3 * 2 * 3 * hidden * 18432 * 1000 / 1e15)  # three dense layers
+
+
 def test_experts_get_their_tokens_from_the_ranks_of_their_group() -> None:
     """Qwen3-30B-A3B: 48 layers, 8 experts of a token, a hidden size of 2048."""
     _, flops = model("qwen3-30b-a3b")
@@ -158,6 +206,43 @@ def test_gradients_and_weights_travel_between_replicas() -> None:
     assert cut == pytest.approx(matrices / 8 * (4 + 2) / 2 / 1e10)
     assert passes("qwen2.5-7b", world=1, trained="weights").reduce_seconds() == 0.0
     assert config.num_layers == 28
+
+
+def test_shared_weights_travel_with_every_micro_batch() -> None:
+    """Qwen2.5-7B of 28 layers on eight ranks, by the traffic of ZeRO's stages (arXiv:1910.02054, section 7): a rank gets 7/8 of the weights (2
+    bytes) before each pass, and as much of the gradients (4 bytes) after it, over 100 GB/s; all of it is one layer's data at a time."""
+    _, flops = model("qwen2.5-7b")
+    bytes_of_one = (sum(layer.dense for layer in flops.layers) + flops.head) * 7 / 8 / 1e11
+    alone = passes("qwen2.5-7b", COMPUTES, world=1).stages(1000, 99)[
+        0
+    ]  # forward, 15 ms: less than the weights need
+    head = 2 * flops.head * 1000 / 1e15
+    assert alone < 2 * bytes_of_one
+
+    def shared(
+        level: str | None, tokens: int, trained: str | None = "weights", machine: Machine = COMPUTES
+    ) -> Passes:
+        return passes("qwen2.5-7b", machine, world=8, trained=trained, fsdp=level)
+
+    # Evaluated, the gathering takes longer; the last layer is computed after it.
+    (found,) = shared("optim_grads_params", 1000, None).stages(1000, 99)
+    assert found == pytest.approx(2 * bytes_of_one + alone / 28)
+    (usual,) = shared(None, 1000).stages(1000, 99)
+    back = usual - (alone - head)  # with the head, both ways
+    (found,) = shared("optim_grads_params", 1000).stages(1000, 99)
+    assert found == pytest.approx(2 * bytes_of_one + (alone - head) / 28 + 6 * bytes_of_one + back / 28)
+    (found,) = shared("optim_grads", 1000).stages(1000, 99)
+    assert found == pytest.approx(alone - head + 4 * bytes_of_one + back / 28)
+    # Of more tokens the pass takes longer; what is left is the first layer's gathering, and the last one's gradients.
+    (usual,) = shared(None, 200_000).stages(200_000, 99)
+    (found,) = shared("optim_grads_params", 200_000).stages(200_000, 99)
+    assert found - usual == pytest.approx((2 + 6) * bytes_of_one / 28)
+    # After the optimizer's step weights come back where each rank has them whole.
+    seconds = {
+        level: shared(level, 1).reduce_seconds() for level in (None, "optim_grads", "optim_grads_params")
+    }
+    expected = {None: 6, "optim_grads": 2, "optim_grads_params": 0}
+    assert seconds == {level: pytest.approx(size * bytes_of_one) for level, size in expected.items()}
 
 
 def test_states_on_the_host_come_while_others_go_back() -> None:
@@ -214,15 +299,15 @@ def test_few_tokens_touch_few_experts() -> None:
 def test_an_engine_is_as_slow_as_its_longest_text() -> None:
     """Texts that wait take the places of those that end; then the batch shrinks."""
     engine = served("qwen2.5-7b", 1, 15_000_000_000, 57344)
-    few = generation(engine, 4, 4, prompt=50, mean=200, longest=400, running=10)
+    few = generation(engine, EngineLoad(4, 4, prompt=50, mean=200, longest=400, running=10))
     assert few.prefill == pytest.approx(4 * 50 * engine.flops.forward(25.5) / 1e15)
     assert 200 < few.steps <= 400 and few.batch == pytest.approx(800 / few.steps)
-    many = generation(engine, 100, 10, prompt=50, mean=200, longest=400, running=10)
+    many = generation(engine, EngineLoad(100, 10, prompt=50, mean=200, longest=400, running=10))
     # 90 texts wait for ten places; the last ten end within the longest that may be.
     assert many.steps == pytest.approx(90 * 200 / 10 + 400)
     waiting, tail = 1800 * engine.step_seconds(10, 150), many.decode - 1800 * engine.step_seconds(10, 150)
     assert 400 * engine.step_seconds(1, 50) < tail < 400 * engine.step_seconds(10, 450) < waiting
-    same = generation(engine, 10, 10, prompt=50, mean=400, longest=400, running=10)
+    same = generation(engine, EngineLoad(10, 10, prompt=50, mean=400, longest=400, running=10))
     assert same.steps == 400 and same.decode == pytest.approx(400 * engine.step_seconds(10, 250))
 
 

@@ -10,8 +10,9 @@ from megarl.cli.main import main
 from megarl.config import TrainConfig
 from megarl.config.loading import load_config
 from megarl.doctor.doctor import examine
-from megarl.doctor.nodes import FAILURE, GIB, OK, WARNING, Finding, Gpu, NodeFacts, check_nodes
+from megarl.doctor.nodes import FAILURE, GIB, OK, WARNING, Finding, NodeFacts, check_nodes
 from megarl.doctor.probe import bus_bandwidth
+from megarl.util.gpus import Gpu
 from megarl.util.packages import PURPOSES, requirements
 from tests.disks import small_disk
 from tests.fixtures.runs import PPO, megarl, on

@@ -13,8 +13,8 @@ from megarl.checkpoints import CheckpointStore, Keep
 from megarl.cli.main import SCHEMAS, main
 from megarl.config import load_config, resolve, save_config
 from megarl.config.loading import hub
-from megarl.doctor.nodes import Gpu
 from megarl.doctor.preflight import ROWS, preflight
+from megarl.util.gpus import Gpu
 from tests.fixtures.runs import PPO, REPOSITORY, on
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.doctor.nodes import Gpu
 from megarl.gpu_test.steps import STEPS, Machine, chosen, obstacle, visible
+from megarl.util.gpus import Gpu
 
 CARD = Gpu("NVIDIA H100 80GB HBM3", "580.95.05", 80 << 30, 0)
 VERSIONS = {
@@ -28,7 +28,7 @@ def test_a_whole_machine_runs_all_steps() -> None:
 
 def test_one_gpu_leaves_out_what_needs_two() -> None:
     assert obstacles(replace(TWO, gpus=(CARD,))) == dict.fromkeys(
-        ("nccl", "killed"), "needs 2 GPUs, here is 1"
+        ("layouts", "nccl", "killed"), "needs 2 GPUs, here is 1"
     )
 
 
@@ -42,7 +42,7 @@ def test_an_older_torch_trains_only() -> None:
     """The SGLang that runs on it lacks what megarl calls."""
     older = replace(TWO, versions=VERSIONS | {"torch": "2.11.0", "sglang": "0.5.16"})
     found = obstacles(older)
-    assert set(found) == {"engine", "nccl", "killed"}
+    assert set(found) == {"engine", "options", "layouts", "nccl", "killed"}
     assert found["engine"] == "training only: SGLang 0.5.21 needs torch 2.13.*, not 2.11.0"
     assert older.trains_only and not TWO.trains_only
 

@@ -4,7 +4,6 @@ TRITON_INTERPRET=1) or `... compile` prints {case: what was found} as JSON.
 They have a process of their own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
 """
 
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import destroy_parallel, init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
-from megarl.shadow.device import PACKAGES
+from tests.kernel_cases import print_cases
 from tests.megatron.parity import VOCAB, batches
 from tests.megatron.states import OPTIM
 
@@ -391,19 +390,16 @@ def compiled() -> dict[str, dict[str, int]]:
     return found
 
 
-def main() -> None:
-    sys.path.insert(0, str(PACKAGES))
-    import triton
-
-    if sys.argv[1] == "compile":
-        print(json.dumps(compiled()))
-        return
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
+@contextmanager
+def _small_blocks() -> Iterator[None]:
     # Its Python code lies there too, without the library that it loads: its import fails, as where it is not installed.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    wanted = sys.argv[2:] or [case.__name__ for case in INTERPRETED]
     with mock.patch.object(fused_head, "BLOCK", BLOCK):
-        print(json.dumps({case.__name__: case() for case in INTERPRETED if case.__name__ in wanted}))
+        yield
+
+
+def main() -> None:
+    print_cases(INTERPRETED, compiled, _small_blocks())
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ import pytest
 from megarl.checkpoints import CheckpointStore, Keep
 from megarl.config import RMConfig, SFTConfig, TrainConfig, load_config, resolve, save_config
 from megarl.config.resolve import least_tokens
-from megarl.doctor.nodes import Gpu
 from megarl.plan import micro_batches
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, fitting_tokens, plan_memory
 from megarl.plan.micro_batches import with_chosen_size
+from megarl.util.gpus import Gpu
 from tests.fixtures.runs import PPO, REPOSITORY, on
 
 ACTOR = "actor_rollout_ref.actor"

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import TrainConfig, load_config, resolve, save_config
 from megarl.plan.run_floors import run_floors
-from megarl.report.data import read_run
+from megarl.report.data import RunRecord, read_run
+from megarl.trainer.run.facts import RunFacts, RunGpus
 from tests.report.folders import Page, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +54,35 @@ def test_faster_gpus_have_lower_floors(folder: Path) -> None:
     assert all(fast[phase] < slow[phase] for phase in slow)
 
 
-def test_without_a_name_there_are_none(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def with_gpus(folder: Path, *names: str) -> RunRecord:
+    """The run, with these GPUs in its `run.json`."""
+    gpus = tuple(RunGpus(name, 8, 80 << 30) for name in names)
+    return replace(read_run(folder), facts=RunFacts("megarl train", 0.0, "host", 1, {}, gpus=gpus))
+
+
+def test_the_gpus_are_those_that_the_run_has_recorded(folder: Path) -> None:
+    found = run_floors(with_gpus(folder, "NVIDIA H200"), None)
+    assert found.seconds and found == run_floors(read_run(folder), "H200")
+    assert run_floors(with_gpus(folder, "NVIDIA H200"), "A100") == run_floors(read_run(folder), "A100")
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (("NVIDIA H100 PCIe",), "the peaks of NVIDIA H100 PCIe are not in the table"),
+        (("NVIDIA H200", "NVIDIA B200"), "GPUs are of several kinds, NVIDIA H200, NVIDIA B200"),
+    ],
+)
+def test_recorded_gpus_whose_peaks_are_not_known(folder: Path, names: tuple[str, ...], why: str) -> None:
+    floors = run_floors(with_gpus(folder, *names), None)
+    assert floors.seconds == {} and why in floors.words and "--hardware NAME" in floors.words
+
+
+def test_without_a_record_and_a_name_there_are_none(folder: Path, capsys: pytest.CaptureFixture) -> None:
     code, text, _ = report(capsys, folder)
     assert code == 0 and not re.search(r"[0-9] floors", text)
     assert (
-        "No floors: the run's GPUs were not named (--hardware NAME); the peaks of a CPU are not known."
+        "No floors: the run's GPUs were not recorded, and none were named (--hardware NAME); the peaks of a CPU are not known."
         in text
     )
 

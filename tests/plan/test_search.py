@@ -14,10 +14,11 @@ from megarl.config import TrainConfig, check_config, load_config
 from megarl.config.model_fit import check_models
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine
+from megarl.models import read_model_config
 from megarl.plan.inputs import read_inputs
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.search import _ENGINE, Search
+from megarl.plan.search import _ENGINE, Search, recomputations
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, MOE, DEEPSEEK, FULL = (
@@ -30,6 +31,11 @@ SMALL, MOE, DEEPSEEK, FULL = (
     )
 )
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+AGAIN = {
+    "nothing": ("granularity=null",),
+    "parts": ("granularity=selective", "modules=[mlp]"),
+    "layers": ("granularity=full",),
+}
 FOUR = ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.gpu_memory_utilization=0.5"]
 
 
@@ -62,12 +68,12 @@ def test_the_best_of_a_small_space_is_found(memory: float) -> None:
     """All layouts of four GPUs, one by one: with little memory, where something must leave, and with enough."""
     search, known = searched(SMALL, FOUR, memory), {}
     for tp, pp, cp, serve in itertools.product((1, 2, 4), repeat=4):
-        for recompute, stays in itertools.product(("null", "selective", "full"), ("null", "false")):
+        for recompute, stays in itertools.product(AGAIN, ("null", "false")):
             keys = [
                 f"{ACTOR}.tensor_model_parallel_size={tp}",
                 f"{ACTOR}.pipeline_model_parallel_size={pp}",
                 f"{ACTOR}.context_parallel_size={cp}",
-                f"{ACTOR}.recompute_granularity={recompute}",
+                *(f"{ACTOR}.recompute_{key}" for key in AGAIN[recompute]),
                 *(f"{ACTOR}.{part}_offload={stays}" for part in ("param", "grad", "optimizer")),
                 f"{ROLLOUT}.tensor_model_parallel_size={serve}",
                 f"{ROLLOUT}.num_engines={4 // serve}",
@@ -91,6 +97,38 @@ def test_proposals_are_legal_fit_and_can_be_pasted() -> None:
         assert read_inputs(MOE, list(each.keys))[0].actor_rollout_ref == each.config.actor_rollout_ref
     recipe = seconds_of(search, MOE, [])
     assert recipe is not None and found[0].seconds <= recipe
+
+
+def test_parts_that_are_computed_again_are_those_of_the_model() -> None:
+    def parts(name: str) -> list[tuple[str, ...] | None]:
+        found = list(recomputations(read_model_config(str(ROOT / "recipes/models" / name))))
+        assert found[0] == (None, None) and found[-1] == ("full", None)
+        assert {granularity for granularity, _ in found[1:-1]} == {"selective"}
+        return [modules for _, modules in found[1:-1]]
+
+    assert parts("qwen2.5-7b") == [("mlp",)]
+    assert parts("qwen3-30b-a3b") == [("layernorm", "moe_act")]
+    assert parts("deepseek-v3") == [("layernorm", "mla_up_proj", "moe_act")]
+
+
+@pytest.mark.parametrize("memory", [60, 46])
+def test_no_more_is_computed_again_than_memory_asks_for(memory: int) -> None:
+    """Qwen3-30B-A3B on two nodes: of the fastest layout what is fastest of nothing, parts and layers, of those that fit."""
+    search = searched(MOE, [], memory)
+    (best,) = search.run(1)
+    keys = [key for key in best.keys if ".recompute_" not in key]
+    again = {"null": "null", "selective": "[layernorm,moe_act]", "full": "null"}
+    seconds = {
+        name: seconds_of(
+            search,
+            MOE,
+            [*keys, f"{ACTOR}.recompute_granularity={name}", f"{ACTOR}.recompute_modules={parts}"],
+        )
+        for name, parts in again.items()
+    }
+    fitting = {took: name for name, took in seconds.items() if took is not None}
+    assert best.seconds == min(fitting)
+    assert f"{ACTOR}.recompute_granularity={fitting[min(fitting)]}" in best.keys
 
 
 def test_671b_on_512_devices_takes_less_than_a_minute(capsys) -> None:

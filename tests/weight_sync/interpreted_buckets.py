@@ -2,8 +2,6 @@
 (with TRITON_INTERPRET=1) prints {case: what was found} as JSON. It has a process of its own, as interpreted_slices.py.
 """
 
-import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,6 @@ from megarl.layout import Box, RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors
 from megarl.models.float8 import FP8, block_scales
-from megarl.shadow.device import PACKAGES
 from megarl.weight_sync import gpu_buckets, packets, receiver, sender, slice_kernels
 from megarl.weight_sync.gpu_buckets import PackedBucket, TakenBucket
 from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
@@ -28,6 +25,7 @@ from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, PacketSpec, Sli
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.served_model import RefusedError
 from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
+from tests.kernel_cases import print_cases
 from tests.weight_sync.shards import empty_shards
 from tests.weight_sync.transfer import Transfer
 
@@ -281,11 +279,7 @@ def launches() -> list[list[list[int]]]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(PACKAGES))
-    import triton
-
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
-    print(json.dumps({case.__name__: case() for case in (packing, taking, syncs, launches)}))
+    print_cases((packing, taking, syncs, launches))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@
 They have a process of their own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
 """
 
-import json
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,11 +17,11 @@ from megarl.gpu_test import slices
 from megarl.gpu_test.slices import BLOCK, Listed, Pair
 from megarl.layout.boxes import Box
 from megarl.models.float8 import FP8, in_blocks
-from megarl.shadow.device import PACKAGES
 from megarl.weight_sync import slice_kernels
 from megarl.weight_sync.packets import CONVERT, QUANTISE, SCALE, aligned
 from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_slices
 from megarl.weight_sync.slice_table import TILE, BlockRow, CopyRow, SliceRead, SliceTable
+from tests.kernel_cases import print_cases
 
 DRAWN = 24
 OFFSET, SIZE, STRIDE = (CopyRow._fields.index(name) for name in ("offset", "size_2", "stride_1"))
@@ -374,14 +372,7 @@ def compiled() -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(PACKAGES))
-    import triton
-
-    if sys.argv[1] == "compile":
-        print(json.dumps(compiled()))
-        return
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
-    print(json.dumps({case.__name__: case() for case in INTERPRETED}))
+    print_cases(INTERPRETED, compiled)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from megarl.trainer.roles.weight_sync import connect, sync_weights
 from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful
 from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
+from megarl.trainer.run.facts import record_gpus
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
 from megarl.weight_sync.layouts import EngineLayout, best_device_order
@@ -159,9 +160,10 @@ def policy_checkpoints(
 
 
 def open_pools(run: Run, pools: Mapping[str, PoolConfig]) -> None:
-    """Reserve the devices of every pool for the run. ValueError: the cluster cannot give them."""
+    """Reserve the devices of every pool for the run, and record their GPUs. ValueError: the cluster cannot give them."""
     for name, pool in pools.items():
         run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node, say=run.say)
+    record_gpus(run.pools.values(), run.folder)
 
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:

@@ -1,7 +1,7 @@
 """What a run is: its configuration, batch arithmetic and `run.json` in its folder, and one screen of text when it starts.
 
-`run.json` has the command, when and where the run started, versions, and how it ended. It is written again when the run ends; a run
-that was killed has no outcome. Every key of the configuration is in the folder's config.yaml.
+`run.json` has the command, when and where the run started, versions, its GPUs, and how it ended. It is written again when the run has
+its devices and when it ends; a run that was killed has no outcome. Every key of the configuration is in the folder's config.yaml.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megarl import __version__
+from megarl.cluster import ResourcePool
+from megarl.cluster.hosts import on_node
 from megarl.config import (
     BatchPlan,
     DPOConfig,
@@ -39,11 +43,22 @@ from megarl.config import (
 )
 from megarl.models import ModelConfig, logical_tensors
 from megarl.util.files import whole_file
+from megarl.util.gpus import gpus_here
 
 RUN_FILE = "run.json"
 FINISHED = "finished"
 _PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "ray")
+_NODE_SECONDS = 60.0  # that a machine may take to list its GPUs
 _CLOCKS_APART = 2.0  # seconds between this file's and the kernel's start of a process
+
+
+@dataclass(frozen=True)
+class RunGpus:
+    """Equal GPUs of a run: their name by the driver, how many there are, and the bytes of memory of each."""
+
+    name: str
+    count: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class RunFacts:
         host, process: of the controller.
         versions: by package, Python's among them.
         outcome: FINISHED, or why the run ended before its last step; None: it has not ended, or was killed.
+        gpus: empty: it has none, or not yet.
     """
 
     command: str
@@ -64,6 +80,7 @@ class RunFacts:
     versions: dict[str, str]
     ended: float | None = None
     outcome: str | None = None
+    gpus: tuple[RunGpus, ...] = ()
 
     @property
     def is_running(self) -> bool:
@@ -84,22 +101,45 @@ def recorded(
     """Write the facts of a run, and at the end of the block, however it ends, its outcome."""
     save_config(config, folder / "config.yaml")
     save_batch_plan(plan, folder)
-    facts = RunFacts(_command(), time.time(), socket.gethostname(), os.getpid(), _versions())
-    _write(folder, facts)
+    _write(folder, RunFacts(_command(), time.time(), socket.gethostname(), os.getpid(), _versions()))
     try:
         yield
     except BaseException as error:
         first_line = (str(error).splitlines() or [""])[0]
         outcome = f"{type(error).__name__}: {first_line}" if isinstance(error, Exception) else "told to end"
-        _write(folder, replace(facts, ended=time.time(), outcome=outcome))
+        _change(folder, ended=time.time(), outcome=outcome)
         raise
-    _write(folder, replace(facts, ended=time.time(), outcome=FINISHED))
+    _change(folder, ended=time.time(), outcome=FINISHED)
+
+
+def record_gpus(pools: Iterable[ResourcePool], folder: Path) -> None:
+    """Add the GPUs of these pools to the facts of the run in `folder`, if it has facts.
+
+    All GPUs of a pool are taken to be as the first of its first machine; a machine that does not answer within a minute is left out.
+    """
+    found: Counter[tuple[str, int]] = Counter()
+    for pool in pools:
+        listed = on_node(pool.devices[0].node_id, _NODE_SECONDS, gpus_here) if pool.use_gpu else None
+        if listed:
+            found[listed[0].name, listed[0].memory] += len(pool)
+    if found and (folder / RUN_FILE).is_file():
+        _change(folder, gpus=tuple(RunGpus(name, count, memory) for (name, memory), count in found.items()))
 
 
 def read_facts(folder: Path) -> RunFacts | None:
     """The facts of a run folder; None: it has none."""
     path = folder / RUN_FILE
-    return RunFacts(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    gpus = tuple(RunGpus(**each) for each in found.pop("gpus", ()))
+    return RunFacts(**found, gpus=gpus)
+
+
+def _change(folder: Path, **changes: Any) -> None:
+    facts = read_facts(folder)
+    assert facts is not None, f"{folder} has no {RUN_FILE}"
+    _write(folder, replace(facts, **changes))
 
 
 def _write(folder: Path, facts: RunFacts) -> None:

@@ -5,11 +5,10 @@ They have a process of their own, as those of tests/weight_sync/interpreted_slic
 hash kernel, which is interpreted too.
 """
 
-import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from megarl.rollout.sglang import sampling
-from megarl.shadow.device import PACKAGES
+from tests.kernel_cases import print_cases
 
 NEAR = 1e-6  # of a log-prob, and of its size
 
@@ -358,16 +357,14 @@ def hash_of_sglang() -> None:
     sampler.murmur_hash32 = murmur_hash32
 
 
-def main() -> None:
-    sys.path.insert(0, str(PACKAGES))
-    import triton
-
-    if sys.argv[1] == "compile":
-        print(json.dumps(compiled()))
-        return
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
+@contextmanager
+def _hash_of_sglang() -> Iterator[None]:
     hash_of_sglang()
-    print(json.dumps({case.__name__: case() for case in INTERPRETED}))
+    yield
+
+
+def main() -> None:
+    print_cases(INTERPRETED, compiled, _hash_of_sglang())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,14 +20,18 @@ from megarl.config import DPOConfig, SFTConfig, TrainConfig, load_config, resolv
 from megarl.models import read_model_config
 from megarl.report.data import read_run
 from megarl.report.summary import status_of
+from megarl.trainer.run import facts as facts_module
 from megarl.trainer.run.facts import (
+    RunGpus,
     data_text,
     model_text,
     opening_lines,
     read_facts,
+    record_gpus,
     recorded,
     supervised_facts,
 )
+from megarl.util.gpus import Gpu
 
 KEYS = ("data.train_files=x.jsonl", "data.max_length=8", "data.train_batch_size=2", "model.path=x", "optim.lr=1e-3", "max_token_len_per_gpu=16")  # fmt: skip
 
@@ -47,6 +52,41 @@ def test_a_run_that_ends_says_so(tmp_path, planned):
     assert facts.process == os.getpid() and facts.host == socket.gethostname()
     assert facts.versions["megarl"] == __version__ and facts.versions["Python"] == platform.python_version()
     assert {"torch", "megatron-core", "ray", "transformers"} <= facts.versions.keys()
+
+
+def test_the_gpus_of_a_run_are_in_its_facts(tmp_path, planned, monkeypatch):
+    """Of two kinds, one of them in two pools; a machine that does not answer; and a pool of process slots."""
+    cards = {
+        "first": (Gpu("NVIDIA H200", "570", 141 << 30, 0),) * 8,
+        "second": (Gpu("NVIDIA H100 80GB HBM3", "570", 80 << 30, 0),) * 8,
+        "silent": None,
+    }
+    monkeypatch.setattr(facts_module, "on_node", lambda node_id, seconds, function: cards[node_id])
+
+    class Pool(SimpleNamespace):
+        def __len__(self):
+            return len(self.devices)
+
+    def pool(node, number, use_gpu=True):
+        return Pool(use_gpu=use_gpu, devices=[SimpleNamespace(node_id=node)] * number)
+
+    pools = [
+        pool("first", 8),
+        pool("second", 2),
+        pool("first", 4),
+        pool("silent", 8),
+        pool("unknown", 1, False),
+    ]
+    record_gpus(pools, tmp_path)  # a check of machines, which is no run
+    assert read_facts(tmp_path) is None
+    with recorded(*planned, tmp_path):
+        record_gpus(pools[3:], tmp_path)
+        assert read_facts(tmp_path).gpus == ()
+        record_gpus(pools, tmp_path)
+        expected = (RunGpus("NVIDIA H200", 12, 141 << 30), RunGpus("NVIDIA H100 80GB HBM3", 2, 80 << 30))
+        assert read_facts(tmp_path).gpus == expected
+    facts = read_facts(tmp_path)
+    assert facts.gpus == expected and facts.outcome == "finished"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Steps `options` and `layouts`: what of them needs no GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_model import make_tiny_model
+from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config.model_fit import check_models
+from megarl.gpu_test import options
+from megarl.gpu_test.options import LAYOUTS, NUM_STEPS, ONE, OPTIONS, TWO, judged
+from megarl.models import read_model_config
+from megarl.util.packages import shipped
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "family"),
+    [
+        *((ONE, keys, "qwen3_moe") for keys in OPTIONS.values()),
+        *((TWO, keys, "qwen2") for keys in LAYOUTS.values()),
+    ],
+)
+def test_the_keys_fit_the_recipe_and_the_model(
+    tmp_path: Path, settings: tuple[str, ...], keys: tuple[str, ...], family: str
+) -> None:
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, **options.TINY)
+    (tmp_path / "train.parquet").touch()
+    paths = [f"actor_rollout_ref.model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.parquet"]
+    config = load_config(
+        TrainConfig, shipped() / "recipes" / "quickstart_ppo.yaml", [*settings, *keys, *paths]
+    )
+    check_config(config)
+    model = read_model_config(tmp_path / "model")
+    check_models(resolve(config), model, model, None)
+    assert config.trainer.total_training_steps == NUM_STEPS
+
+
+def test_every_run_is_judged_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With runs that write their metrics alone: one that ends well, one that ends too early, one whose gradient is infinite."""
+    norms = iter((1.0, 2.0, float("inf")))
+
+    def run(command: list[str], check: bool) -> object:
+        folder = Path(next(key for key in command if "default_local_dir" in key).partition("=")[2])
+        folder.mkdir()
+        norm, steps = next(norms), 1 if "early" in command else 2
+        lines = [f'{{"step": {step}, "actor/grad_norm": {norm}}}\n' for step in range(1, steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(lines).replace("inf", "Infinity"))
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(options.subprocess, "run", run)
+    cases = {"as it is": (), "cut": ("early",), "wild": ()}
+    checks = list(options.run_all(tmp_path, ONE, cases, "qwen3_moe"))
+    assert [check.ok for check in checks] == [True, None, False, None, False, None]
+    assert checks[3].found == "2, as it is 1" and "not finite: actor/grad_norm" in checks[4].found
+    assert judged("killed", -9, []).ok is False

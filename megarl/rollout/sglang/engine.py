@@ -7,7 +7,7 @@ Guarantees, each asserted by a test:
 - with adapters, every request is answered by weights and adapters together;
 - an end token is part of its response, with its log-prob;
 - requests of which SGLang would die (empty prompt, unknown token id) are refused here;
-- the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
+- the noise of a response depends on (seed, uid) only, so a resumed run repeats it, with drafted tokens, too;
 - requests that run when the weights change or their memory is released are interrupted, and continue afterwards after their last
   token, with the new weights; each token's log-prob is that of the weights that chose it;
 - with `deterministic` the bits of its tokens and log-probs do not depend on other requests, on the cache or on time;
@@ -35,6 +35,7 @@ from megarl.models.layers import is_mixture
 from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 from megarl.rollout.engine import (
     AdapterConfig,
+    Drafting,
     EngineCapacity,
     EngineConfig,
     EngineError,
@@ -125,6 +126,7 @@ class SGLangEngine(SGLangPart):
         self._gate = Gate()  # holds a request while SGLang works on it
         self._routing = captured_routing(config.model_path) if config.return_routed_experts else None
         self._ends: frozenset[int] = frozenset()
+        self._drafting = Drafting()
 
     @property
     def weight_version(self) -> int | None:
@@ -188,6 +190,8 @@ class SGLangEngine(SGLangPart):
         self._require_version()
         context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
+        if sampling.has_penalties and self.config.speculation is not None:
+            raise ValueError(f"{uid}: penalties and drafted tokens: SGLang computes penalties once a pass")
 
     async def answer(
         self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams, experts_from: int = 0
@@ -212,9 +216,15 @@ class SGLangEngine(SGLangPart):
                     response.experts_from,
                 )
                 self._last_answer = time.monotonic()
+                self._drafting.count(answer)
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
             if generation is not None:
                 return generation
+
+    def take_drafting(self) -> Drafting:
+        """What became of drafted tokens since the last call."""
+        taken, self._drafting = self._drafting, Drafting()
+        return taken
 
     def flight(self) -> Flight:
         """A `Flight` for coroutines that call `answer` and continue from call to call. While the weights change, or memory is released,

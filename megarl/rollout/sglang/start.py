@@ -32,6 +32,9 @@ from megarl.weight_sync.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
+# SGLang keeps what followed a token, 18 deep, in a tree that it makes at the start: 200 bytes a node, 10 million by default.
+CPU_NGRAM_NODES = 100_000
+_DRAFTING = {"ngram": "NGRAM", "mtp": "EAGLE", "eagle3": "EAGLE3"}
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 # By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
 _IMPLIED = {
@@ -92,6 +95,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
+        **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
     if twice := sorted(told.keys() & config.arguments.keys()):
@@ -141,6 +145,28 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
     }
+
+
+def _speculative_arguments(config: EngineConfig) -> dict[str, Any]:
+    """How tokens are drafted: in chains. Trees of them need attention kernels that take them, and pages of one token."""
+    drafting = config.speculation
+    if drafting is None:
+        return {}
+    told: dict[str, Any] = {
+        "speculative_algorithm": _DRAFTING[drafting.algorithm],
+        "speculative_num_draft_tokens": drafting.num_draft_tokens
+        + 1,  # with the newest token, which is drafted no more
+    }
+    if drafting.algorithm == "ngram":
+        told |= {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
+        capacity = "speculative_ngram_capacity"
+        if config.device == "cpu" and capacity not in config.arguments:
+            told[capacity] = CPU_NGRAM_NODES
+        return told
+    told |= {"speculative_num_steps": drafting.num_draft_tokens, "speculative_eagle_topk": 1}
+    if drafting.draft_path is not None:
+        told["speculative_draft_model_path"] = drafting.draft_path
+    return told
 
 
 def _moe_runner(config: EngineConfig) -> str:

@@ -119,8 +119,17 @@ def _check_arguments(config: EngineConfig) -> None:
     given = [
         f"rollout.{name}={getattr(config, name)}" for name in of_gpus if getattr(config, name) is not None
     ]
+    drafting = config.speculation
+    if drafting is not None and drafting.algorithm != "ngram":
+        given.append(f"rollout.speculative.algorithm={drafting.algorithm}")
     if given and config.device != "cuda":
         raise ValueError(f"{', '.join(given)}: for engines on GPUs, and there are none here; leave it out")
+    if drafting is not None and drafting.draft_path is not None:
+        draft = Path(drafting.draft_path) / "config.json"
+        if not draft.is_file():
+            raise ValueError(
+                f"rollout.speculative.draft_path: {draft} does not exist; give a Hugging Face model folder"
+            )
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
@@ -135,13 +144,15 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             **({} if config.kv_cache_dtype is None else {"kv_cache_dtype": config.kv_cache_dtype}),
             **(_float8_arguments(config) if config.fp8_block is not None else {}),
         }
+    drafted = 0 if config.speculation is None else config.speculation.num_draft_tokens + 1
+    tokens = context + 2 * drafted  # of a request at most: SGLang keeps room for two passes
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "mem_fraction_static": 0.1,  # without effect, since max_total_tokens is given, but checked
-        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * context, CPU_CACHE_TOKENS),
+        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * tokens, CPU_CACHE_TOKENS),
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
     }
@@ -163,10 +174,15 @@ def _speculative_arguments(config: EngineConfig) -> dict[str, Any]:
         if config.device == "cpu" and capacity not in config.arguments:
             told[capacity] = CPU_NGRAM_NODES
         return told
-    told |= {"speculative_num_steps": drafting.num_draft_tokens, "speculative_eagle_topk": 1}
-    if drafting.draft_path is not None:
-        told["speculative_draft_model_path"] = drafting.draft_path
-    return told
+    return {
+        **told,
+        "speculative_num_steps": drafting.num_draft_tokens,
+        "speculative_eagle_topk": 1,
+        # A draft's weights come from a folder and stay as they are, while the model's come by sync. Released memory loses them.
+        **({} if drafting.draft_path is None else {"speculative_draft_model_path": drafting.draft_path}),
+        "speculative_draft_load_format": "auto",
+        "enable_draft_weights_cpu_backup": config.enable_memory_saver,
+    }
 
 
 def _moe_runner(config: EngineConfig) -> str:

@@ -44,7 +44,7 @@ def engine_weight_bytes(
     """
     layout = sglang_layout(config, replace(engines, num_engines=1))
     if fp8_block is not None:
-        layout = with_scales(layout, logical_tensors(config), fp8_block)
+        layout = with_scales(layout, logical_tensors(config, mtp=engines.draft), fp8_block)
     total = 0
     for piece in layout.pieces(0):
         kind = dtype if fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
@@ -95,11 +95,13 @@ def cache_bytes(
 
 
 def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) -> int:
-    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has."""
+    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
+    draft too."""
+    layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0)
     if config.mla is not None:
-        return config.num_layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
+        return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
-    return config.num_layers * 2 * heads * config.head_dim * dtype.itemsize
+    return layers * 2 * heads * config.head_dim * dtype.itemsize
 
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw

@@ -340,7 +340,7 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     """Weights that a rank of an engine holds, without adapters."""
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    key = ("served", layout.tp, layout.ep, layout.whole_shared, dtype, block)
+    key = ("served", layout.tp, layout.ep, layout.whole_shared, layout.draft, dtype, block)
     return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
 
 

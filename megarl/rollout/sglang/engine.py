@@ -53,6 +53,7 @@ from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
+MODEL = "target"  # SGLang's name of the model that a draft's tokens are checked by; its receiver reaches the draft
 # The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
 
@@ -290,7 +291,7 @@ class SGLangEngine(SGLangPart):
         if self.config.adapters is not None and self._session_held != self._session:
             held = None  # over a new connection the first version has all weights
         self._version, self._update = None, _Update(version, held)
-        self._control("begin_weight_update", BeginWeightUpdateReqInput())
+        self._control("begin_weight_update", BeginWeightUpdateReqInput(selector=MODEL))
         return held
 
     def connect(self, inboxes: Sequence[Path]) -> None:
@@ -446,7 +447,10 @@ class SGLangEngine(SGLangPart):
 
         to_rank = request_bytes(version, self._session, self._inboxes, complete)
         loading = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[to_rank] * len(self._inboxes), load_format=LOADER, flush_cache=False
+            serialized_named_tensors=[to_rank] * len(self._inboxes),
+            load_format=LOADER,
+            flush_cache=False,
+            selector=MODEL,
         )
         self._control("update_weights_from_tensor", loading)
 

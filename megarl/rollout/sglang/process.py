@@ -199,7 +199,8 @@ _END_OF_STEP = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 
 def hooks(device: str, drafting: str | None = None) -> dict[str, tuple]:
     """Those of a scheduler on a device; `drafting`: SGLang's name of how tokens are drafted, None: they are not."""
-    return HOOKS | (GPU_HOOKS if device == "cuda" else {}) | (speculation.HOOKS if drafting else {})
+    found = HOOKS | (GPU_HOOKS if device == "cuda" else {}) | (speculation.HOOKS if drafting else {})
+    return found | (speculation.DRAFT_HOOKS if drafting in ("EAGLE", "EAGLE3") else {})
 
 
 class _NoDraining(SignalHandler):

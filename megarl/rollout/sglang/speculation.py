@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from megarl.weight_sync import served_model
+
 
 def draw_and_check(
     verify_input: Any,
@@ -77,7 +79,14 @@ def pick_log_probs(
     logits_output.next_token_logprobs = of_drawn[accept_index.clamp(min=0).long()]
 
 
+# Where drafted tokens are checked; of a draft with a model of its own, also where that is made.
 HOOKS = {
     "sglang.srt.speculative.eagle_utils.eagle_sample": (HookType.REPLACE, draw_and_check),
     "sglang.srt.layers.logprob_processor.compute_spec_logprobs": (HookType.REPLACE, pick_log_probs),
+}
+DRAFT_HOOKS = {
+    "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.__init__": (
+        HookType.AFTER,
+        served_model.remember_draft,
+    ),
 }

@@ -190,3 +190,57 @@ def test_what_was_drafted_is_counted() -> None:
     assert counted == Drafting(passes=3, tokens=8)
     assert (counted + Drafting(1, 4)).metrics() == {"rollout/accept_length": 3.0}
     assert Drafting().metrics() == {}
+
+
+def checked(engine, tokens, positions, drawn):
+    """`draw_and_check` of a batch for which `drawn` is drawn; in the engine's process, where SGLang is imported."""
+    from types import SimpleNamespace
+
+    from sglang.srt.layers import sampler
+
+    from megarl.rollout.sglang import speculation
+
+    requests, number = tokens.shape
+    names = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+    asked = []
+
+    def sample(logits_output, info, *args):
+        asked.append({name: getattr(info, name).tolist() for name in names})
+        assert torch.equal(args[-1], positions.flatten())
+        logits_output.next_token_logprobs = -torch.arange(1.0, requests * number + 1)
+        return drawn.flatten()
+
+    verify = SimpleNamespace(
+        draft_token_num=number,
+        max_tree_depth=number,
+        draft_token=tokens.flatten(),
+        positions=positions.flatten(),
+    )
+    info = SimpleNamespace(**{name: torch.arange(requests) for name in names})
+    batch = SimpleNamespace(seq_lens=torch.zeros(requests), sampling_info=info, return_logprob=True)
+    output, made = SimpleNamespace(), sampler.create_sampler
+    sampler.create_sampler = lambda: sample
+    try:
+        predicted, accepted, path = speculation.draw_and_check(verify, batch, output, None)
+    finally:
+        sampler.create_sampler = made
+    speculation.pick_log_probs(batch, output, predicted, accept_index=path)
+    rows = [row for row in range(requests) for _ in range(number)]
+    assert asked == [dict.fromkeys(names, rows)]
+    return predicted, accepted, path, output.next_token_logprobs
+
+
+def test_drafted_tokens_are_accepted_up_to_the_first_that_was_not_drawn(engine) -> None:
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 0, 0], [5, 0, 0, 0], [5, 6, 7, 8]])
+    positions = 20 + torch.arange(4).repeat(5, 1)
+    # What fills up drafts that are shorter follows the newest token, whatever its place.
+    positions[2] = torch.tensor([20, 21, 21, 21])
+    positions[3] = torch.tensor([20, 21, 21, 21])
+    drawn = torch.tensor([[6, 7, 8, 9], [6, 1, 8, 9], [6, 0, 0, 0], [0, 0, 0, 0], [2, 7, 8, 9]])
+    predicted, accepted, path, log_probs = engine.call(checked, tokens, positions, drawn)
+    assert accepted.tolist() == [4, 2, 2, 2, 1]
+    expected = [[0, 1, 2, 3], [4, 5, -1, -1], [8, 9, -1, -1], [12, 13, -1, -1], [16, -1, -1, -1]]
+    assert path.tolist() == expected and predicted.tolist() == drawn.flatten().tolist()
+    for row, numbers in zip(log_probs, path, strict=True):
+        kept = numbers[numbers >= 0]
+        assert torch.equal(row[: len(kept)], -(kept + 1.0))

@@ -5,14 +5,17 @@ probability, by a coin of the request, and draws what follows the last accepted 
 coin decides what depends on the tokens that were drafted, and so on other requests and on time.
 
 Here a token is drawn after every drafted one, with the request's own noise at that position, just as it would be drawn if it were the
-next one. A drafted token is accepted if it is the one that was drawn before it; the first that is not is replaced by it.
+next one. A drafted token is accepted if it is the one that was drawn in its place: with its probability, too.
+
+SGLang's attention kernels take drafted tokens as a chain. Where it drafts fewer than it checks, it fills up with tokens 0, each of which
+follows the newest token by its position, and the tokens before it by what the kernels let it attend to: these are never accepted here.
 
 Guarantees, each asserted by a test:
 
-- a response has the tokens that it has without speculation, whatever was drafted, up to the rounding of logits in other kernels: so its
-  distribution is the model's, and its noise depends on (seed, uid) only;
+- a response has the tokens that it has without speculation, whatever was drafted, but for the rounding of logits in other kernels; so it
+  is distributed as the model says, and its noise depends on (seed, uid) only;
 - log-probs are those of the model's distribution after temperature, as without speculation, each computed in the pass that drew its token;
-- a drafted token is accepted as often as by SGLang's rule: with its probability under the model.
+- drafted tokens are accepted up to the first one that was not drawn, which the drawn one replaces.
 """
 
 import copy

@@ -104,8 +104,18 @@ TABLE = OptionTable(
             "sampling_mask_.*|mlx_enable_sampling"
         ): _SAMPLING,
         (
-            "speculative_.*|enable_multi_layer_eagle|decoupled_spec_.*|spec_trace_dir|dllm_.*"
-        ): "a draft model's weights are in no sync, and tokens would be accepted with noise that is not a request's own",
+            "speculative_algorithm|speculative_num_steps|speculative_num_draft_tokens|speculative_eagle_topk|speculative_draft_model_path|"
+            "speculative_draft_load_format|speculative_ngram_min_bfs_breadth|speculative_ngram_max_bfs_breadth"
+        ): _use("speculative"),
+        (
+            "speculative_adaptive.*|speculative_accept_.*|speculative_use_rejection_sampling|speculative_token_map|"
+            "speculative_boundary_reduction|speculative_dflash_.*|speculative_domino_.*|speculative_dspark_.*|speculative_draft_model_.*|"
+            "speculative_moe_.*|speculative_dsa_.*|speculative_skip_dp_mlp_sync|speculative_ngram_external_.*|enable_multi_layer_eagle|"
+            "decoupled_spec_.*|spec_trace_dir|dllm_.*"
+        ): (
+            "drafted tokens are checked in chains of one length, each against the one that the request's own noise draws, and a draft has the "
+            "model's layout; what may be set is in rollout.speculative"
+        ),
         (
             "enable_hierarchical_cache|hicache_.*|enable_lmcache|lmcache_.*|enable_flexkv|flexkv_.*|radix_cache_backend|"
             "enable_unified_.*|unified_cache_.*|enable_linker_.*|enable_session_radix_cache|enable_hisparse|hisparse_.*"
@@ -155,6 +165,13 @@ TABLE = OptionTable(
         "deepep_dispatcher_output_dtype": "In which type DeepEP sends hidden states.",
         "enable_two_batch_overlap": "With DeepEP: half of a batch computes while the other half is sent.",
         "enable_single_batch_overlap": "With DeepEP: shared experts compute while tokens are sent.",
+        "speculative_ngram_capacity": "Nodes of the tree of n-grams, some 200 bytes of host memory each; a token takes up to the depth of them.",
+        "speculative_ngram_max_trie_depth": "Tokens of the longest n-gram.",
+        "speculative_ngram_match_type": "Which continuation is drafted: BFS the latest, PROB the most frequent.",
+        "speculative_attention_mode": "Which kernels attend drafted tokens: those of prompts or of decode steps.",
+        "speculative_draft_attention_backend": "The attention kernels of the draft.",
+        "speculative_draft_kv_cache_dtype": "The type of the draft's own keys and values.",
+        "speculative_draft_window_size": "How many of the last tokens the draft attends to.",
         "watchdog_timeout": "Seconds after which a step of a scheduler that hangs ends it; rollout.request_timeout sees it, too.",
         "dist_timeout": "Seconds of SGLang's own collectives.",
         "enable_metrics": "SGLang's own Prometheus metrics.",

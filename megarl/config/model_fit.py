@@ -48,6 +48,10 @@ class ModelFacts(Protocol):
     @property
     def mla(self) -> object | None: ...
     @property
+    def num_mtp_layers(self) -> int: ...
+    @property
+    def fp8_block(self) -> tuple[int, int] | None: ...
+    @property
     def max_position_embeddings(self) -> int: ...
     @property
     def context_length(self) -> tuple[str, int]: ...
@@ -302,6 +306,7 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     yield from _head_problems(key, rollout, model)
     yield from _block_problems(key, rollout, model)
+    yield from _draft_problems(key, rollout, model)
     if ep > 1 and (model.moe is None or tp % ep):
         reason = (
             "the model has no experts"
@@ -312,6 +317,28 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
     elif model.moe is not None:
         cut = (f"{key}.tensor_model_parallel_size / expert_parallel_size", tp // ep)
         yield from _expert_problems(model, (f"{key}.expert_parallel_size", ep), cut)
+
+
+def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+    """A draft's weights come from a folder as they are there, so the engines' type must be the folder's."""
+    algorithm, name = rollout.speculative.algorithm, f"{key}.speculative.algorithm"
+    if algorithm == "mtp" and model.num_mtp_layers != 1:
+        yield (
+            f"{name}=mtp: the model has {model.num_mtp_layers} layers for further tokens (num_nextn_predict_layers), and SGLang drafts with one; "
+            "use ngram, or eagle3 with a draft model"
+        )
+    served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
+    if algorithm == "mtp" and model.num_mtp_layers == 1 and served != model.fp8_block:
+        yield (
+            f"{name}=mtp: the engines hold weights in {_blocks(served)}, the model's folder in {_blocks(model.fp8_block)}, from which the layers "
+            f"that draft are loaded; change {key}.quantization or quantization_block_size"
+        )
+    if algorithm == "eagle3" and served is not None:
+        yield f"{name}=eagle3 with {key}.quantization=fp8: SGLang would take the draft model's weights for float8, too; leave one out"
+
+
+def _blocks(block: tuple[int, int] | None) -> str:
+    return "its own type" if block is None else f"float8 by blocks of {block[0]},{block[1]}"
 
 
 def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:

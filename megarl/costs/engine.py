@@ -5,7 +5,8 @@ Bytes: weights follow from the weight table; all other sizes are SGLang 0.5.21's
 Seconds: nothing is measured. Each step reads weights and cache, or is bound by its operations, and then launches its kernels, sums over
 ranks and samples. A prompt is computed once for its samples. Responses end at every token with the same probability, up to the
 longest allowed (the distribution of greatest entropy with this mean and end): waiting requests keep the batch full, then it
-shrinks until the last has ended. Speculation and several turns are left out.
+shrinks until the last has ended. Where tokens are drafted, a step checks several of each text, and how many of them are accepted is
+assumed; the drafts' own operations and launches are left out, and so are several turns.
 """
 
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def engine_weight_bytes(
     """
     layout = sglang_layout(config, replace(engines, num_engines=1))
     if fp8_block is not None:
-        layout = with_scales(layout, logical_tensors(config), fp8_block)
+        layout = with_scales(layout, logical_tensors(config, mtp=engines.draft), fp8_block)
     total = 0
     for piece in layout.pieces(0):
         kind = dtype if fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
@@ -97,11 +98,13 @@ def cache_bytes(
 
 
 def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) -> int:
-    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has."""
+    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
+    draft too."""
+    layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0)
     if config.mla is not None:
-        return config.num_layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
+        return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
-    return config.num_layers * 2 * heads * config.head_dim * dtype.itemsize
+    return layers * 2 * heads * config.head_dim * dtype.itemsize
 
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw
@@ -110,10 +113,25 @@ _EULER = 0.5772
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Speculative decoding.
+
+    Attributes:
+        tokens: that are drafted for a text in a step. read: bytes that a rank reads for each of them.
+        accepted: tokens that a step gives each text, on average; from 1 to tokens + 1.
+    """
+
+    tokens: int = 0
+    read: float = 0.0
+    accepted: float = 1.0
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """An engine's rank.
 
     Attributes:
+        draft: how tokens are drafted.
         weights: bytes of them. token: bytes of one in its cache.
         itemsize: bytes of an activation, and of unquantised weights. quantized: whether linear layers are in float8.
     """
@@ -126,6 +144,7 @@ class ServedModel:
     token: int
     itemsize: int = 2
     quantized: bool = False
+    draft: Draft = Draft()
 
     @property
     def peak(self) -> float:
@@ -134,8 +153,8 @@ class ServedModel:
         return gpu.fp8 if self.quantized and gpu.fp8 is not None else gpu.bf16
 
     def step_bytes(self, batch: float, context: float) -> tuple[float, float, float]:
-        """Bytes that a rank reads to generate a token of each of `batch` texts, which have `context` tokens on average: weights that
-        every token passes, experts, cache.
+        """Bytes that a rank reads in a step of `batch` texts, which have `context` tokens on average: weights that every token passes,
+        experts, cache.
 
         Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
         an embedding that is no head a row for each token.
@@ -146,27 +165,35 @@ class ServedModel:
         embedding = 0.0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size / tp
         dense = self.weights - experts - embedding * self.itemsize
         if config.moe is not None:
-            experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
+            experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** self._tokens(batch)
         return dense, experts, batch * context * self.token
 
     def step_operations(self, batch: float, context: float) -> float:
-        """Operations of a rank for one token of each of `batch` texts."""
+        """Operations of a rank in a step of `batch` texts."""
         pairs = sum(layer.decode_pair for layer in self.flops.layers) * context
-        return batch * (2 * self.flops.active + pairs) / self.layout.tp
+        return self._tokens(batch) * (2 * self.flops.active + pairs) / self.layout.tp
 
     def prefill_operations(self, prompts: float, length: float) -> float:
         """Operations of a rank for `prompts` prompts."""
         return prompts * length * self.flops.forward(causal_pairs(length)) / self.layout.tp
 
+    def _tokens(self, batch: float) -> float:
+        """Tokens that a step of `batch` texts computes: the newest of each, and drafted ones."""
+        return batch * (1 + self.draft.tokens)
+
     def step_seconds(self, batch: float, context: float) -> float:
-        """Seconds for one token of each of `batch` texts."""
+        """Seconds of a step of `batch` texts."""
         assumed, gpu = self.machine.assumed, self.machine.gpu
         dense, experts, cache = self.step_bytes(batch, context)
         read = (dense / assumed.hbm + experts / assumed.sparse + cache / assumed.cache) / gpu.hbm
         computed = self.step_operations(batch, context) / (self.peak * assumed.decode)
-        sampled = batch * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
+        drafted = self.draft.tokens * self.draft.read / (gpu.hbm * assumed.hbm)
+        tokens = self._tokens(batch)
+        sampled = tokens * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
         launched = sum(decode_kernels(self.config, layer) for layer in self.flops.layers) * assumed.kernel
-        return max(read, computed) + launched + sampled + self._sent(batch, waits=True) + assumed.step
+        return (
+            max(read, computed) + launched + sampled + self._sent(tokens, waits=True) + drafted + assumed.step
+        )
 
     def prefill_seconds(self, prompts: float, length: float) -> float:
         """Seconds for `prompts` prompts."""
@@ -215,17 +242,20 @@ class EngineLoad(NamedTuple):
 def generation(served: ServedModel, load: EngineLoad) -> Generation:
     """The generation of an engine's share of the texts."""
     running = max(1.0, min(load.running, load.texts))
-    parts = list(_batches(load.texts, load.mean, load.longest, running))
+    parts = [
+        (count / served.draft.accepted, batch, age)
+        for count, batch, age in _batches(load.texts, load.mean, load.longest, running)
+    ]
     steps = sum(part[0] for part in parts)
     seconds = sum(count * served.step_seconds(batch, load.prompt + age) for count, batch, age in parts)
     prefill = served.prefill_seconds(load.prompts, load.prompt)
-    return Generation(prefill, seconds, load.texts * load.mean / steps, steps)
+    return Generation(prefill, seconds, load.texts * load.mean / steps / served.draft.accepted, steps)
 
 
 def _batches(
     texts: float, mean: float, longest: float, running: float
 ) -> Iterator[tuple[float, float, float]]:
-    """(steps, texts at a time, mean response tokens that these have): with texts that wait, then without.
+    """(tokens of each, texts at a time, mean response tokens that these have): with texts that wait, then without.
 
     A text that has not ended has as many tokens before it as a new one, however long it is, so that the last `running` texts
     are as they would be if all began together.

@@ -32,8 +32,9 @@ class _AtPeak(ServedModel):
     """An engine's rank that only reads its bytes, or only computes."""
 
     def step_seconds(self, batch: float, context: float) -> float:
-        read = sum(self.step_bytes(batch, context)) / self.machine.gpu.hbm
-        return max(read, self.step_operations(batch, context) / self.peak)
+        hbm, drafted = self.machine.gpu.hbm, self.draft.tokens * self.draft.read
+        read = sum(self.step_bytes(batch, context)) / hbm
+        return drafted / hbm + max(read, self.step_operations(batch, context) / self.peak)
 
     def prefill_seconds(self, prompts: float, length: float) -> float:
         return self.prefill_operations(prompts, length) / self.peak

@@ -8,6 +8,7 @@ from megarl.models.config import COMPANIONS, ModelConfig, load_hf_config
 from megarl.models.families import FAMILIES
 from megarl.models.shards import MegatronPlace, SGLangPlace
 from megarl.models.table import (
+    DRAFT,
     head_chunk_tokens,
     keeps_float32,
     logical_tensors,
@@ -43,6 +44,7 @@ def has_dp_attention(config: ModelConfig) -> bool:
 
 __all__ = [
     "COMPANIONS",
+    "DRAFT",
     "FAMILIES",
     "MegatronPlace",
     "ModelConfig",

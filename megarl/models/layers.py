@@ -150,8 +150,10 @@ def prediction_weights(config: ModelConfig) -> list[Weight]:
     """The table of a multi-token prediction layer (MTP), other than an ordinary layer's tensors and the copies of the model's."""
     hidden = config.hidden_size
     return [
-        Weight("enorm.weight", (hidden,), None, "enorm.weight", ""),
-        Weight("hnorm.weight", (hidden,), None, "hnorm.weight", ""),
-        Weight("shared_head.norm.weight", (hidden,), None, "final_layernorm.weight", ""),
-        Weight("eh_proj.weight", (hidden, 2 * hidden), ROWS, "eh_proj.weight", ""),
+        Weight("enorm.weight", (hidden,), None, "enorm.weight", "enorm.weight"),
+        Weight("hnorm.weight", (hidden,), None, "hnorm.weight", "hnorm.weight"),
+        Weight(
+            "shared_head.norm.weight", (hidden,), None, "final_layernorm.weight", "shared_head.norm.weight"
+        ),
+        Weight("eh_proj.weight", (hidden, 2 * hidden), ROWS, "eh_proj.weight", "eh_proj.weight"),
     ]

@@ -5,7 +5,8 @@ of 64.
 
 Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
 checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-(`mtp_copies`), which Megatron shares with it instead.
+(`mtp_copies`), which Megatron shares with it instead. SGLang makes a second model of it, which drafts tokens (srt/models/deepseek_nextn.py
+and glm4_moe_nextn.py); this has the model's own embedding and head, too.
 """
 
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from megarl.models.shards import (
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
+DRAFT = "draft:"  # begins the local names of what is in SGLang's second model
 _MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
 T = TypeVar("T")
@@ -241,8 +243,18 @@ def _sglang_vocab(config: ModelConfig, tensor: str, tp: int, rank: int) -> list[
     return vocab_shard(tensor, tensor, shape, padded, tp, rank)
 
 
-def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") -> list[Piece]:
-    """The pieces of one SGLang rank; local names are SGLang's own parameter names. `part`: one of PARTS."""
+def sglang_pieces(
+    config: ModelConfig, place: SGLangPlace, part: str = "all", draft: bool = False
+) -> list[Piece]:
+    """The pieces of one SGLang rank; local names are SGLang's own parameter names.
+
+    Args:
+        part: one of PARTS.
+        draft: with the model that drafts tokens, whose local names begin with DRAFT.
+
+    Raises:
+        ValueError: there is none.
+    """
     ends, attention = part != "experts", (place.attention_tp, place.attention_tp_rank)
     pieces: list[Piece] = []
     if ends:
@@ -254,7 +266,19 @@ def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") ->
         pieces.append(_replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
         if not config.tie_word_embeddings:
             pieces += _sglang_vocab(config, LM_HEAD, place.tp, place.tp_rank)
-    return pieces
+    return pieces + _sglang_draft(config, place, part) if draft else pieces
+
+
+def _sglang_draft(config: ModelConfig, place: SGLangPlace, part: str) -> list[Piece]:
+    if config.num_mtp_layers != 1:
+        raise ValueError(
+            f"{config.num_mtp_layers} multi-token prediction layers (num_nextn_predict_layers): SGLang drafts tokens with one"
+        )
+    (layer,) = _mtp_layers(config)
+    pieces: list[Piece] = []
+    if part != "experts":  # every rank has the complete projection
+        pieces += _in_layer([*sglang_shards(prediction_weights(config), "", 1, 0)], layer, f"{DRAFT}model.")
+    return pieces + _in_layer(_sglang_layer(config, place, layer, part), layer, f"{DRAFT}model.decoder.")
 
 
 def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str) -> list[Piece]:

@@ -254,6 +254,7 @@ def engine_layout(rollout: RolloutConfig) -> EngineLayout:
         rollout.expert_parallel_size,
         num_engines=rollout.num_engines,
         whole_shared=rollout.moe_a2a_backend is not None,
+        draft=rollout.speculative.algorithm == "mtp",
     )
 
 

@@ -35,6 +35,7 @@ from megarl.costs.model import StageBytes, model_bytes
 from megarl.costs.phases import frees_engines, leaves, phase_needs, trained_parts
 from megarl.costs.reserve import EngineRank, reserved
 from megarl.layout.grid import ParallelLayout
+from megarl.plan.drafts import draft_folder
 from megarl.plan.inputs import (
     PlanInputs,
     cache_dtype,
@@ -321,10 +322,16 @@ def engine_owners(
     context = config.data.max_prompt_length + config.data.max_response_length
     weights += rotary_bytes(model, context)
     cached = cache_dtype(rollout)
-    token, tokens = token_bytes(model, layout, cached), rollout.max_total_tokens
+    beside = draft_folder(rollout)
+    weights += beside.weights
+    token, tokens = (
+        token_bytes(model, layout, cached) + beside.token * cached.itemsize,
+        rollout.max_total_tokens,
+    )
     if tokens is None:
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
     cache = cache_bytes(model, layout, cached, max(tokens, 0), rollout.max_num_seqs, context)
+    cache += max(tokens, 0) * beside.token * cached.itemsize
     found = [
         Owner(name, "rollout", pool, (size,), _when(needs, name) if freed else None)
         for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))
@@ -336,11 +343,12 @@ def engine_owners(
     return found, tokens, token
 
 
-def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
-    """Weights that a rank of an engine holds, without adapters."""
+def served_bytes(rollout: RolloutConfig, inputs: PlanInputs, draft: bool = True) -> int:
+    """Weights that a rank of an engine holds, without adapters; `draft`: with those of the model's own layer that drafts tokens."""
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
+    layout = replace(layout, draft=draft and layout.draft)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    key = ("served", layout.tp, layout.ep, layout.whole_shared, dtype, block)
+    key = ("served", layout.tp, layout.ep, layout.whole_shared, layout.draft, dtype, block)
     return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
 
 

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
+from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
-from megarl.costs.engine import EngineLoad, Generation, ServedModel, generation, token_bytes
+from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.pipeline import PassTime, pass_time
 from megarl.costs.speed import Machine, Passes
 from megarl.costs.tensors import CORE_ATTENTION
+from megarl.plan.drafts import draft_folder
 from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
@@ -162,15 +163,31 @@ def generate(
         inputs.flops_of(inputs.model, "lm"),
         layout,
         machine,
-        served_bytes(rollout, inputs),
+        served_bytes(rollout, inputs, draft=False),
         token_bytes(inputs.model, layout, cache_dtype(rollout)),
         dtype.itemsize,
         rollout.quantization == "fp8",
+        drafting(rollout, inputs),
     )
     prompts = -(-config.data.train_batch_size // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)
     shape = (texts.prompt, texts.response, texts.longest)
     return work(served, EngineLoad(prompts * rollout.n, prompts, *shape, running))
+
+
+def drafting(rollout: RolloutConfig, inputs: PlanInputs) -> Draft:
+    """How tokens are drafted; as if they were not where nothing is said of how many are accepted."""
+    speculative, model = rollout.speculative, inputs.model
+    if speculative.algorithm is None or speculative.accept_length is None:
+        return Draft()
+    read = 0.0
+    if speculative.algorithm == "mtp":  # the layer, and the model's head
+        read = served_bytes(rollout, inputs) - served_bytes(rollout, inputs, draft=False)
+        head = model.vocab_size * model.hidden_size * precision(rollout.dtype).itemsize
+        read += head / rollout.tensor_model_parallel_size
+    elif speculative.draft_path is not None:
+        read = draft_folder(rollout).weights
+    return Draft(speculative.num_draft_tokens, read, speculative.accept_length)
 
 
 def model_parts(

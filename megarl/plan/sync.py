@@ -248,7 +248,7 @@ def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutCon
     return _sync_plan(
         model,
         layout_of(policy.actor.megatron, train),
-        engine_layout(rollout),
+        replace(engine_layout(rollout), draft=False),  # its weights are in no sync
         rollout,
         places,
         places if shared else _places(serve, first_node=train.nnodes),

@@ -13,6 +13,7 @@ __all__ = [
     "Generation",
     "NoValidWeightsError",
     "SamplingParams",
+    "SpeculationConfig",
     "SyncReport",
     "WeightSyncError",
 ]
@@ -43,6 +44,22 @@ class AdapterConfig:
     rank: int
     scaling: float
     layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How tokens are drafted, which the model then checks several at a time.
+
+    Attributes:
+        algorithm: "ngram": from what followed the same tokens earlier; "mtp": by the model's own layers for further tokens; "eagle3": by
+            a draft model.
+        num_draft_tokens: of a request in a pass, one after the other.
+        draft_path: Hugging Face folder of the draft model; None: there is none.
+    """
+
+    algorithm: str
+    num_draft_tokens: int
+    draft_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,7 @@ class EngineConfig:
         kv_cache_dtype: of keys and values on a GPU: "fp8_e4m3" or "fp8_e5m2"; None: `dtype`.
         moe_runner_backend: kernels of experts on a GPU: "triton" or "deep_gemm"; None: deep_gemm with DeepEP, else triton.
         moe_a2a_backend: how tokens reach experts of other ranks on a GPU: "deepep"; None: every rank has all tokens.
+        speculation: how tokens are drafted; None: each token takes a pass of the model.
         arguments: further ones of SGLang's server, which `rollout.engine_kwargs` has and `engine_option_problems` does not refuse.
     """
 
@@ -108,6 +126,7 @@ class EngineConfig:
     kv_cache_dtype: str | None = None
     moe_runner_backend: str | None = None
     moe_a2a_backend: str | None = None
+    speculation: SpeculationConfig | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -152,6 +171,33 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether a token's probability depends on earlier tokens of the response."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass
+class Drafting:
+    """What became of drafted tokens.
+
+    Attributes:
+        passes: of the model, in each of which a request's drafted tokens were checked, over all requests.
+        tokens: that came of them: the drafted ones that were accepted, and one after these in each pass.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+
+    def count(self, answer: Mapping[str, Any]) -> None:
+        """Count an answer of SGLang's. The first token of each comes from the prompt's pass."""
+        passes = answer["meta_info"].get("spec_verify_ct", 0)
+        if passes:
+            self.passes += passes
+            self.tokens += len(answer["output_ids"]) - 1
+
+    def __add__(self, other: "Drafting") -> "Drafting":
+        return Drafting(self.passes + other.passes, self.tokens + other.tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """{"rollout/accept_length": tokens a pass}; {} if there was none."""
+        return {"rollout/accept_length": self.tokens / self.passes} if self.passes else {}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megarl.sglang_cpu.batched_attention import (
 class BatchedTorchAttention(TorchNativeAttnBackend):
     def __init__(self, model_runner) -> None:
         super().__init__(model_runner)
+        self._dtype = model_runner.dtype
         self._same_bits = model_runner.server_args.enable_deterministic_inference
         self._groups: list[Group] | None = None  # of a decode batch
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
@@ -37,6 +38,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._groups = self._plan = None  # of another batch
         self._runs_on = False
+        if forward_batch.forward_mode.is_target_verify():
+            self._plan = self._plan_drafted(forward_batch)
         if not forward_batch.forward_mode.is_decode():
             self.forget()
         elif not self._same_bits:
@@ -47,6 +50,18 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
                 forward_batch.seq_lens,
                 self.req_to_token_pool.req_to_token,
             )
+
+    def _plan_drafted(self, forward_batch) -> tuple[list[Group], list[Prefill]]:
+        """The attention of drafted tokens that are checked: as of new tokens of a prompt. They follow each other; where SGLang drafts
+        fewer than it checks, the others are never accepted, and it makes no difference what they attend to."""
+        number = torch.full_like(forward_batch.seq_lens, forward_batch.spec_info.draft_token_num)
+        return plan_prompts(
+            forward_batch.seq_lens + number,
+            number,
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            self._dtype,
+        )
 
     @property
     def runs_on(self) -> bool:

@@ -183,9 +183,10 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, fullname, path=None, target=None):
         top = fullname.partition(".")[0]
-        wanted = top == "triton" or fullname == "sgl_kernel"
+        wanted = top == "triton" or fullname in ("sgl_kernel", "sgl_kernel.speculative")
         if wanted and os.environ.get(SWITCH) == "1":
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=top == "triton")
+            is_package = top == "triton" or fullname == "sgl_kernel"
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
         return None
 
     def create_module(self, spec):
@@ -196,6 +197,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _fill_triton(module)
         elif module.__name__ == "sgl_kernel":
             _fill_sgl_kernel(module)
+        elif module.__name__ == "sgl_kernel.speculative":
+            _add_operators(module)
 
 
 class _Placeholder:
@@ -256,10 +259,17 @@ def _fill_sgl_kernel(module) -> None:
     import torch
 
     module.assign_req_to_token_pool_cpu = _assign_req_to_token_pool
+    _add_operators(module)
     module.library = torch.library.Library("sgl_kernel", "FRAGMENT")
     module.library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     module.library.impl("murmur_hash32_cpu", _murmur_hash32, "CPU")
     module.__getattr__ = missing
+
+
+def _add_operators(module) -> None:
+    from megarl.sglang_cpu.speculation import OPERATORS
+
+    vars(module).update(OPERATORS[module.__name__])
 
 
 def _assign_req_to_token_pool(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len) -> None:

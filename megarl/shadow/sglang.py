@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,15 @@ from megarl.trainer.roles.engines import gpu_engine
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import Slice
 from megarl.weight_sync.quantize import dtype_in_fp8, with_scales
-from megarl.weight_sync.served_model import RefusedError, check_complete, named_weights, place, weights_of
+from megarl.weight_sync.served_model import (
+    RefusedError,
+    check_complete,
+    draft_weights,
+    named_weights,
+    place,
+    remember_draft,
+    weights_of,
+)
 
 ROLE = "rollout"
 MAX_PROBLEMS = 20
@@ -79,15 +88,20 @@ def run(config: TrainConfig, facts: ModelConfig, rank: int, tell: Callable[[Shad
     dist.monitored_barrier = lambda *args, **kwargs: None
     with FakeMode(), shadow, torch.no_grad():
         runner = _runner(arguments, rank)
+        draft = _draft_runner(runner) if _has_draft(engine) else None
         weights = shadow.tracker.current
         problems = [*_misfits(engine, facts, rank, runner.model), *_changed(runner.model)]
         runner.alloc_memory_pool()
+        if draft is not None:
+            draft.req_to_token_pool = runner.req_to_token_pool
+            draft.token_to_kv_pool_allocator = runner.token_to_kv_pool_allocator
+            draft.alloc_memory_pool(runner.memory_pool_config)
     return EngineReport(
         role=ROLE,
         rank=rank,
         world_size=engine.tensor_parallel_size,
         model=type(runner.model).__name__,
-        num_parameters=len(weights_of(runner.model)),
+        num_parameters=len(weights_of(runner.model)) + len(draft_weights(runner.model)),
         problems=problems[:MAX_PROBLEMS],
         weights=weights,
         kv_cache=shadow.tracker.current - weights,
@@ -114,7 +128,10 @@ def _runner(arguments: dict, rank: int):
     shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
     # Unknown values; numbers that SGLang then reads of them (scales of the cache) keep their first values.
     loader.initialize_dummy_weights = lambda model: None
-    told = ServerArgs(**{key: value for key, value in arguments.items() if key != "custom_sigquit_handler"})
+    arguments = {key: value for key, value in arguments.items() if key != "custom_sigquit_handler"}
+    if "speculative_draft_load_format" in arguments:
+        arguments["speculative_draft_load_format"] = "dummy"  # no file is read
+    told = ServerArgs(**arguments)
     publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
     model_config = SGLangConfig.from_server_args(told)
     bootstrap.init_parallel_runtime(server_args=told, device="cuda", dist_port=1)
@@ -132,11 +149,58 @@ def _runner(arguments: dict, rank: int):
     )
 
 
+def _has_draft(engine: EngineConfig) -> bool:
+    """Whether the model's layer for further tokens drafts tokens."""
+    return engine.speculation is not None and engine.speculation.algorithm == "mtp"
+
+
+def _draft_runner(runner):
+    """SGLang's runner of a draft, made as its draft worker makes it, for the runner of the model (sglang 0.5.21,
+    speculative/eagle_worker_v2.py)."""
+    from sglang.srt.configs.model_config import ModelConfig as SGLangConfig
+    from sglang.srt.layers.moe.utils import (
+        draft_model_build_scope,
+        speculative_moe_a2a_backend_context,
+        speculative_moe_backend_context,
+    )
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import get_schedule, get_spec
+    from sglang.srt.speculative.spec_utils import draft_pp_context
+
+    model_config = SGLangConfig.from_server_args(
+        runner.server_args,
+        model_path=get_spec().speculative_draft_model_path,
+        model_revision=get_spec().speculative_draft_model_revision,
+        is_draft_model=True,
+        context_length=runner.model_config.context_len,
+    )
+    with (
+        draft_pp_context(),
+        speculative_moe_backend_context(),
+        speculative_moe_a2a_backend_context(),
+        draft_model_build_scope(),
+    ):
+        draft = ModelRunner(
+            model_config=model_config,
+            mem_fraction_static=get_schedule().mem_fraction_static,
+            gpu_id=0,
+            nccl_port=1,
+            server_args=runner.server_args,
+            is_draft_worker=True,
+        )
+    draft.model.set_embed_and_head(*runner.model.get_embed_and_head())
+    remember_draft(
+        None, SimpleNamespace(target_worker=SimpleNamespace(model_runner=runner), draft_runner=draft)
+    )
+    return draft
+
+
 def _layout(engine: EngineConfig) -> EngineLayout:
     return EngineLayout(
         engine.tensor_parallel_size,
         engine.expert_parallel_size,
         whole_shared=engine.moe_a2a_backend is not None,
+        draft=_has_draft(engine),
     )
 
 
@@ -145,7 +209,7 @@ def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slic
     layout = sglang_layout(facts, _layout(engine))
     dtype = getattr(torch, engine.dtype)
     if engine.fp8_block is not None:
-        layout = with_scales(layout, logical_tensors(facts), engine.fp8_block)
+        layout = with_scales(layout, logical_tensors(facts, mtp=_has_draft(engine)), engine.fp8_block)
     for piece in layout.pieces(rank):
         kind = dtype if engine.fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
         kind = torch.float32 if sglang_keeps_float32(facts, piece.tensor) else kind
@@ -154,7 +218,7 @@ def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slic
 
 def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.nn.Module) -> Iterator[str]:
     """Why the receiver of a sync would refuse: no such parameter or place, another type, parts that are not filled."""
-    targets = {**dict(model.named_buffers()), **named_weights(model)}
+    targets = {**dict(model.named_buffers()), **named_weights(model), **draft_weights(model)}
     written: dict[str, list[Box]] = {}
     for item in slices(engine, facts, rank):
         written.setdefault(item.local, []).append(item.box)
@@ -163,7 +227,11 @@ def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.n
         except RefusedError as error:
             yield str(error)
     try:
-        check_complete(weights_of(model), written, sglang_padding(facts, _layout(engine).place(rank)))
+        check_complete(
+            weights_of(model) | draft_weights(model),
+            written,
+            sglang_padding(facts, _layout(engine).place(rank)),
+        )
     except RefusedError as error:
         yield str(error)
 

@@ -27,6 +27,7 @@ class EngineLayout:
 
     tp: ranks of an engine. ep: ranks among them that share the experts. dp: data parallel parts of attention.
     whole_shared: whether each rank has the shared experts as a whole.
+    draft: whether the model's layer for further tokens drafts tokens.
     """
 
     tp: int = 1
@@ -34,6 +35,7 @@ class EngineLayout:
     dp: int = 1
     num_engines: int = 1
     whole_shared: bool = False
+    draft: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("ep", self.ep), ("dp", self.dp)):
@@ -92,7 +94,7 @@ def sglang_layout(
     """The shards of SGLang engines over all their ranks, engine by engine.
 
     Raises:
-        ValueError: data parallel attention, which SGLang does not have for this family.
+        ValueError: data parallel attention, which SGLang does not have for this family; a draft without a layer that could be one.
     """
     if engines.dp > 1 and not has_dp_attention(config):
         raise ValueError(
@@ -103,10 +105,11 @@ def sglang_layout(
         place = engines.place(rank)
         dense[place].append(rank)
         experts[place.ep_rank, place.moe_tp_rank].append(rank)
-    shards = [Shard(ranks, partial(sglang_pieces, config, place, "dense")) for place, ranks in dense.items()]
+    pieces = partial(sglang_pieces, config, draft=engines.draft)
+    shards = [Shard(ranks, partial(pieces, place, "dense")) for place, ranks in dense.items()]
     if config.moe is not None:
         for ranks in experts.values():
-            shards.append(Shard(ranks, partial(sglang_pieces, config, engines.place(ranks[0]), "experts")))
+            shards.append(Shard(ranks, partial(pieces, engines.place(ranks[0]), "experts")))
     return Layout("SGLang", engines.num_ranks, tuple(shards), places)
 
 

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.models import DRAFT
 from megarl.weight_sync.gpu_buckets import Taken, TakenBucket
 from megarl.weight_sync.inbox import Inbox
 from megarl.weight_sync.links import LinkError, Token, describe_token
@@ -43,6 +44,8 @@ from megarl.weight_sync.served_model import (
     AdapterSlot,
     RefusedError,
     check_complete,
+    draft_of,
+    draft_weights,
     has_slot,
     named_weights,
     place,
@@ -162,6 +165,12 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module, instructions: InboxFile, session: str) -> None:
         self.session, self._model, self._share = session, model, instructions.share
+        self._fills_draft = any(
+            item.local.startswith(DRAFT)
+            for specs in instructions.share.buckets
+            for spec in specs
+            for item in spec.slices
+        )
         self._bound_to: tuple = ()
         self._views: list[list[list[torch.Tensor]]] = []  # by bucket, packet, slice
         self._slot: AdapterSlot | None = None  # where adapters are sent separately from the weights
@@ -208,9 +217,11 @@ class Receiver:
         self._holds_frozen = refusal is None
         if refusal is not None:
             raise refusal
-        if complete:
-            renew_derived(self._model)
-            set_cache_scales(self._model)
+        draft = draft_of(self._model) if self._fills_draft else None
+        for model in (self._model, draft) if complete else ():
+            if model is not None:
+                renew_derived(model)
+                set_cache_scales(model)
         return received
 
     @torch.no_grad()
@@ -323,7 +334,7 @@ class Receiver:
             ]
             for item in (item for specs in share.buckets for spec in specs for item in spec.slices):
                 written[item.local].append(item.box)
-            check_complete(weights_of(self._model) | self._adapters, written, share.padding)
+            check_complete(weights_of(self._model) | self._draft | self._adapters, written, share.padding)
         except RefusedError as error:
             return error
         self._taken = {}
@@ -331,7 +342,12 @@ class Receiver:
         return None
 
     def _targets(self) -> dict[str, torch.Tensor]:
-        return dict(self._model.named_buffers()) | named_weights(self._model) | self._adapters
+        return dict(self._model.named_buffers()) | named_weights(self._model) | self._draft | self._adapters
+
+    @property
+    def _draft(self) -> dict[str, torch.Tensor]:
+        """The parameters of the model that drafts tokens, where they come with the weights."""
+        return draft_weights(self._model) if self._fills_draft else {}
 
     @property
     def _adapters(self) -> dict[str, torch.Tensor]:

@@ -4,6 +4,9 @@ SGLang is started with LoRA and given one adapter without values, `ADAPTER_NAME`
 the memory-pool slot that serves it, read it back and compare: no file, no tensor in between, and no second adapter that could
 take its turn.
 
+A model of its own drafts tokens, where the engine has one: SGLang gives it the model's embedding and head themselves, and its other
+parameters have names that begin with DRAFT.
+
 Guarantee, asserted by a test: an adapter that left its slot, or has another rank or scaling than the one that is sent, is
 an error of the sync.
 
@@ -17,11 +20,14 @@ from typing import Any
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.models import DRAFT
 from megarl.rollout.engine import AdapterConfig
 from megarl.weight_sync.packets import Slice
 
 ADAPTER_NAME = "policy"
-_MANAGER = "_megarl_lora_manager"  # attribute of the model: a weight loader gets only the model
+# Attributes of the model: a weight loader gets only the model.
+_MANAGER = "_megarl_lora_manager"
+_DRAFT = "_megarl_draft_runner"
 
 
 class RefusedError(ValueError):
@@ -87,6 +93,29 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     parameters = named_weights(model).items()
     return {name: value for name, value in parameters if not getattr(value, "_skip_weight_check", False)}
+
+
+def remember_draft(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """After SGLang has made the worker of a draft: let weight loaders find its model."""
+    setattr(worker.target_worker.model_runner.model, _DRAFT, worker.draft_runner)
+
+
+def draft_runner_of(model: torch.nn.Module) -> Any:
+    """SGLang's runner of the model that drafts tokens; None: there is none."""
+    return getattr(model, _DRAFT, None)
+
+
+def draft_of(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The model that drafts tokens."""
+    runner = draft_runner_of(model)
+    return None if runner is None else runner.model
+
+
+def draft_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of the model that drafts tokens which a version may fill: those that are not the model's own."""
+    draft, own = draft_of(model), {id(value) for value in model.parameters()}
+    found = weights_of(draft).items() if draft is not None else ()
+    return {DRAFT + name: value for name, value in found if id(value) not in own}
 
 
 def check_complete(

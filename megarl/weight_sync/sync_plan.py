@@ -70,6 +70,8 @@ SMALL_BUCKET = 4 << 20
 class SyncPlan:
     """The transition of one policy into the layout of all engines; equal wherever it is computed.
 
+    Where the engines draft tokens with the model's layer for further tokens (`engines.draft`), the trainer's model must have it.
+
     Attributes:
         dtype: the type that travels and that the engines hold.
         bucket_bytes: the most that one rank sends or receives at a time.
@@ -100,7 +102,7 @@ class SyncPlan:
         """The plan of the weights."""
         source, target = self._layouts()
         if self.fp8_block is not None:
-            shapes = logical_tensors(self.config)
+            shapes = logical_tensors(self.config, mtp=self.engines.draft)
             source = with_scales(source, shapes, self.fp8_block)
             target = with_scales(target, shapes, self.fp8_block)
         return self._make_plan(source, target)
@@ -117,7 +119,7 @@ class SyncPlan:
 
     def _layouts(self) -> tuple[Layout, Layout]:
         """The trainer's shards and the engines'."""
-        source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
+        source = megatron_layout(self.config, self.parallel, "lm", self.source_places, mtp=self.engines.draft)
         return source, sglang_layout(self.config, self.engines, self.target_places)
 
     def _make_plan(self, source: Layout, target: Layout) -> Plan:

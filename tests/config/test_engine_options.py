@@ -41,7 +41,12 @@ def test_each_pattern_refuses_arguments_of_sglangs() -> None:
         ("enable_dp_attention", True, "which rank of an engine holds which part of the weights"),
         ("load_format", "auto", "verifies them there"),
         ("sampling_backend", "flashinfer", "sampled with its own seed"),
-        ("speculative_algorithm", "EAGLE", "a draft model's weights are in no sync"),
+        ("speculative_algorithm", "EAGLE", "use rollout.speculative"),
+        (
+            "speculative_accept_threshold_single",
+            0.5,
+            "each against the one that the request's own noise draws",
+        ),
         ("enable_hierarchical_cache", True, "would go on serving those of earlier weights"),
         ("enable_symm_mem", True, "NCCL_CUMEM_ENABLE"),
         ("cpu_offload_gb", 4, "parameters must stay where the receiver"),

@@ -17,6 +17,7 @@ from megarl.config import (
     resolve,
 )
 from megarl.config.model_fit import check_rollout_model
+from megarl.config.schema.rollout import SpeculativeConfig
 from megarl.models.config import MLAConfig, MoEConfig
 from tests.config.conftest import lines_of, problems
 
@@ -31,6 +32,8 @@ class Facts:
     ffn_hidden_size: int = 64
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    num_mtp_layers: int = 0
+    fp8_block: tuple[int, int] | None = None
     max_position_embeddings: int = 1024
     context_length: tuple[str, int] = ("max_position_embeddings", 1024)
 
@@ -328,3 +331,29 @@ def test_sft_and_evaluation(sft: Callable[..., SFTConfig], evaluation: Callable[
     assert line.startswith("megatron.pipeline_model_parallel_size=3 does not divide num_layers=4")
     (line,) = lines_of(lambda: check_models(evaluation("rollout.tensor_model_parallel_size=5"), Facts()))
     assert line.startswith("rollout.tensor_model_parallel_size=5 does not divide num_attention_heads=8")
+
+
+def drafting(algorithm: str, facts: Facts, **keys: Any) -> list[str]:
+    rollout = RolloutConfig(speculative=SpeculativeConfig(algorithm=algorithm), **keys)
+    try:
+        check_rollout_model(rollout, facts, "rollout")
+    except ValueError as error:
+        return str(error).split("\n  - ")[1:]
+    return []
+
+
+def test_layers_that_draft_are_loaded_from_the_models_folder_as_they_are_there() -> None:
+    sizes = {"ffn_hidden_size": 128, "num_mtp_layers": 1}
+    assert drafting("ngram", Facts()) == drafting("mtp", Facts(**sizes)) == drafting("eagle3", Facts()) == []
+    (line,) = drafting("mtp", Facts())
+    assert "algorithm=mtp: the model has 0 layers for further tokens (num_nextn_predict_layers)" in line
+    in_float8 = Facts(fp8_block=(128, 128), **sizes)
+    assert drafting("mtp", in_float8, quantization="fp8") == []
+    (line,) = drafting("mtp", in_float8)
+    assert (
+        "the engines hold weights in its own type, the model's folder in float8 by blocks of 128,128" in line
+    )
+    (line,) = drafting("mtp", Facts(**sizes), quantization="fp8")
+    assert "in float8 by blocks of 128,128, the model's folder in its own type" in line
+    (line,) = drafting("eagle3", in_float8, quantization="fp8")
+    assert "SGLang would take the draft model's weights for float8" in line

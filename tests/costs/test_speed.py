@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.costs.engine import EngineLoad, ServedModel, _batches, _scale, generation, spread
+from megarl.costs.engine import Draft, EngineLoad, ServedModel, _batches, _scale, generation, spread
+from megarl.costs.floors import generation_floor
 from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.layer_kernels import decode_kernels, launches
@@ -309,6 +310,30 @@ def test_an_engine_is_as_slow_as_its_longest_text() -> None:
     assert 400 * engine.step_seconds(1, 50) < tail < 400 * engine.step_seconds(10, 450) < waiting
     same = generation(engine, EngineLoad(10, 10, prompt=50, mean=400, longest=400, running=10))
     assert same.steps == 400 and same.decode == pytest.approx(400 * engine.step_seconds(10, 250))
+
+
+def test_drafted_tokens_are_checked_together_and_some_are_accepted() -> None:
+    """A step of three drafted tokens reads weights and cache once, samples four times, and gives 2.5 tokens a text."""
+    weights, token, read = 15_000_000_000, 57344, 10**9
+    plain = served("qwen2.5-7b", 1, weights, token)
+    drafting = served("qwen2.5-7b", 1, weights, token, draft=Draft(3, read, 2.5))
+    sampled = 152064 * 24 / 1e12
+    assert drafting.step_seconds(16, 1000) == pytest.approx(
+        plain.step_seconds(16, 1000) + 16 * 3 * sampled + 3 * read / 1e12
+    )
+    assert drafting.step_operations(16, 1000) == 4 * plain.step_operations(16, 1000)
+    few = {"prompt": 50, "mean": 400, "longest": 400, "running": 10}
+    found, without = (generation(engine, EngineLoad(10, 10, **few)) for engine in (drafting, plain))
+    assert found.steps == pytest.approx(without.steps / 2.5) and found.batch == pytest.approx(without.batch)
+    assert found.decode == pytest.approx(160 * drafting.step_seconds(10, 250))
+    assert found.prefill == without.prefill
+    least = generation_floor(drafting, EngineLoad(10, 10, 50, 400, 400, 10))
+    assert least.decode < found.decode and least.steps == pytest.approx(160)
+    # As many experts as four times as many texts touch.
+    experts = {"draft": Draft(3, 0.0, 1.0), "quantized": True}
+    mixture = served("qwen3-30b-a3b", 1, 48 * 128 * 3 * 2048 * 768 + 10**9, 0, **experts)
+    alone = served("qwen3-30b-a3b", 1, 48 * 128 * 3 * 2048 * 768 + 10**9, 0, quantized=True)
+    assert mixture.step_bytes(2, 0) == alone.step_bytes(8, 0)
 
 
 @pytest.mark.parametrize("mean", [0.2, 0.5, 0.8])

@@ -96,7 +96,7 @@ def answer_by_queue(engine, sampling):
         refuse_silence=lambda since, processes: None,
     )
     requests = expand_prompts(prompts(*"abcdef"), 20)
-    table, _ = answer_all(run, group, [(requests, sampling)], lambda part: None)
+    table, *_ = answer_all(run, group, [(requests, sampling)], lambda part: None)
     return table["uid"].to_pylist(), table["response_ids"].to_pylist(), calls
 
 

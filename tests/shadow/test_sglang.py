@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory
 from megarl.shadow import engine
@@ -68,6 +69,37 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: P
     ]
     plan, report = shadow(RECIPE, keys, 1)
     assert report["model"] == "DeepseekV3ForCausalLM"
+    check(plan, report, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "float8"), [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False)]
+)
+def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
+    machine, tmp_path: Path, family: str, float8: bool
+) -> None:
+    """SGLang's model of the layer for further tokens, TP2 EP2, beside the model whose embedding and head it has."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    fields = {"num_nextn_predict_layers": 1}
+    if family == "deepseek_v3":
+        fields |= {
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        }
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, fields=fields, **sizes)
+    keys = [
+        *expert_overrides(tmp_path / "model"),
+        *(
+            f"{ROLLOUT}.expert_parallel_size=2",
+            f"{ROLLOUT}.dtype=bfloat16",
+            f"{ROLLOUT}.speculative.algorithm=mtp",
+        ),
+        *([f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"] if float8 else []),
+    ]
+    plan, report = shadow(RECIPE, keys, 1)
     check(plan, report, 0.05)
 
 

@@ -16,6 +16,7 @@ from megarl.config.checks.rollout import (
     reward_model_problems,
     reward_problems,
     rollout_problems,
+    speculative_problems,
     training_sampling_problems,
     val_set_problems,
 )
@@ -75,6 +76,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from engine_problems(config)
     yield from training_sampling_problems(config.actor_rollout_ref.rollout)
     yield from multi_turn_problems(config)
+    yield from speculative_problems(config)
     yield from training_problems(config)
     yield from rollout_problems(config)
     yield from val_set_problems(config, data_files)
@@ -94,6 +96,7 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
     yield from engine_problems(config)
     yield from evaluation_sampling_problems(config.rollout)
     yield from multi_turn_problems(config)
+    yield from speculative_problems(config)
     if config.rollout.free_cache_engine is not None:
         yield "rollout.free_cache_engine: evaluation trains nothing that could use the memory; leave it out"
     if config.rollout.resource_pool != GLOBAL_POOL:

@@ -67,6 +67,38 @@ def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
             )
 
 
+def speculative_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    """Of the section speculative, as far as the model and the devices have no say in it."""
+    if isinstance(config, TrainConfig):
+        rollout, prefix = config.actor_rollout_ref.rollout, _ROLLOUT
+    else:
+        rollout, prefix = config.rollout, "rollout"
+    speculative, key = rollout.speculative, f"{prefix}.speculative"
+    if speculative.algorithm is None:
+        if given := given_keys(speculative):
+            yield f"{', '.join(f'{key}.{name}' for name in given)}: without {key}.algorithm no tokens are drafted"
+        return
+    algorithm, length = f"{key}.algorithm={speculative.algorithm}", speculative.accept_length
+    if (speculative.draft_path is not None) != (speculative.algorithm == "eagle3"):
+        wrong = "needs" if speculative.draft_path is None else "has no draft model: leave out"
+        yield f"{algorithm} {wrong} {key}.draft_path, the folder of a draft model"
+    if length is not None and length > speculative.num_draft_tokens + 1:
+        yield (
+            f"{key}.accept_length={length:g}: a pass gives at most {key}.num_draft_tokens + 1 = {speculative.num_draft_tokens + 1} tokens"
+        )
+    if isinstance(config, TrainConfig) and config.actor_rollout_ref.actor.router_replay == "rollout":
+        yield (
+            f"{algorithm} with actor_rollout_ref.actor.router_replay=rollout: SGLang records experts by place in the cache, has room for those "
+            "of one token a request, and does not move them with the tokens that it accepts; use router_replay=recompute, or leave one out"
+        )
+    penalties = [name for name in _PENALTIES if getattr(rollout.val_kwargs, name) != NEUTRAL_SAMPLING[name]]
+    for name in penalties:
+        yield (
+            f"{prefix}.val_kwargs.{name}={getattr(rollout.val_kwargs, name):g} with {algorithm}: SGLang computes penalties once a pass, so that "
+            "they would miss the tokens of the pass; leave one out"
+        )
+
+
 def val_set_problems(config: TrainConfig | EvalConfig, data_files: bool) -> Iterator[str]:
     """The sets of data.val_sets."""
     for name, val_set in (config.data.val_sets or {}).items():
@@ -91,6 +123,7 @@ NEUTRAL_SAMPLING = {
     "presence_penalty": 0.0,
 }
 _CUTS = ("top_p", "top_k", "min_p")
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:

@@ -79,6 +79,47 @@ _NO_OTHER_RUNNER = {
 }
 
 
+DRAFTING = ("ngram", "mtp", "eagle3")
+_NO_OTHER_DRAFTING = {
+    **dict.fromkeys(
+        ("nextn", "NEXTN", "eagle", "EAGLE"),
+        "write mtp, for the model's own layers; eagle3 is for a draft model",
+    ),
+    **dict.fromkeys(
+        ("standalone", "STANDALONE", "dflash", "DFLASH", "dspark", "DSPARK", "uno", "UNO"),
+        f"its tokens are checked by other code than that of {', '.join(DRAFTING)}, which draws with a request's own noise; write one of these",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding: tokens are drafted, and a pass of the model checks several. Responses and log-probs stay the model's."""
+
+    algorithm: str | None = option(
+        "ngram: what followed the same tokens earlier in the prompt or in other responses; mtp: the model's own layers for further tokens "
+        "(DeepSeek-V3, GLM-4.5), on GPUs; eagle3: a draft model, on GPUs; null: none.",
+        None,
+        choices=DRAFTING,
+        refused=_NO_OTHER_DRAFTING,
+    )
+    num_draft_tokens: int = option(
+        "Tokens that are drafted, one after the other, and checked in a pass of the model with the one before them.",
+        3,
+        ge=1,
+        le=31,
+    )
+    draft_path: str | None = option(
+        "eagle3: the draft model's Hugging Face folder. Its weights stay as they are.", None, is_path=True
+    )
+    accept_length: float | None = option(
+        "What `megarl plan` assumes: tokens of a response a pass (the metric rollout/accept_length), from 1 to num_draft_tokens + 1; null: 1, no "
+        "gain.",
+        None,
+        ge=1,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How validation and evaluation sample."""
@@ -179,6 +220,9 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = section("How validation samples.", SamplingConfig)
     multi_turn: MultiTurnConfig = section(
         "Trajectories of several turns, with an environment that answers the policy.", MultiTurnConfig
+    )
+    speculative: SpeculativeConfig = section(
+        "Speculative decoding: several tokens a pass of the model.", SpeculativeConfig
     )
     quantization: str | None = option(
         "fp8: the engines hold linear layers and experts in float8, quantised before they are sent; null: in dtype.",

@@ -7,7 +7,7 @@ Guarantees, each asserted by a test:
 - with adapters, every request is answered by weights and adapters together;
 - an end token is part of its response, with its log-prob;
 - requests of which SGLang would die (empty prompt, unknown token id) are refused here;
-- the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
+- the noise of a response depends on (seed, uid) only, so a resumed run repeats it, with drafted tokens, too;
 - requests that run when the weights change or their memory is released are interrupted, and continue afterwards after their last
   token, with the new weights; each token's log-prob is that of the weights that chose it;
 - with `deterministic` the bits of its tokens and log-probs do not depend on other requests, on the cache or on time;
@@ -35,6 +35,7 @@ from megarl.models.layers import is_mixture
 from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 from megarl.rollout.engine import (
     AdapterConfig,
+    Drafting,
     EngineCapacity,
     EngineConfig,
     EngineError,
@@ -52,6 +53,7 @@ from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
+MODEL = "target"  # SGLang's name of the model that a draft's tokens are checked by; its receiver reaches the draft
 # The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
 
@@ -125,6 +127,7 @@ class SGLangEngine(SGLangPart):
         self._gate = Gate()  # holds a request while SGLang works on it
         self._routing = captured_routing(config.model_path) if config.return_routed_experts else None
         self._ends: frozenset[int] = frozenset()
+        self._drafting = Drafting()
 
     @property
     def weight_version(self) -> int | None:
@@ -188,6 +191,8 @@ class SGLangEngine(SGLangPart):
         self._require_version()
         context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
+        if sampling.has_penalties and self.config.speculation is not None:
+            raise ValueError(f"{uid}: penalties and drafted tokens: SGLang computes penalties once a pass")
 
     async def answer(
         self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams, experts_from: int = 0
@@ -212,9 +217,15 @@ class SGLangEngine(SGLangPart):
                     response.experts_from,
                 )
                 self._last_answer = time.monotonic()
+                self._drafting.count(answer)
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
             if generation is not None:
                 return generation
+
+    def take_drafting(self) -> Drafting:
+        """What became of drafted tokens since the last call."""
+        taken, self._drafting = self._drafting, Drafting()
+        return taken
 
     def flight(self) -> Flight:
         """A `Flight` for coroutines that call `answer` and continue from call to call. While the weights change, or memory is released,
@@ -280,7 +291,7 @@ class SGLangEngine(SGLangPart):
         if self.config.adapters is not None and self._session_held != self._session:
             held = None  # over a new connection the first version has all weights
         self._version, self._update = None, _Update(version, held)
-        self._control("begin_weight_update", BeginWeightUpdateReqInput())
+        self._control("begin_weight_update", BeginWeightUpdateReqInput(selector=MODEL))
         return held
 
     def connect(self, inboxes: Sequence[Path]) -> None:
@@ -436,7 +447,10 @@ class SGLangEngine(SGLangPart):
 
         to_rank = request_bytes(version, self._session, self._inboxes, complete)
         loading = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[to_rank] * len(self._inboxes), load_format=LOADER, flush_cache=False
+            serialized_named_tensors=[to_rank] * len(self._inboxes),
+            load_format=LOADER,
+            flush_cache=False,
+            selector=MODEL,
         )
         self._control("update_weights_from_tensor", loading)
 

@@ -9,12 +9,13 @@ On a GPU the tensors' bytes are reported together with the driver's figures of t
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from megarl.weight_sync.receiver import RECEIVER, every_rank
-from megarl.weight_sync.served_model import buffers_of
+from megarl.weight_sync.served_model import buffers_of, draft_runner_of
 
 KEY = "megarl_memory"
 DEVICE, PROCESS = "device_used", "process_used"  # the driver's figures
@@ -36,9 +37,13 @@ def measure(scheduler: Any) -> dict[str, int]:
     """
     model = scheduler.tp_worker.model_runner.model
     allocator = scheduler.token_to_kv_pool_allocator
+    models, pools = [model], [allocator.get_kvcache(), scheduler.req_to_token_pool]
+    if (draft := draft_runner_of(model)) is not None:
+        models.append(draft.model)
+        pools.append(draft.token_to_kv_pool)
     tensors = {
-        "weights": _model_tensors(model),
-        "kv_cache": _pool_tensors([allocator.get_kvcache(), scheduler.req_to_token_pool], set()),
+        "weights": chain.from_iterable(map(_model_tensors, models)),
+        "kv_cache": _pool_tensors(pools, set()),
     }
     released = scheduler.weight_updater.offload_tags
     receiver = getattr(model, RECEIVER, None)

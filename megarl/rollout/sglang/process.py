@@ -6,6 +6,7 @@ its processes run (sglang 0.5.21).
 - The scheduler of each TP rank ends with its owner, from its first line on (before_import.py), and ignores the signals of a job's end.
 - Requests are sampled with their own seed: a response's noise does not depend on other requests. On a GPU two kernels draw the tokens
   of requests that are sampled from all tokens (sampling.py).
+- Drafted tokens are checked with the request's own noise (speculation.py).
 - The samples of a prompt share its prefill, and the first rank's scheduler reports when it last computed (scheduler_hooks.py).
 - On a CPU sequences are attended together, and decode steps have fewer operations (`cpu_engine_function`).
 - The TP ranks of an engine on one node meet through a file, those on several nodes through a TCP store at the address that they
@@ -33,7 +34,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang import sampling, scheduler_hooks
+from megarl.rollout.sglang import sampling, scheduler_hooks, speculation
 from megarl.rollout.sglang.before_import import (
     SchedulerMain,
     cpu_engine_function,
@@ -54,7 +55,7 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
     name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
-    for target, (kind, hook) in hooks(server_args.device).items():
+    for target, (kind, hook) in hooks(server_args.device, server_args.speculative_algorithm).items():
         HookRegistry.register(target, hook, kind)
     if tp_rank == 0:
         beat = scheduler_hooks.Heartbeat.make(heartbeat_file(port_args)).beat_after
@@ -196,9 +197,10 @@ GPU_HOOKS = {"sglang.srt.layers.sampler.Sampler.forward": (HookType.AROUND, samp
 _END_OF_STEP = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 
 
-def hooks(device: str) -> dict[str, tuple]:
-    """Those of a scheduler on a device."""
-    return HOOKS | (GPU_HOOKS if device == "cuda" else {})
+def hooks(device: str, drafting: str | None = None) -> dict[str, tuple]:
+    """Those of a scheduler on a device; `drafting`: SGLang's name of how tokens are drafted, None: they are not."""
+    found = HOOKS | (GPU_HOOKS if device == "cuda" else {}) | (speculation.HOOKS if drafting else {})
+    return found | (speculation.DRAFT_HOOKS if drafting in ("EAGLE", "EAGLE3") else {})
 
 
 class _NoDraining(SignalHandler):

@@ -32,6 +32,9 @@ from megarl.weight_sync.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
+# SGLang keeps what followed a token, 18 deep, in a tree that it makes at the start: 200 bytes a node, 10 million by default.
+CPU_NGRAM_NODES = 100_000
+_DRAFTING = {"ngram": "NGRAM", "mtp": "EAGLE", "eagle3": "EAGLE3"}
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 # By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
 _IMPLIED = {
@@ -92,6 +95,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
+        **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
     if twice := sorted(told.keys() & config.arguments.keys()):
@@ -115,8 +119,17 @@ def _check_arguments(config: EngineConfig) -> None:
     given = [
         f"rollout.{name}={getattr(config, name)}" for name in of_gpus if getattr(config, name) is not None
     ]
+    drafting = config.speculation
+    if drafting is not None and drafting.algorithm != "ngram":
+        given.append(f"rollout.speculative.algorithm={drafting.algorithm}")
     if given and config.device != "cuda":
         raise ValueError(f"{', '.join(given)}: for engines on GPUs, and there are none here; leave it out")
+    if drafting is not None and drafting.draft_path is not None:
+        draft = Path(drafting.draft_path) / "config.json"
+        if not draft.is_file():
+            raise ValueError(
+                f"rollout.speculative.draft_path: {draft} does not exist; give a Hugging Face model folder"
+            )
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
@@ -131,15 +144,44 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             **({} if config.kv_cache_dtype is None else {"kv_cache_dtype": config.kv_cache_dtype}),
             **(_float8_arguments(config) if config.fp8_block is not None else {}),
         }
+    drafted = 0 if config.speculation is None else config.speculation.num_draft_tokens + 1
+    tokens = context + 2 * drafted  # of a request at most: SGLang keeps room for two passes
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "mem_fraction_static": 0.1,  # without effect, since max_total_tokens is given, but checked
-        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * context, CPU_CACHE_TOKENS),
+        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * tokens, CPU_CACHE_TOKENS),
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
+    }
+
+
+def _speculative_arguments(config: EngineConfig) -> dict[str, Any]:
+    """How tokens are drafted: in chains. Trees of them need attention kernels that take them, and pages of one token."""
+    drafting = config.speculation
+    if drafting is None:
+        return {}
+    told: dict[str, Any] = {
+        "speculative_algorithm": _DRAFTING[drafting.algorithm],
+        "speculative_num_draft_tokens": drafting.num_draft_tokens
+        + 1,  # with the newest token, which is drafted no more
+    }
+    if drafting.algorithm == "ngram":
+        told |= {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
+        capacity = "speculative_ngram_capacity"
+        if config.device == "cpu" and capacity not in config.arguments:
+            told[capacity] = CPU_NGRAM_NODES
+        return told
+    return {
+        **told,
+        "speculative_num_steps": drafting.num_draft_tokens,
+        "speculative_eagle_topk": 1,
+        # A draft's weights come from a folder and stay as they are, while the model's come by sync. Released memory loses them.
+        **({} if drafting.draft_path is None else {"speculative_draft_model_path": drafting.draft_path}),
+        "speculative_draft_load_format": "auto",
+        "enable_draft_weights_cpu_backup": config.enable_memory_saver,
     }
 
 

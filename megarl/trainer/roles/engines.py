@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.config import LoraConfig, RolloutConfig, TrainConfig
 from megarl.costs.phases import frees_engines
 from megarl.models import ModelConfig
-from megarl.rollout.engine import AdapterConfig, EngineConfig
+from megarl.rollout.engine import AdapterConfig, EngineConfig, SpeculationConfig
 from megarl.rollout.sglang.before_import import cpu_engine_function
 from megarl.trainer.roles.adapters import engine_adapters, served_adapters
 
@@ -64,6 +64,7 @@ def engine_config(
         kv_cache_dtype=rollout.kv_cache_dtype,
         moe_runner_backend=rollout.moe_runner_backend,
         moe_a2a_backend=rollout.moe_a2a_backend,
+        speculation=speculation(rollout),
         arguments=rollout.engine_kwargs or {},
     )
 
@@ -96,6 +97,14 @@ def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
     freed = frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     return synced_engine(config, model, adapters, use_gpu=True, freed=freed)
+
+
+def speculation(rollout: RolloutConfig) -> SpeculationConfig | None:
+    """How the engines draft tokens; None: they do not."""
+    given = rollout.speculative
+    if given.algorithm is None:
+        return None
+    return SpeculationConfig(given.algorithm, given.num_draft_tokens, given.draft_path)
 
 
 def rollout_dtype(rollout: RolloutConfig, use_gpu: bool) -> str:
@@ -136,6 +145,11 @@ def is_deterministic(rollout: RolloutConfig, device: str, dtype: str, adapters: 
         reason = (
             f"SGLang chooses its kernels for rollout.quantization={rollout.quantization} by the size of a batch; "
             "leave the quantization out"
+        )
+    elif rollout.speculative.algorithm is not None:
+        reason = (
+            f"SGLang does not promise that a token has the same bits among drafted ones (rollout.speculative.algorithm="
+            f"{rollout.speculative.algorithm}); leave the drafting out"
         )
     elif adapters:
         reason = "SGLang does not promise it of its kernels for adapters; set rollout.lora_sync=merged"

@@ -37,7 +37,7 @@ import pyarrow as pa
 
 from megarl.cluster import WorkerGroup, WorkerLost
 from megarl.data.trajectories import list_lengths, take
-from megarl.rollout.engine import EngineCapacity, SamplingParams
+from megarl.rollout.engine import Drafting, EngineCapacity, SamplingParams
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.dispatch import TRAINING, Landed
 
@@ -86,6 +86,7 @@ class RequestQueue:
         lost: ranks of engines that are gone.
         seconds: of generation since `take_idle`.
         busy: seconds in which an engine had an unfinished request, over all engines.
+        drafting: what became of drafted tokens, over all engines.
         last: when a trajectory last came, by `time.monotonic`.
     """
 
@@ -98,6 +99,7 @@ class RequestQueue:
     lost: set[int] = field(default_factory=set)
     seconds: float = 0.0
     busy: float = 0.0
+    drafting: Drafting = field(default_factory=Drafting)
     last: float = 0.0
     _counted: float = 0.0
 
@@ -231,6 +233,8 @@ class RequestQueue:
         self.seconds += passed
         # Requests that wait for new weights between two phases count as unfinished, too: these seconds are not ours.
         self.busy += sum(min(answer.busy, passed) for answer in answers.values())
+        for answer in answers.values():
+            self.drafting += answer.drafting
         self.waiting = {engine: answer.waiting for engine, answer in answers.items()}
         self.landed = {
             engine: 0 if answer.table is None else answer.table.num_rows for engine, answer in answers.items()
@@ -263,6 +267,11 @@ class RequestQueue:
         seconds, busy = self.seconds, self.busy
         self.seconds = self.busy = 0.0
         return max(0.0, seconds - busy / self.engines.world_size), seconds
+
+    def take_drafting(self) -> Drafting:
+        """What became of drafted tokens since the last call."""
+        taken, self.drafting = self.drafting, Drafting()
+        return taken
 
 
 def by_prompt(

@@ -10,7 +10,7 @@ import pyarrow as pa
 from megarl.cluster import WorkerGroup
 from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine import Drafting, SamplingParams
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.request_queue import Part, RequestQueue, by_prompt, joined
 
@@ -22,9 +22,9 @@ Finished = Callable[[pa.Table], None]
 
 def roll_out(
     run: Run, engines: WorkerGroup, prompts: pa.Table, config: TrainConfig, seed: int, finished: Finished
-) -> tuple[pa.Table, float]:
-    """A step's trajectories: `rollout.n` for each prompt, in the prompts' order; and the seconds in which an engine had no request
-    during it, as the mean over all engines.
+) -> tuple[pa.Table, float, Drafting]:
+    """A step's trajectories: `rollout.n` for each prompt, in the prompts' order; the seconds in which an engine had no request
+    during it, as the mean over all engines; and what became of drafted tokens.
 
     ReMax's baseline is the score of the prompt's greedy answer: the greedy answers follow after all samples.
 
@@ -80,8 +80,8 @@ def generate(
 
 def answer_all(
     run: Run, engines: WorkerGroup, parts: Sequence[Part], finished: Finished
-) -> tuple[pa.Table, float]:
-    """As `generate`, for requests that are sampled differently, part by part; and the idle seconds (see `roll_out`).
+) -> tuple[pa.Table, float, Drafting]:
+    """As `roll_out`, for requests that are sampled differently, part by part.
 
     Engines get prompts as they have room (request_queue.py), also those of engines that are lost.
     """
@@ -102,7 +102,8 @@ def answer_all(
         if count > sum(len(prompt.uids) for prompt in waiting):  # an engine was lost
             waiting = by_prompt(parts, lambda uid: uid not in came and uid not in queue.engine_of)
     queue.close(run)
-    return in_order(pa.concat_tables(tables), uids, run.blocks), queue.take_idle()[0]
+    table = in_order(pa.concat_tables(tables), uids, run.blocks)
+    return table, queue.take_idle()[0], queue.take_drafting()
 
 
 def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:

@@ -24,6 +24,7 @@ from megarl.rewards.sample import Sample
 from tests.config.conftest import batches_of, lines_of, problems
 
 RECIPE = "recipes/dapo_cpu.yaml"
+DRAFTING = "actor_rollout_ref.rollout.speculative.algorithm"
 ROLLOUT, LORA = "actor_rollout_ref.rollout", ["actor_rollout_ref.model.lora.rank=4"]
 
 
@@ -61,6 +62,24 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
             ["data.val_sets.a.files=x.parquet", "data.val_sets.a.max_samples=0"],
             "data.val_sets.a.max_samples=0: it must be -1 (all) or at least 1",
         ),
+        ([f"{ROLLOUT}.speculative.num_draft_tokens=5"], f"without {ROLLOUT}.speculative.algorithm no tokens"),
+        ([f"{DRAFTING}=eagle3"], f"=eagle3 needs {ROLLOUT}.speculative.draft_path"),
+        (
+            [f"{DRAFTING}=ngram", f"{ROLLOUT}.speculative.draft_path=x"],
+            "=ngram has no draft model: leave out",
+        ),
+        (
+            [f"{DRAFTING}=ngram", f"{ROLLOUT}.speculative.accept_length=4.5"],
+            "accept_length=4.5: a pass gives at most actor_rollout_ref.rollout.speculative.num_draft_tokens + 1 = 4",
+        ),
+        (
+            [f"{DRAFTING}=ngram", "actor_rollout_ref.actor.router_replay=rollout"],
+            "with actor_rollout_ref.actor.router_replay=rollout: SGLang records experts by place in the cache",
+        ),
+        (
+            [f"{DRAFTING}=mtp", f"{ROLLOUT}.val_kwargs.repetition_penalty=1.2"],
+            "val_kwargs.repetition_penalty=1.2 with actor_rollout_ref.rollout.speculative.algorithm=mtp",
+        ),
         ([f"{ROLLOUT}.lora_sync=merged"], "lora_sync=merged, but there are no adapters"),
         (
             [*LORA, f"{ROLLOUT}.lora_sync=adapters", f"{ROLLOUT}.quantization=fp8"],
@@ -75,6 +94,23 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
 def test_what_does_not_fit_is_told(overrides, told):
     found = recipe_problems(*overrides)
     assert len(found) == 1 and told in found[0]
+
+
+def test_other_ways_to_draft_are_refused_with_what_to_use():
+    for name, use in (
+        ("nextn", "write mtp"),
+        ("EAGLE", "eagle3 is for a draft model"),
+        ("dflash", "write one of these"),
+    ):
+        with pytest.raises(ValueError, match=use):
+            load_config(TrainConfig, RECIPE, [f"{DRAFTING}={name}"])
+    assert recipe_problems(f"{DRAFTING}=ngram", f"{ROLLOUT}.speculative.accept_length=2") == []
+    evaluated = "rollout.speculative"
+    given = [f"{evaluated}.algorithm=eagle3", "rollout.val_kwargs.presence_penalty=0.5"]
+    found = recipe_problems(*given, schema=EvalConfig, recipe="recipes/quickstart_eval.yaml")
+    assert [line.split(":")[0].split(" ")[0] for line in found] == [
+        f"{evaluated}.algorithm=eagle3", "rollout.val_kwargs.presence_penalty=0.5",
+    ]  # fmt: skip
 
 
 def test_one_response_a_prompt_has_no_spread():

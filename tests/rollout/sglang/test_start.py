@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config
 
 from megarl.config.engine_options import TABLE
-from megarl.rollout.engine import EngineConfig
+from megarl.rollout.engine import EngineConfig, SpeculationConfig
 from megarl.rollout.sglang import start as sglang_start
 from megarl.rollout.sglang.start import check_version, config_overrides, read_model, server_arguments
 
@@ -97,6 +97,60 @@ def test_what_megarl_sets_is_in_the_table_of_what_is_refused(monkeypatch):
 def test_options_of_gpus_are_refused_on_a_cpu(key):
     with pytest.raises(ValueError, match=rf"rollout\.{next(iter(key))}=.*: for engines on GPUs"):
         server_arguments(EngineConfig("/model", **key), {"max_position_embeddings": 8})
+
+
+def told_of_drafting(config, **keys):
+    told = server_arguments(
+        replace(config, speculation=SpeculationConfig(**keys)), {"max_position_embeddings": 8}
+    )
+    return {
+        name: value
+        for name, value in told.items()
+        if name.startswith("speculative") or name.startswith("enable_draft")
+    }
+
+
+def test_arguments_of_drafting(tmp_path, monkeypatch):
+    """Chains of tokens; weights of a draft from a folder, kept while memory is released."""
+    assert not [name for name in server_arguments(GPU, {}) if name.startswith("speculative")]
+    chains = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, **chains}
+    assert told_of_drafting(GPU, algorithm="ngram", num_draft_tokens=3) == ngram
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    cpu = EngineConfig("/model", max_num_seqs=4)
+    nodes = {"speculative_ngram_capacity": sglang_start.CPU_NGRAM_NODES}
+    assert told_of_drafting(cpu, algorithm="ngram", num_draft_tokens=3) == ngram | nodes
+    given = {"speculative_ngram_capacity": 7}
+    assert (
+        told_of_drafting(replace(cpu, arguments=given), algorithm="ngram", num_draft_tokens=3)
+        == ngram | given
+    )
+    drafting = SpeculationConfig("ngram", 3)
+    told = server_arguments(replace(cpu, speculation=drafting), {"max_position_embeddings": 8})
+    assert told["max_total_tokens"] == 4 * (8 + 2 * 4)  # room for two passes of each request
+
+    steps = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_draft_load_format": "auto"}
+    eagle = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4, **steps}
+    keeps = {"enable_draft_weights_cpu_backup": True}
+    released = replace(GPU, enable_memory_saver=True)
+    assert told_of_drafting(released, algorithm="mtp", num_draft_tokens=3) == eagle | keeps
+    keys = {"algorithm": "eagle3", "num_draft_tokens": 3, "draft_path": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"draft_path: .*config\.json does not exist"):
+        told_of_drafting(GPU, **keys)
+    (tmp_path / "config.json").write_text("{}")
+    found = told_of_drafting(GPU, **keys)
+    expected = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+    assert found == eagle | expected | {"enable_draft_weights_cpu_backup": False}
+    for names in (ngram, found):
+        assert [name for name in names if TABLE.why_refused(name) is None] == []
+
+
+def test_drafts_with_weights_are_refused_on_a_cpu():
+    for algorithm in ("mtp", "eagle3"):
+        with pytest.raises(
+            ValueError, match=rf"rollout\.speculative\.algorithm={algorithm}: for engines on GPUs"
+        ):
+            told_of_drafting(EngineConfig("/model"), algorithm=algorithm, num_draft_tokens=3)
 
 
 def test_what_a_start_on_gpus_is_busy_with_is_in_the_log():

@@ -195,7 +195,7 @@ class Restarts:
 
 def answered(engines, run, count=10):
     requests, handed = expand_prompts(prompts(*(f"p{number}" for number in range(count // 2))), 2), []
-    table, idle = answer_all(
+    table, idle, _ = answer_all(
         run, engines, [(requests, SamplingParams())], lambda part: handed.extend(part["uid"].to_pylist())
     )
     assert table["uid"].to_pylist() == requests["uid"].to_pylist()

@@ -61,7 +61,7 @@ def config(n=2, estimator="grpo"):
 
 def test_rows_are_the_prompts_order_and_all_were_handed_on():
     handed, engines = [], FakeEngines()
-    table, _ = rollouts.roll_out(FakeRun(), engines, prompts("a", "b", "c"), config(), 7, handed.append)
+    table, *_ = rollouts.roll_out(FakeRun(), engines, prompts("a", "b", "c"), config(), 7, handed.append)
     assert table["uid"].to_pylist() == ["a/0", "a/1", "b/0", "b/1", "c/0", "c/1"]
     uids = [uid for part in handed for uid in part["uid"].to_pylist()]
     assert uids != sorted(uids) and sorted(uids) == table["uid"].to_pylist()
@@ -88,7 +88,7 @@ def test_trajectories_are_handed_on_while_others_are_generated():
 def test_remax_asks_for_a_greedy_answer_to_each_prompt_too():
     """The engine that has a prompt's samples has its greedy answer, too, and nobody waits for all samples first."""
     engines, handed = FakeEngines(), []
-    table, _ = rollouts.roll_out(
+    table, *_ = rollouts.roll_out(
         FakeRun(), engines, prompts("a", "b"), config(n=1, estimator="remax"), 7, handed.append
     )
     assert table["uid"].to_pylist() == ["a/0", "b/0", "a/greedy", "b/greedy"]

@@ -1,0 +1,88 @@
+"""Speculative decoding in plans: memory of a draft, and seconds by an assumed number of accepted tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.config import RolloutConfig
+from megarl.config.schema.rollout import SpeculativeConfig
+from megarl.costs.hardware import TABLE, Assumptions
+from megarl.costs.speed import Machine
+from megarl.plan.drafts import DraftFolder, draft_folder
+from megarl.plan.inputs import read_inputs
+from megarl.plan.memory import GIB, MemoryPlan, plan_memory
+from megarl.plan.seconds import generate
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE, DRAFTING = (
+    str(ROOT / "recipes/deepseek_v3_grpo_512x80gb.yaml"),
+    "actor_rollout_ref.rollout.speculative",
+)
+MTP = f"{DRAFTING}.algorithm=mtp"
+# Of DeepSeek-V3's module without the embedding and the head that it shares, as its README_WEIGHTS.md has it.
+UNIQUE = 11.5e9
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def memory(*keys: str) -> MemoryPlan:
+    config, inputs = read_inputs(RECIPE, [*keys], check=False)
+    return plan_memory(config, inputs, 80 * GIB, 0)
+
+
+def weights(plan: MemoryPlan) -> int:
+    (found,) = (owner.stages[0] for owner in plan.owners if owner.name == "rollout_weights")
+    return found
+
+
+def test_the_layer_that_drafts_is_planned_with_its_cache() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    whole = [f"{rollout}.{name}_parallel_size=1" for name in ("tensor_model", "expert")]
+    found = weights(memory(*whole, MTP)) - weights(memory(*whole))
+    assert found / 2 == pytest.approx(UNIQUE, rel=0.02)
+    without, drafting = memory(), memory(MTP)
+    assert drafting.kv_token_bytes == pytest.approx(without.kv_token_bytes * 62 / 61)
+    # 32 ranks have the experts' parts, and each the projection of 14336 x 7168.
+    replicated = 31 * 2 * 7168 * 7168
+    assert 16 * (weights(drafting) - weights(without)) == pytest.approx(UNIQUE + replicated, rel=0.05)
+    assert memory(f"{DRAFTING}.algorithm=ngram").owners == without.owners
+
+
+def seconds(*keys: str) -> float:
+    config, inputs = read_inputs(RECIPE, [*keys], check=False)
+    machine = Machine(TABLE["H100"], Assumptions(), 8)
+    return generate(config, inputs, machine, 2_000_000).decode
+
+
+def test_generation_is_as_fast_as_is_assumed_of_accepted_tokens() -> None:
+    without = seconds()
+    assert seconds(MTP) == pytest.approx(without, rel=0.03)  # nothing is said of accepted tokens: no gain
+    three = [MTP, f"{DRAFTING}.num_draft_tokens=3"]
+    found = [seconds(*three, f"{DRAFTING}.accept_length={length}") for length in (1.0, 2.0, 3.0)]
+    assert found[0] > without and found[2] < without
+    assert found[1] == pytest.approx(found[0] / 2) and found[2] == pytest.approx(found[0] / 3)
+    drafted = [f"{DRAFTING}.num_draft_tokens=3", f"{DRAFTING}.accept_length=2"]
+    assert seconds(f"{DRAFTING}.algorithm=ngram", *drafted) < found[1]  # which reads no weights for it
+
+
+def test_a_draft_model_is_planned_from_its_folder(tmp_path: Path) -> None:
+    speculative = SpeculativeConfig(algorithm="eagle3", draft_path=str(tmp_path))
+    rollout = RolloutConfig(tensor_model_parallel_size=2, speculative=speculative)
+    assert draft_folder(RolloutConfig()) == DraftFolder()
+    with pytest.raises(ValueError, match=r"draft_path: .* has no config\.json and files of weights"):
+        draft_folder(rollout)
+    save_file({"fc": torch.zeros(100, 50)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(ValueError, match=r"config\.json lacks num_attention_heads, num_hidden_layers"):
+        draft_folder(rollout)
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    found = draft_folder(rollout)
+    assert 2 * found.weights == pytest.approx(4 * 100 * 50, rel=0.02)
+    assert found.token == 2 * 2 * 8  # keys and values of two heads of 8

@@ -1,0 +1,132 @@
+"""The model that drafts tokens, which SGLang makes of the layer for further tokens, as a target of a sync."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.layout import make_plan
+from megarl.layout.grid import ParallelLayout
+from megarl.models import DRAFT
+from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.receiver import Receiver
+from megarl.weight_sync.served_model import RefusedError, draft_weights, remember_draft
+from megarl.weight_sync.sync_plan import SyncPlan
+from tests.rollout.manifests import Slices
+from tests.rollout.sender import Sender
+from tests.weight_sync.fusions import Rank, State, expected_sglang
+from tests.weight_sync.shards import empty_shards, run_plan
+from tests.weight_sync.test_receiver import ALL, BIAS, WEIGHT, Tiny
+
+TRAINED = ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1)
+LAYERS = 4  # of the tiny models, without the one for further tokens
+# SGLang's names of what is in no other layer (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, 0.5.21); every rank has all of it.
+OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+
+
+def expected_draft(state: State, hf: dict, rank: Rank) -> State:
+    """The layer's parameters are those that it would have as the model's last layer."""
+    layer, last = f"model.layers.{LAYERS}.", f"model.layers.{LAYERS - 1}."
+    renamed = {
+        last + name.removeprefix(layer): value for name, value in state.items() if name.startswith(layer)
+    }
+    found = expected_sglang(state | renamed, hf, rank)
+    decoder = {
+        f"{DRAFT}model.decoder.{name.removeprefix(last)}": value
+        for name, value in found.items()
+        if name.startswith(last)
+    }
+    return decoder | {f"{DRAFT}model.{name}": state[layer + name] for name in OWN}
+
+
+@pytest.mark.parametrize(
+    "engines", [EngineLayout(draft=True), EngineLayout(4, 2, 2, num_engines=2, draft=True)]
+)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_plan_fills_it_from_megatrons_ranks(tiny_model, family: str, engines: EngineLayout) -> None:
+    model = tiny_model(family)
+    sync = SyncPlan(model.config, TRAINED, engines, torch.float32, 20_000)
+    trained = megatron_layout(model.config, TRAINED, mtp=True)
+    ranks, served = empty_shards(trained), empty_shards(sglang_layout(model.config, engines))
+    run_plan(make_plan(hf_layout(model.config, mtp=True), trained), [model.state], ranks)
+    run_plan(sync.plan, ranks, served)
+    for number, tensors in enumerate(served):
+        rank = Rank(number % engines.tp, engines.tp, engines.ep, engines.dp)
+        hf = model.config.hf
+        expected = expected_sglang(model.decoder, hf, rank) | expected_draft(model.state, hf, rank)
+        assert tensors.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(tensors[name], values), (number, name)
+
+
+def test_it_is_planned_only_where_it_is_asked_for(tiny_model) -> None:
+    without = sglang_layout(tiny_model("glm4_moe").config, EngineLayout(2))
+    assert not [piece.local for piece in without.pieces(0) if piece.local.startswith(DRAFT)]
+    with pytest.raises(
+        ValueError, match=r"0 multi-token prediction layers .*: SGLang drafts tokens with one"
+    ):
+        sglang_layout(tiny_model("qwen3_moe").config, EngineLayout(2, draft=True)).pieces(0)
+
+
+class Draft(torch.nn.Module):
+    """It has the model's bias itself, and a derived tensor."""
+
+    def __init__(self, model: Tiny) -> None:
+        super().__init__()
+        self.head = torch.nn.Parameter(torch.full((2, 3), -1.0))
+        self.bias = model.bias
+        self.renewed = 0
+
+    def post_load_weights(self) -> None:
+        self.renewed += 1
+
+
+HEAD = torch.arange(6.0).view(2, 3) + 50
+
+
+@pytest.fixture
+def senders() -> Iterator[list[Sender]]:
+    made: list[Sender] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+def receive(folder: Path, senders: list[Sender], slices: list, with_draft: bool = True) -> tuple[Tiny, Draft]:
+    """A version comes to an engine whose worker of a draft is a stand-in for SGLang's."""
+    senders.append(Sender(folder, [Slices(slices, {})], timeout=5.0))
+    model = Tiny()
+    draft = Draft(model)
+    if with_draft:
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        remember_draft(None, SimpleNamespace(target_worker=worker, draft_runner=SimpleNamespace(model=draft)))
+        assert [*draft_weights(model)] == [f"{DRAFT}head"]
+    sending = senders[-1].send(1)
+    try:
+        Receiver(model, senders[-1].told[0], "session").receive(1)
+    finally:
+        sending.exception()
+    return model, draft
+
+
+def test_a_receiver_fills_the_model_and_what_is_its_drafts_own(tmp_path, senders) -> None:
+    model, draft = receive(tmp_path, senders, [*ALL, ("head", f"{DRAFT}head", [0, 0], HEAD)])
+    assert torch.equal(model.weight, WEIGHT) and torch.equal(model.bias, BIAS)
+    assert torch.equal(draft.head, HEAD) and draft.bias is model.bias and draft.renewed == 1
+
+
+def test_a_draft_that_no_version_has_stays_as_it_is(tmp_path, senders) -> None:
+    """As one that was loaded from a folder, but for what it shares."""
+    model, draft = receive(tmp_path, senders, ALL)
+    assert torch.all(draft.head == -1) and torch.equal(draft.bias, BIAS) and not draft.renewed
+    assert "head" not in dict(model.named_parameters())
+
+
+def test_a_part_of_a_draft_is_refused(tmp_path, senders) -> None:
+    part = ("head", f"{DRAFT}head", [0, 0], HEAD[:1])
+    with pytest.raises(RefusedError, match="draft:head: 3 of 6 elements missing"):
+        receive(tmp_path / "part", senders, [*ALL, part])
+    with pytest.raises(RefusedError, match="the engine has no parameter 'draft:head'"):
+        receive(tmp_path / "none", senders, [*ALL, part], with_draft=False)

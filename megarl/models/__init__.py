@@ -36,18 +36,12 @@ def read_model_config(path: str) -> ModelConfig:
     return FAMILIES[kind].config_from_hf(hf)
 
 
-def has_dp_attention(config: ModelConfig) -> bool:
-    """Whether SGLang serves the model with data parallel attention."""
-    return FAMILIES[config.family].dp_attention
-
-
 __all__ = [
     "COMPANIONS",
     "FAMILIES",
     "MegatronPlace",
     "ModelConfig",
     "SGLangPlace",
-    "has_dp_attention",
     "head_chunk_tokens",
     "keeps_float32",
     "logical_tensors",

@@ -106,6 +106,13 @@ class ModelConfig:
     fp8_block: tuple[int, int] | None = None
 
     @property
+    def data_parallel_attention(self) -> bool:
+        """Whether SGLang serves it with data parallel attention."""
+        from megarl.models.families import FAMILIES  # which imports this module
+
+        return FAMILIES[self.family].dp_attention
+
+    @property
     def context_length(self) -> tuple[str, int]:
         """The field of config.json that says how many tokens SGLang serves, and their number.
 

@@ -115,7 +115,8 @@ def _runner(arguments: dict, rank: int):
     # Unknown values; numbers that SGLang then reads of them (scales of the cache) keep their first values.
     loader.initialize_dummy_weights = lambda model: None
     told = ServerArgs(**{key: value for key, value in arguments.items() if key != "custom_sigquit_handler"})
-    publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
+    group = rank * told.dp_size // told.tp_size if told.dp_size > 1 else None
+    publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=group, gpu_id=0))
     model_config = SGLangConfig.from_server_args(told)
     bootstrap.init_parallel_runtime(server_args=told, device="cuda", dist_port=1)
     bootstrap.init_layer_runtime(model_config=model_config)
@@ -136,6 +137,8 @@ def _layout(engine: EngineConfig) -> EngineLayout:
     return EngineLayout(
         engine.tensor_parallel_size,
         engine.expert_parallel_size,
+        dp=engine.attention_data_parallel_size,
+        dp_head=engine.data_parallel_lm_head,
         whole_shared=engine.moe_a2a_backend is not None,
     )
 

@@ -33,6 +33,10 @@ class Facts:
     mla: MLAConfig | None = None
     max_position_embeddings: int = 1024
     context_length: tuple[str, int] = ("max_position_embeddings", 1024)
+    family: str = "qwen3_moe"
+    data_parallel_attention: bool = True
+    vocab_size: int = 640
+    tie_word_embeddings: bool = False
 
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))

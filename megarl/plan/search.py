@@ -257,12 +257,13 @@ class Search:
         return found
 
     def _engine_parts(self, tp: int) -> list[tuple[int, int]]:
-        """(expert parallel size, data parallel groups of attention): one, or as many as devices. Groups are tried for latent attention, whose
-        cache all devices of a group have as a whole."""
+        """(expert parallel size, data parallel groups of attention): one, or as many as devices. Groups, also of a node each, are tried for
+        latent attention, whose cache all devices of a group have as a whole."""
         model, rollout = self.inputs.model, self.recipe.actor_rollout_ref.rollout
+        pool = self.full.resource_pools[self.full.actor_rollout_ref.rollout.resource_pool]
         experts = {1, tp} if model.moe is not None else {1}
         grouped = model.mla is not None and tp <= rollout.max_num_seqs and rollout.lora_sync != "adapters"
-        groups = {1, tp} if grouped else {1}
+        groups = {1, max(1, tp // pool.n_gpus_per_node), tp} if grouped else {1}
         return sorted((ep, dp) for ep in experts for dp in groups)
 
     def _proposal(self, megatron: MegatronConfig, rollout: RolloutConfig) -> Proposal | None:

@@ -113,6 +113,8 @@ def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None
     """Of 32 devices and more: half as many would hold 82 GB of weights each."""
     rollouts = [engine.rollout for engine in searched(FULL, [], 79)._engines()]
     assert {rollout.tensor_model_parallel_size for rollout in rollouts} == {32, 64, 128}
+    groups = {(each.tensor_model_parallel_size, each.attention_data_parallel_size) for each in rollouts}
+    assert {(32, 1), (32, 4), (64, 8)} <= groups
     for rollout in (rollouts[0], rollouts[-1]):
         keys = (f"{name}={getattr(rollout, name)}" for name in _ENGINE)
         config, _ = read_inputs(FULL, [f"{ROLLOUT}.{key}" for key in keys])

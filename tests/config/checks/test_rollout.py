@@ -67,6 +67,15 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
             "lora_sync=adapters beside rollout.quantization=fp8",
         ),
         (
+            [
+                *LORA,
+                f"{ROLLOUT}.lora_sync=adapters",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                f"{ROLLOUT}.attention_data_parallel_size=2",
+            ],
+            "lora_sync=adapters beside actor_rollout_ref.rollout.attention_data_parallel_size=2: SGLang",
+        ),
+        (
             [*LORA, f"{ROLLOUT}.lora_sync=adapters", f"{ROLLOUT}.sync_skip_unchanged=true"],
             "rollout.sync_skip_unchanged=true is of merged weights: leave one of them out",
         ),

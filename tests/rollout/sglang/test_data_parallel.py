@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.tiny_model import make_tiny_model
 from megarl.cluster.hosts import reserve_port
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, SamplingParams
+from megarl.rollout.sglang import engine as engine_module
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import Slices, rank_slices
 from tests.rollout.planned import assert_as_planned
@@ -84,24 +85,31 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
 
 
 def groups_of(engine, prompts, uids, sampling) -> dict[str, int]:
-    """The group that answered each request, by SGLang itself."""
-    found = {}
-    receive = engine._engine.tokenizer_manager._handle_batch_output
+    """The group of each request, as SGLang's scheduler says that answered it. Runs in the engine's process."""
+    asked, found = engine_module.ask, {}
 
-    def seen(answers, *args, **kwargs):
-        found.update(zip(answers.rids, answers.dp_ranks or [], strict=False))
-        return receive(answers, *args, **kwargs)
+    async def ask(manager, ids, sampling, uid, *more):
+        answer = await asked(manager, ids, sampling, uid, *more)
+        found[uid] = answer["meta_info"]["dp_rank"]
+        return answer
 
-    engine._engine.tokenizer_manager._handle_batch_output = seen
+    engine_module.ask = ask
     try:
         engine.generate(prompts, uids, sampling)
     finally:
-        engine._engine.tokenizer_manager._handle_batch_output = receive
+        engine_module.ask = asked
     return found
 
 
 def test_answers_as_hugging_face(served: Served) -> None:
     assert_serves(served.engine, served.folder)
+
+
+def test_samples_of_a_prompt_are_answered_by_one_group_and_all_groups_answer(served: Served) -> None:
+    prompts = [PROMPTS[number // 3] for number in range(12)]
+    uids = [f"s{number // 3}/{number % 3}" for number in range(12)]
+    found = served.engine.call(groups_of, prompts, uids, GREEDY)
+    assert [found[uid] for uid in uids] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
 
 
 def test_a_single_request_leaves_the_other_groups_idle(served: Served) -> None:

@@ -33,7 +33,7 @@ def read_model_config(path: str) -> ModelConfig:
         raise ValueError(
             f"{hf.file}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[kind].config_from_hf(hf)
+    return FAMILIES[kind](hf)
 
 
 __all__ = [

@@ -66,6 +66,10 @@ _CONTEXT_FIELDS = (
 )
 
 
+ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
+"""Families whose classes in SGLang 0.5.21 have no data parallel attention."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The facts of a decoder-only model. `hf` is the Hugging Face config that they were read from.
@@ -108,9 +112,7 @@ class ModelConfig:
     @property
     def data_parallel_attention(self) -> bool:
         """Whether SGLang serves it with data parallel attention."""
-        from megarl.models.families import FAMILIES  # which imports this module
-
-        return FAMILIES[self.family].dp_attention
+        return self.family not in ATTENTION_OVER_ALL_RANKS
 
     @property
     def context_length(self) -> tuple[str, int]:

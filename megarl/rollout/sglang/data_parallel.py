@@ -8,6 +8,12 @@ the samples of a prompt over the groups, and does not notice a scheduler that is
 - The first rank of each group sends its answers to the owner itself: through a socket file, and from other nodes over TCP.
 - The owner chooses the group of a request (`RequestGroups`).
 
+Guarantees, each asserted by a test:
+
+- the samples of a prompt, and the turns of a trajectory, are answered by one group while its cache has them;
+- the loss of any rank, of any group, ends the engine;
+- responses are those of an engine without groups.
+
 This module imports SGLang in functions alone.
 """
 

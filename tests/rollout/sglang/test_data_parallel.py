@@ -1,5 +1,6 @@
 """Data parallel attention in a real SGLang engine on the CPU, against Hugging Face's own model and slices written down by hand."""
 
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.tiny_model import make_tiny_model
 from megarl.cluster.hosts import reserve_port
+from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, SamplingParams
 from megarl.rollout.sglang import engine as engine_module
 from tests.rollout.invariance import OBSTACLE, needs_invariance
@@ -163,6 +165,25 @@ def test_serves_after_its_memory_was_away(served: Served, tmp_path: Path) -> Non
     served.engine.call("resume_memory", ["kv_cache"])
     assert [rank["kv_cache"] for rank in served.engine.call("memory")] == [rank["kv_cache"] for rank in held]
     assert_serves(served.engine, other)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_the_weight_tables_know_what_the_groups_hold(family: str, tmp_path: Path) -> None:
+    """The layout that the tests above proved in real engines, at more sizes, against `megarl.models`."""
+    folder = make_model(tmp_path, family, seed=1)
+    state, config, model = weights(folder), AutoConfig.from_pretrained(folder), read_model_config(str(folder))
+    for tp, dp, ep in [(2, 2, 1), (4, 2, 1), (4, 4, 1)] + [(4, 2, 2), (4, 4, 4)] * (family != "qwen3"):
+        for rank, head in itertools.product(range(tp), (False, True)):
+            slices = rank_slices(state, config, tp, rank, ep, dp, head)
+            place = SGLangPlace(tp, rank, ep, dp, dp_head=head)
+            expected = {
+                (tensor, local, tuple(start), tuple(value.shape))
+                for tensor, local, start, value in slices.entries
+            }
+            pieces = sglang_pieces(model, place)
+            assert {(p.tensor, p.local, p.local_box.start, p.local_box.size) for p in pieces} == expected
+            padding = {local: count for local, count in slices.padding.items() if count}
+            assert sglang_padding(model, place) == padding
 
 
 def test_nothing_of_it_listens_on_a_network(served: Served) -> None:

@@ -120,8 +120,7 @@ def code() -> Iterator[dict[str, Any]]:
         patch.setattr(registry, "_COMPARES", set(registry._COMPARES))
         for _, text in blocks:
             exec(compile(textwrap.dedent(text), str(guarantees.PAGE), "exec"), names)
-        family = type("Family", (), {"config_from_hf": staticmethod(names["config_from_hf"])})
-        patch.setitem(FAMILIES, names["MODEL_TYPE"], family)
+        patch.setitem(FAMILIES, names["MODEL_TYPE"], names["config_from_hf"])
         yield names
 
 

@@ -13,7 +13,7 @@ from megarl.util.record_fields import RecordField, package_folder, read_fields
 
 _LAYOUT = (
     "it changes which rank of an engine holds which part of the weights, and a sync writes each part into the rank that the plan has for "
-    "it; the layout is rollout.tensor_model_parallel_size, expert_parallel_size and moe_a2a_backend"
+    "it; the layout is rollout.tensor_model_parallel_size, expert_parallel_size, attention_data_parallel_size and moe_a2a_backend"
 )
 _WEIGHTS = (
     "weights come from the actor by the sync, which writes them into SGLang's own parameters and verifies them there; how they are loaded, "
@@ -47,6 +47,11 @@ TABLE = OptionTable(
         "sglang|vllm|trtllm": "engines are SGLang's, so its arguments stand here directly: engine_kwargs.<argument>",
         "tp_size": _use("tensor_model_parallel_size"),
         "ep_size": _use("expert_parallel_size"),
+        "dp_size|enable_dp_attention": _use("attention_data_parallel_size"),
+        "enable_dp_lm_head": _use("data_parallel_lm_head"),
+        "enable_dp_attention_local_control_broadcast|load_balance_method": (
+            "the engine's owner chooses the group of each request, and all ranks get all calls from the first one"
+        ),
         "nnodes|node_rank": _use("nodes_per_engine"),
         "dtype": _use("dtype"),
         "quantization": _use("quantization"),
@@ -65,7 +70,7 @@ TABLE = OptionTable(
             "adapters are the policy's: use actor_rollout_ref.model.lora and rollout.lora_sync"
         ),
         (
-            "dp_size|enable_dp_.*|load_balance_method|pp_.*|dcp_.*|attn_cp_size|moe_dp_size|dwdp_size|cp_strategy|enable_prefill_cp|"
+            "pp_.*|dcp_.*|attn_cp_size|moe_dp_size|dwdp_size|cp_strategy|enable_prefill_cp|"
             "enable_cp_.*|enable_dsa_cache_layer_split|moe_dense_tp_size|shared_experts_tp_size|enable_shared_experts_attn_tp|"
             "enable_dense_mlp_attn_tp|enable_tp_lm_head_all_to_all|enable_attn_tp_input_scattered|enable_layernorm_sp|"
             "disable_shared_experts_fusion|enforce_shared_experts_fusion|enable_waterfill"

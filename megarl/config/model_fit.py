@@ -52,6 +52,14 @@ class ModelFacts(Protocol):
     @property
     def fp8_block(self) -> tuple[int, int] | None: ...
     @property
+    def data_parallel_attention(self) -> bool: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
     def max_position_embeddings(self) -> int: ...
     @property
     def context_length(self) -> tuple[str, int]: ...
@@ -363,19 +371,47 @@ def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
 
 
 def _head_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    tp, sizes, groups = rollout.tensor_model_parallel_size, _widths(model), model.num_query_groups
+    tp, dp = rollout.tensor_model_parallel_size, rollout.attention_data_parallel_size
+    if dp == 1:
+        yield from _undivided_heads(f"{key}.tensor_model_parallel_size={tp}", tp, _widths(model), model)
+    elif tp % dp == 0:  # else told with the keys alone
+        yield from _group_problems(key, rollout, model)
+
+
+def _group_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+    """Of data parallel attention: the heads are cut by the ranks of a group, all else by all ranks."""
+    tp, dp, sizes = rollout.tensor_model_parallel_size, rollout.attention_data_parallel_size, _widths(model)
+    if not model.data_parallel_attention:
+        yield f"{key}.attention_data_parallel_size={dp}: SGLang has no data parallel attention for {model.family} models; set it to 1"
+        return
+    heads, ranks = {"num_attention_heads": sizes.pop("num_attention_heads")}, tp // dp
+    name = f"{key}.tensor_model_parallel_size / attention_data_parallel_size={ranks}"
+    yield from _undivided_heads(name, ranks, heads, model)
+    yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
+    tied, rows = model.tie_word_embeddings, model.vocab_size
+    if (tied or rollout.data_parallel_lm_head) and ranks > 1 and (rows % 64 or rows % ranks):
+        head = "the output layer is the embedding" if tied else f"{key}.data_parallel_lm_head=true"
+        yield (
+            f"{name}, and {head}: the ranks of a group pad the vocabulary of {rows} rows, to equal parts and a multiple of 64, and SGLang "
+            f"(0.5.21) gathers logits there without padding; set {key}.attention_data_parallel_size={tp}"
+        )
+
+
+def _undivided_heads(key: str, ranks: int, sizes: Mapping[str, int], model: ModelFacts) -> Iterator[str]:
+    """`key`: with its value, of the number of ranks that cut `sizes` and share the key/value heads."""
+    groups = model.num_query_groups
 
     def shares_heads(size: int) -> bool:
         return model.mla is not None or not (groups % size and size % groups)
 
-    causes = [f"{name}={size}" for name, size in sizes.items() if size % tp]
-    if not causes and shares_heads(tp):
+    causes = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
+    if not causes and shares_heads(ranks):
         return
     text = f"does not divide {' and '.join(causes)}" if causes else ""
-    if not shares_heads(tp):
+    if not shares_heads(ranks):
         text += f"{' and ' if text else ''}neither divides num_query_groups={groups} nor is a multiple of it"
     possible = [size for size in _divisors(gcd(*sizes.values())) if shares_heads(size)]
-    yield f"{key}.tensor_model_parallel_size={tp} {text}; possible: {_list(possible)}"
+    yield f"{key} {text}; possible: {_list(possible)}"
 
 
 def _divisors(number: int) -> list[int]:

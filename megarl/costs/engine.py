@@ -91,9 +91,9 @@ def cache_bytes(
 
     Args:
         dtype: of the cache.
-        requests: that run at once. context: the most tokens of each.
+        requests: of the engine that run at once; a rank has those of its group. context: the most tokens of each.
     """
-    table = torch.int32.itemsize * (requests + 1) * (context + _TABLE_MARGIN)
+    table = torch.int32.itemsize * (requests // engines.dp + 1) * (context + _TABLE_MARGIN)
     return (tokens + _PADDING_TOKENS) * token_bytes(config, engines, dtype) + table
 
 
@@ -154,7 +154,7 @@ class ServedModel:
 
     def step_bytes(self, batch: float, context: float) -> tuple[float, float, float]:
         """Bytes that a rank reads in a step of `batch` texts, which have `context` tokens on average: weights that every token passes,
-        experts, cache.
+        experts, the cache of its group's share of the texts.
 
         Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
         an embedding that is no head a row for each token.
@@ -162,11 +162,12 @@ class ServedModel:
         config, tp = self.config, self.layout.tp
         experts = sum(layer.experts for layer in self.flops.layers) / tp
         experts *= 1 if self.quantized else self.itemsize
-        embedding = 0.0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size / tp
+        cut = tp // self.layout.dp
+        embedding = 0.0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size / cut
         dense = self.weights - experts - embedding * self.itemsize
         if config.moe is not None:
             experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** self._tokens(batch)
-        return dense, experts, batch * context * self.token
+        return dense, experts, batch / self.layout.dp * context * self.token
 
     def step_operations(self, batch: float, context: float) -> float:
         """Operations of a rank in a step of `batch` texts."""
@@ -189,7 +190,8 @@ class ServedModel:
         computed = self.step_operations(batch, context) / (self.peak * assumed.decode)
         drafted = self.draft.tokens * self.draft.read / (gpu.hbm * assumed.hbm)
         tokens = self._tokens(batch)
-        sampled = tokens * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
+        rows = tokens / self.layout.dp
+        sampled = rows * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
         launched = sum(decode_kernels(self.config, layer) for layer in self.flops.layers) * assumed.kernel
         return (
             max(read, computed) + launched + sampled + self._sent(tokens, waits=True) + drafted + assumed.step
@@ -201,12 +203,22 @@ class ServedModel:
         return computed + self._sent(prompts * length, waits=False)
 
     def _sent(self, tokens: float, waits: bool) -> float:
-        """Two sums over all ranks in each layer; `waits`: with the latency of each."""
-        tp, layers, machine = self.layout.tp, self.config.num_layers, self.machine
+        """Two sums over all ranks in each layer; `waits`: with the latency of each.
+
+        With data parallel attention its sum is over the ranks of a group; the other is a gather of all groups' tokens, and a scatter.
+        """
+        tp, dp = self.layout.tp, self.layout.dp
         if tp == 1:
             return 0.0
-        moved = 2 * (tp - 1) / tp * tokens * self.config.hidden_size * self.itemsize
-        return 2 * layers * (moved / machine.ring(tp, 1) + (machine.latency(tp) if waits else 0.0))
+        if dp == 1:
+            return 2 * self.config.num_layers * self._sum(tp, tokens, 1.0 if waits else 0.0)
+        sums = self._sum(tp // dp, tokens / dp, 1.0 if waits else 0.0) if tp > dp else 0.0
+        return self.config.num_layers * (sums + self._sum(tp, tokens, 2.0 if waits else 0.0))
+
+    def _sum(self, ranks: int, tokens: float, latencies: float) -> float:
+        """Seconds of a sum of `tokens` over `ranks`, or of a gather and a scatter, which send as much."""
+        moved = 2 * (ranks - 1) / ranks * tokens * self.config.hidden_size * self.itemsize
+        return moved / self.machine.ring(ranks, 1) + latencies * self.machine.latency(ranks)
 
 
 @dataclass(frozen=True)

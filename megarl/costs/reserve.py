@@ -38,12 +38,16 @@ FRAGMENTS = 1024 * MIB
 
 @dataclass(frozen=True)
 class EngineRank:
-    """A rank of an engine on the GPU: the engine's ranks, its concurrent requests, and the relevant facts of its model."""
+    """A rank of an engine on the GPU: the engine's ranks, the rank's concurrent requests, and the relevant facts of its model.
+
+    attention_tp: ranks that cut attention.
+    """
 
     tp: int
     requests: int
     vocab_size: int
     latent: bool
+    attention_tp: int = 1
 
 
 def communicators(layout: ParallelLayout) -> int:
@@ -74,7 +78,8 @@ def reserved(
     workspaces = len(models) * (CUBLAS + TRAINER_WORKSPACE)
     graphs = sampling = 0
     if engine is not None:
-        processes, groups = processes + 1, groups + (2 if engine.tp > 1 else 0)
+        processes += 1
+        groups += sum(2 for size in {engine.tp, engine.attention_tp} if size > 1)
         workspaces += CUBLAS + ENGINE_WORKSPACE
         graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
         graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS

@@ -34,12 +34,7 @@ def read_model_config(path: str) -> ModelConfig:
         raise ValueError(
             f"{hf.file}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[kind].config_from_hf(hf)
-
-
-def has_dp_attention(config: ModelConfig) -> bool:
-    """Whether SGLang serves the model with data parallel attention."""
-    return FAMILIES[config.family].dp_attention
+    return FAMILIES[kind](hf)
 
 
 __all__ = [
@@ -49,7 +44,6 @@ __all__ = [
     "MegatronPlace",
     "ModelConfig",
     "SGLangPlace",
-    "has_dp_attention",
     "head_chunk_tokens",
     "keeps_float32",
     "logical_tensors",

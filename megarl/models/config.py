@@ -66,6 +66,10 @@ _CONTEXT_FIELDS = (
 )
 
 
+ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
+"""Families whose classes in SGLang 0.5.21 have no data parallel attention."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The facts of a decoder-only model. `hf` is the Hugging Face config that they were read from.
@@ -104,6 +108,11 @@ class ModelConfig:
     rotary_percent: float = 1.0
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
+
+    @property
+    def data_parallel_attention(self) -> bool:
+        """Whether SGLang serves it with data parallel attention."""
+        return self.family not in ATTENTION_OVER_ALL_RANKS
 
     @property
     def context_length(self) -> tuple[str, int]:

@@ -4,7 +4,6 @@ A field that changes the computation and is not supported is refused by name.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from megarl.models.config import (
     DECODER,
@@ -18,19 +17,6 @@ from megarl.models.config import (
     refuse_unsupported,
 )
 from megarl.models.fields import Fields
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family.
-
-    Attributes:
-        config_from_hf: reads a model's facts; raises ValueError for a field that is missing or not supported.
-        dp_attention: whether SGLang 0.5.21 serves it with data parallel attention; otherwise it cuts attention over all ranks.
-    """
-
-    config_from_hf: Callable[[Fields], ModelConfig]
-    dp_attention: bool
 
 
 def _llama(hf: Fields) -> ModelConfig:
@@ -155,12 +141,12 @@ def _glm4_moe(hf: Fields) -> ModelConfig:
 
 
 FAMILIES = {
-    "llama": Family(_llama, dp_attention=False),
-    "qwen2": Family(_qwen2, dp_attention=False),
-    "qwen3": Family(_qwen3, dp_attention=True),
-    "qwen3_moe": Family(_qwen3_moe, dp_attention=True),
-    "deepseek_v3": Family(_latent("deepseek_v3"), dp_attention=True),
-    "glm4_moe": Family(_glm4_moe, dp_attention=True),
-    "kimi_k2": Family(_latent("kimi_k2"), dp_attention=True),
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _latent("deepseek_v3"),
+    "glm4_moe": _glm4_moe,
+    "kimi_k2": _latent("kimi_k2"),
 }
-"""By `model_type` of config.json."""
+"""By `model_type` of config.json: reads a model's facts; raises ValueError for a field that is missing or not supported."""

@@ -34,6 +34,7 @@ class SGLangPlace:
     ep: ranks that share the experts (SGLang's ep_size); the tp // ep ranks of one share cut each expert.
     dp: data parallel parts of attention (SGLang's dp_size with enable_dp_attention); tp // dp ranks cut attention.
     whole_shared: whether each rank has the shared experts as a whole, as where DeepEP sends tokens to experts.
+    dp_head: whether the ranks that cut attention cut the output layer, too (enable_dp_lm_head); else all tp ranks do.
     """
 
     tp: int = 1
@@ -41,6 +42,7 @@ class SGLangPlace:
     ep: int = 1
     dp: int = 1
     whole_shared: bool = False
+    dp_head: bool = False
 
     @property
     def moe_tp(self) -> int:
@@ -61,6 +63,11 @@ class SGLangPlace:
     @property
     def attention_tp_rank(self) -> int:
         return self.tp_rank % self.attention_tp
+
+    @property
+    def head(self) -> tuple[int, int]:
+        """How many ranks cut the output layer, and which of them this is."""
+        return (self.attention_tp, self.attention_tp_rank) if self.dp_head else (self.tp, self.tp_rank)
 
 
 class Weight(NamedTuple):

@@ -265,7 +265,7 @@ def sglang_pieces(
     if ends:
         pieces.append(_replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
         if not config.tie_word_embeddings:
-            pieces += _sglang_vocab(config, LM_HEAD, place.tp, place.tp_rank)
+            pieces += _sglang_vocab(config, LM_HEAD, *place.head)
     return pieces + _sglang_draft(config, place, part) if draft else pieces
 
 
@@ -311,7 +311,7 @@ def sglang_padding(config: ModelConfig, place: SGLangPlace) -> dict[str, int]:
     """Local parameter -> its elements that no weight fills on an engine's rank: the vocabulary's padding."""
     cuts = {EMBEDDING: (place.attention_tp, place.attention_tp_rank)}
     if not config.tie_word_embeddings:
-        cuts[LM_HEAD] = (place.tp, place.tp_rank)
+        cuts[LM_HEAD] = place.head
     padding = {}
     for name, (tp, rank) in cuts.items():
         share = sglang_vocab_share(config, tp)

@@ -134,7 +134,7 @@ def print_plan(
     room = (plan.limit - plan.reserve - plan.peak) / GIB
     cache = (
         f"engines' cache: {plan.kv_tokens:,} tokens of {plan.kv_token_bytes / 1024:.1f} KiB a device "
-        f"({max(plan.kv_tokens, 0) // plan.longest} of the longest trajectories)"
+        f"({plan.kv_groups * (max(plan.group_tokens, 0) // plan.longest)} of the longest trajectories)"
     )
     _print_lines(
         console,

@@ -92,7 +92,8 @@ class MemoryPlan:
 
     Attributes:
         phases: of a step.
-        kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank.
+        kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank that has it; kv_groups:
+            groups of an engine's ranks that each have an equal part of its tokens.
         limit: bytes of a device. reserve: the part of it that is not planned owner by owner; reserved: its causes, where they are known.
     """
 
@@ -105,6 +106,7 @@ class MemoryPlan:
     limit: int
     reserve: int
     reserved: tuple[tuple[str, int], ...] = ()
+    kv_groups: int = 1
 
     def total(self, phase: str, pool: str) -> int:
         """Bytes of the pool's fullest device: the fullest stage of each role."""
@@ -128,7 +130,7 @@ class MemoryPlan:
     def without_engines(self) -> MemoryPlan:
         """The same for engines that have devices of their own, which are not planned."""
         owners = tuple(owner for owner in self.owners if owner.role != "rollout")
-        return replace(self, owners=owners, kv_tokens=self.longest, kv_token_bytes=0)
+        return replace(self, owners=owners, kv_tokens=self.longest, kv_token_bytes=0, kv_groups=1)
 
     @property
     def peak(self) -> int:
@@ -136,7 +138,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.peak + self.reserve <= self.limit and self.kv_tokens >= self.longest
+        return self.peak + self.reserve <= self.limit and self.group_tokens >= self.longest
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens in the cache of each group of an engine's ranks: a trajectory is in one."""
+        return self.kv_tokens // self.kv_groups
 
     def problems(self) -> list[str]:
         """Reasons why it does not fit, each with a remedy."""
@@ -149,9 +156,9 @@ class MemoryPlan:
                     f"{phase} takes {over / GIB:.1f} GiB more than there are; the largest part is {largest.name} "
                     f"({max(largest.at(phase)) / GIB:.1f} GiB)"
                 )
-        if self.kv_tokens < self.longest:
+        if self.group_tokens < self.longest:
             found.append(
-                f"the engines' cache holds {max(self.kv_tokens, 0):,} tokens, less than one trajectory of {self.longest:,}: "
+                f"the engines' cache holds {max(self.group_tokens, 0):,} tokens, less than one trajectory of {self.longest:,}: "
                 "raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size, or rollout.quantization=fp8"
             )
         return found
@@ -195,7 +202,8 @@ def plan_memory(
     rows = max((_pool_rows(config, inputs, pool) for pool in pools), key=_total) if reserve is None else ()
     reserve = _total(rows) if reserve is None else reserve
     owned = (*owners, *served)
-    return MemoryPlan(owned, tuple(phases), pools, kv_tokens, token, longest, limit, reserve, rows)
+    groups = config.actor_rollout_ref.rollout.attention_data_parallel_size
+    return MemoryPlan(owned, tuple(phases), pools, kv_tokens, token, longest, limit, reserve, rows, groups)
 
 
 Rows = tuple[tuple[str, int], ...]
@@ -220,8 +228,9 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
     ]
     rollout, model, engine = config.actor_rollout_ref.rollout, inputs.model, None
     if rollout.resource_pool == pool:
-        tp, requests = rollout.tensor_model_parallel_size, rollout.max_num_seqs
-        engine = EngineRank(tp, requests, model.vocab_size, model.mla is not None)
+        layout = engine_layout(rollout)
+        requests, cut = rollout.max_num_seqs // layout.dp, layout.tp // layout.dp
+        engine = EngineRank(layout.tp, requests, model.vocab_size, model.mla is not None, cut)
     # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
     actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)
     apart = rollout.resource_pool != actors
@@ -311,7 +320,7 @@ def _evaluated(
 def engine_owners(
     config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]], limit: int
 ) -> tuple[list[Owner], int, int]:
-    """The engines' owners, the tokens of their cache, and the bytes of one."""
+    """The engines' owners, the tokens of an engine's cache in all its groups, and the bytes of one on a rank of its group."""
     policy = config.actor_rollout_ref
     rollout, model = policy.rollout, inputs.model
     layout, dtype, pool = engine_layout(rollout), precision(rollout.dtype), rollout.resource_pool
@@ -324,12 +333,11 @@ def engine_owners(
     cached = cache_dtype(rollout)
     beside = draft_folder(rollout)
     weights += beside.weights
-    token, tokens = (
-        token_bytes(model, layout, cached) + beside.token * cached.itemsize,
-        rollout.max_total_tokens,
-    )
-    if tokens is None:
+    token = token_bytes(model, layout, cached) + beside.token * cached.itemsize
+    if rollout.max_total_tokens is None:
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
+    else:
+        tokens = rollout.max_total_tokens // layout.dp
     cache = cache_bytes(model, layout, cached, max(tokens, 0), rollout.max_num_seqs, context)
     cache += max(tokens, 0) * beside.token * cached.itemsize
     found = [
@@ -340,7 +348,7 @@ def engine_owners(
     if pool != policy.actor.resource_pool:
         buffers = (SLOTS * (rollout.sync_bucket_mb << 20),)
         found.append(Owner("rollout_sync_buffers", "rollout", pool, buffers, frozenset({"sync"})))
-    return found, tokens, token
+    return found, layout.dp * tokens, token
 
 
 def served_bytes(rollout: RolloutConfig, inputs: PlanInputs, draft: bool = True) -> int:
@@ -348,7 +356,7 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs, draft: bool = True)
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     layout = replace(layout, draft=draft and layout.draft)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    key = ("served", layout.tp, layout.ep, layout.whole_shared, layout.draft, dtype, block)
+    key = ("served", replace(layout, num_engines=1), dtype, block)
     return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
 
 
@@ -428,5 +436,6 @@ def memory_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
         "limit": plan.limit,
         "kv_tokens": plan.kv_tokens,
         "kv_token_bytes": plan.kv_token_bytes,
+        "kv_groups": plan.kv_groups,
         "layout": keys,
     }

@@ -50,6 +50,7 @@ _IF_CHANGED = (
     "optimizer_offload",
 )
 _ENGINE = ("tensor_model_parallel_size", "expert_parallel_size", "num_engines")
+_GROUPS = ("attention_data_parallel_size", "data_parallel_lm_head")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Proposal:
         ]
         parts += ["nothing leaves"] if actor.param_offload is False else []
         experts = f" ep{rollout.expert_parallel_size}" if rollout.expert_parallel_size > 1 else ""
+        groups = rollout.attention_data_parallel_size
+        experts += f" dp{groups}" if groups > 1 else ""
         noun = "engine" if rollout.num_engines == 1 else "engines"
         parts.append(f"{rollout.num_engines} {noun} of tp{rollout.tensor_model_parallel_size}{experts}")
         return ", ".join(parts)
@@ -231,11 +234,14 @@ class Search:
         recipe, found = self.recipe, []
         longest = recipe.data.max_prompt_length + recipe.data.max_response_length
         for tp in sizes:
-            for ep in (1, tp) if self.inputs.model.moe is not None and tp > 1 else (1,):
+            for ep, groups in self._engine_parts(tp):
                 rollout = replace(
                     recipe.actor_rollout_ref.rollout,
                     tensor_model_parallel_size=tp,
                     expert_parallel_size=ep,
+                    attention_data_parallel_size=groups,
+                    data_parallel_lm_head=groups > 1
+                    and recipe.actor_rollout_ref.rollout.data_parallel_lm_head,
                     nodes_per_engine=None,
                     num_engines=devices // tp,
                 )
@@ -245,13 +251,23 @@ class Search:
                     _, tokens, _ = engine_owners(config, self.inputs, phase_needs(config), self.limit)
                 except ValueError:  # a size that the model, or its blocks, do not divide by
                     continue
-                if tokens < longest:
+                if tokens // groups < longest:
                     continue
                 sync = sync_estimate(config, self.inputs, self.machine, peers=False)
                 made = generate(config, self.inputs, self.machine, tokens)
                 gap = self.machine.assumed.phase
                 found.append(_Engine(rollout, {"sync": sync + gap, "generate": made.seconds + gap}))
         return found
+
+    def _engine_parts(self, tp: int) -> list[tuple[int, int]]:
+        """(expert parallel size, data parallel groups of attention): one, or as many as devices. Groups, also of a node each, are tried for
+        latent attention, whose cache all devices of a group have as a whole."""
+        model, rollout = self.inputs.model, self.recipe.actor_rollout_ref.rollout
+        pool = self.full.resource_pools[self.full.actor_rollout_ref.rollout.resource_pool]
+        experts = {1, tp} if model.moe is not None else {1}
+        grouped = model.mla is not None and tp <= rollout.max_num_seqs and rollout.lora_sync != "adapters"
+        groups = {1, max(1, tp // pool.n_gpus_per_node), tp} if grouped else {1}
+        return sorted((ep, dp) for ep in experts for dp in groups)
 
     def _proposal(self, megatron: MegatronConfig, rollout: RolloutConfig) -> Proposal | None:
         recipe = self._configured(megatron, rollout)
@@ -356,6 +372,9 @@ def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
         yield "actor_rollout_ref.model.enable_gradient_checkpointing=null"
     for name in _ENGINE:
         yield f"{_ROLLOUT}.{name}={_text(getattr(after.rollout, name))}"
+    for name in _GROUPS:
+        if getattr(after.rollout, name) != getattr(before.rollout, name):
+            yield f"{_ROLLOUT}.{name}={_text(getattr(after.rollout, name))}"
     if before.rollout.nodes_per_engine is not None:
         yield f"{_ROLLOUT}.nodes_per_engine=null"
 

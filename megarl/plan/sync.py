@@ -291,6 +291,7 @@ def _from_options(options: argparse.Namespace) -> SyncPlan:
     rollout = RolloutConfig(
         tensor_model_parallel_size=tp,
         expert_parallel_size=layout.ep,
+        attention_data_parallel_size=layout.dp,
         dtype=options.dtype,
         quantization="fp8" if options.fp8 else None,
         sync_bucket_mb=options.bucket_mb or RolloutConfig().sync_bucket_mb,

@@ -70,6 +70,9 @@ class EngineConfig:
         model_path: Hugging Face folder; with load_format "dummy" only its configs are read.
         expert_parallel_size: parts that the experts of a mixture are dealt to; it divides `tensor_parallel_size`,
             and the ranks of a part cut each of its experts.
+        attention_data_parallel_size: groups of ranks that each compute the attention of requests of their own, and have the keys and
+            values of these; it divides `tensor_parallel_size`, and the ranks of a group cut the heads.
+        data_parallel_lm_head: whether each group has the whole output layer; without, all ranks cut it.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16" or "float16"; log-probs equal the trainer's to rounding in float32 only.
         fp8_block: rows and columns of a block of weights that share a scale, of an engine that holds its linear layers
@@ -79,7 +82,7 @@ class EngineConfig:
         context_length: most tokens of prompt + response; None: the model's own limit.
         max_num_seqs: most requests that run at once; the others wait.
         max_total_tokens: tokens in the KV cache; None: on a GPU from `gpu_memory_utilization`, on a CPU enough
-            for `max_num_seqs` requests of the full context, at most 65536.
+            for `max_num_seqs` requests of the full context, at most 65536. Data parallel groups have equal parts of them.
         enable_memory_saver: whether the memory of weights and KV cache can be released.
         gpu_memory_utilization: part of the GPU's memory for weights and KV cache.
         nodes: processes that own the engine, each on a node, with equally many TP ranks; they start at the same time.
@@ -103,6 +106,8 @@ class EngineConfig:
     model_path: str
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    attention_data_parallel_size: int = 1
+    data_parallel_lm_head: bool = False
     device: str = "cpu"
     dtype: str = "float32"
     fp8_block: tuple[int, int] | None = None

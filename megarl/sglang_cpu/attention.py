@@ -83,6 +83,10 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         return self._running.attend(query, *caches, layer.scaling, (keys, values))
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Tokens of the sequences that pad a batch of data parallel attention to the length of the other groups': one, of slot 0."""
+        return 1
+
     def forget(self) -> None:
         """Free the keys and values that were kept of a decode batch."""
         if self._running is not None:

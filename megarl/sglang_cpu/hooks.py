@@ -116,7 +116,14 @@ def _not_registered(buffer, registration_granularity_bytes=None) -> None:
     """Leave host memory as it is: SGLang registers it with CUDA for its copies from the device, also where there is none (0.5.21)."""
 
 
+def _reduce_scatterv(group, input_, output=None, sizes=None):
+    """Rows of a sum, of which each rank gets as many as it has requests: SGLang has NCCL for them, and sums all rows over gloo only where
+    responses are deterministic (0.5.21)."""
+    return group._deterministic_reduce_scatterv(input_, output, sizes)
+
+
 HOOKS = {
+    "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv": ("REPLACE", _reduce_scatterv),
     "sglang.srt.mem_cache.pool_host.common._cuda_host_register": ("REPLACE", _not_registered),
     "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp": ("AROUND", _unpadded_sizes),
     "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library": ("REPLACE", _no_nccl),

@@ -132,7 +132,8 @@ def _runner(arguments: dict, rank: int):
     if "speculative_draft_load_format" in arguments:
         arguments["speculative_draft_load_format"] = "dummy"  # no file is read
     told = ServerArgs(**arguments)
-    publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
+    group = rank * told.dp_size // told.tp_size if told.dp_size > 1 else None
+    publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=group, gpu_id=0))
     model_config = SGLangConfig.from_server_args(told)
     bootstrap.init_parallel_runtime(server_args=told, device="cuda", dist_port=1)
     bootstrap.init_layer_runtime(model_config=model_config)
@@ -199,6 +200,8 @@ def _layout(engine: EngineConfig) -> EngineLayout:
     return EngineLayout(
         engine.tensor_parallel_size,
         engine.expert_parallel_size,
+        dp=engine.attention_data_parallel_size,
+        dp_head=engine.data_parallel_lm_head,
         whole_shared=engine.moe_a2a_backend is not None,
         draft=_has_draft(engine),
     )

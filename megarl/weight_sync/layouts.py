@@ -12,7 +12,6 @@ from megarl.models import (
     MegatronPlace,
     ModelConfig,
     SGLangPlace,
-    has_dp_attention,
     logical_tensors,
     megatron_pieces,
     mtp_copies,
@@ -26,7 +25,7 @@ class EngineLayout:
     """How the ranks of each of `num_engines` equal SGLang engines share the model.
 
     tp: ranks of an engine. ep: ranks among them that share the experts. dp: data parallel parts of attention.
-    whole_shared: whether each rank has the shared experts as a whole.
+    whole_shared: whether each rank has the shared experts as a whole. dp_head: whether each part of attention has the whole output layer.
     draft: whether the model's layer for further tokens drafts tokens.
     """
 
@@ -36,6 +35,7 @@ class EngineLayout:
     num_engines: int = 1
     whole_shared: bool = False
     draft: bool = False
+    dp_head: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("ep", self.ep), ("dp", self.dp)):
@@ -50,7 +50,7 @@ class EngineLayout:
         return self.tp * self.num_engines
 
     def place(self, rank: int) -> SGLangPlace:
-        return SGLangPlace(self.tp, rank % self.tp, self.ep, self.dp, self.whole_shared)
+        return SGLangPlace(self.tp, rank % self.tp, self.ep, self.dp, self.whole_shared, self.dp_head)
 
 
 def megatron_layout(
@@ -96,7 +96,7 @@ def sglang_layout(
     Raises:
         ValueError: data parallel attention, which SGLang does not have for this family; a draft without a layer that could be one.
     """
-    if engines.dp > 1 and not has_dp_attention(config):
+    if engines.dp > 1 and not config.data_parallel_attention:
         raise ValueError(
             f"SGLang has no data parallel attention (dp={engines.dp}) for {config.family} models"
         )

@@ -36,6 +36,10 @@ class Facts:
     fp8_block: tuple[int, int] | None = None
     max_position_embeddings: int = 1024
     context_length: tuple[str, int] = ("max_position_embeddings", 1024)
+    family: str = "qwen3_moe"
+    data_parallel_attention: bool = True
+    vocab_size: int = 640
+    tie_word_embeddings: bool = False
 
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
@@ -161,6 +165,39 @@ def test_an_engine_may_give_ranks_the_same_key_value_head(tp: int, groups: int, 
     else:
         (line,) = lines_of(check)
         assert line.startswith(f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} ")
+
+
+def groups(tp: int, dp: int, facts: Facts, **keys: bool) -> list[str]:
+    rollout = RolloutConfig(tensor_model_parallel_size=tp, attention_data_parallel_size=dp, **keys)
+    return lines_of(lambda: check_rollout_model(rollout, facts, key="rollout"))
+
+
+def test_data_parallel_attention_cuts_heads_within_groups_and_all_else_over_all_ranks() -> None:
+    check_rollout_model(RolloutConfig(tensor_model_parallel_size=16, attention_data_parallel_size=2), Facts())
+    assert groups(32, 2, Facts()) == [
+        "rollout.tensor_model_parallel_size / attention_data_parallel_size=16 does not divide num_attention_heads=8; possible: 1,2,4,8"
+    ]
+    assert groups(12, 12, Facts()) == [
+        "rollout.tensor_model_parallel_size=12 does not divide ffn_hidden_size=64; possible: 1,2,4,8,16,32,64"
+    ]
+    assert groups(2, 2, Facts(family="llama", data_parallel_attention=False)) == [
+        "rollout.attention_data_parallel_size=2: SGLang has no data parallel attention for llama models; set it to 1"
+    ]
+
+
+@pytest.mark.parametrize(("tied", "head"), [(True, False), (False, True)])
+def test_groups_of_several_ranks_gather_logits_of_no_padded_vocabulary(tied: bool, head: bool) -> None:
+    """As in SGLang's LogitsProcessor._gather_attn_tp_logits, which died of it on a CPU."""
+    padded, keys = Facts(vocab_size=330, tie_word_embeddings=tied), {"data_parallel_lm_head": head}
+    (line,) = groups(4, 2, padded, **keys)
+    assert "vocabulary of 330 rows" in line and line.endswith("set rollout.attention_data_parallel_size=4")
+    check_rollout_model(
+        RolloutConfig(tensor_model_parallel_size=4, attention_data_parallel_size=4, **keys), padded
+    )
+    check_rollout_model(
+        RolloutConfig(tensor_model_parallel_size=4, attention_data_parallel_size=2, **keys),
+        Facts(tie_word_embeddings=tied),
+    )
 
 
 @pytest.mark.parametrize(

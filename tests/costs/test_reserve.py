@@ -44,6 +44,13 @@ def test_an_engine_by_its_requests_and_vocabulary() -> None:
     assert latent["NCCL communicators: 0"] == 0
 
 
+def test_an_engines_groups_have_communicators_of_their_own() -> None:
+    """Of all ranks, and where several of them cut attention, of these."""
+    for attention_tp, expected in ((1, 2), (2, 4), (8, 2)):
+        engine = EngineRank(8, 64, 129280, latent=True, attention_tp=attention_tp)
+        assert f"NCCL communicators: {expected}" in reserved([], engine)
+
+
 def test_processes_that_exchange_weights_have_a_communicator_for_it() -> None:
     layout = ParallelLayout(world=4, tp=2)
     alone, together = reserved([layout], None), reserved([layout], ENGINE, exchanges=2)

@@ -297,6 +297,27 @@ def test_few_tokens_touch_few_experts() -> None:
         assert engine.step_bytes(batch, 0) == (pytest.approx(others), pytest.approx(experts * part), 0)
 
 
+def test_a_group_of_data_parallel_attention_reads_the_cache_of_its_own_texts() -> None:
+    """And samples for these; hidden states travel once over all ranks, to their experts and back, and within a group."""
+    config, flops = model("qwen3-30b-a3b")
+    machine = Machine(ROUND, replace(ALL, latency=1e-3), per_node=8)
+    one, two, four = (
+        ServedModel(config, flops, EngineLayout(4, 1, dp=dp), machine, 20_000_000_000, 1000)
+        for dp in (1, 2, 4)
+    )
+    for engine, part in ((one, 1), (two, 2), (four, 4)):
+        dense, experts, cache = engine.step_bytes(64, 500)
+        assert (experts, cache) == (pytest.approx(one.step_bytes(64, 500)[1]), 64 * 500 * 1000 / part)
+        embedding = 2 * 151936 * 2048 * part / 4  # each rank of a group has a part of it, no head
+        full = sum(layer.experts for layer in flops.layers) / 4 * 2
+        assert dense == pytest.approx(20_000_000_000 - full - embedding)
+    moved = 2048 * 2 * 64 / machine.link(1)  # a sum over n ranks: 2 (n - 1) / n of it
+    latency = 1e-3
+    assert one._sent(64, waits=True) == pytest.approx(48 * 2 * (1.5 * moved + latency))
+    assert two._sent(64, waits=True) == pytest.approx(48 * (1.5 * moved + 2 * latency + moved / 2 + latency))
+    assert four._sent(64, waits=True) == pytest.approx(48 * (1.5 * moved + 2 * latency))
+
+
 def test_an_engine_is_as_slow_as_its_longest_text() -> None:
     """Texts that wait take the places of those that end; then the batch shrinks."""
     engine = served("qwen2.5-7b", 1, 15_000_000_000, 57344)

@@ -64,11 +64,11 @@ def test_a_config_that_is_no_object_is_named(tmp_path, text):
 @pytest.mark.parametrize("value", ["x", -1, [2], {"a": 1}, True, 1e40, float("nan"), 10**40])
 def test_no_value_of_any_field_is_taken_for_what_it_is_not(name, value):
     """Each field in turn: refused with its name, or of no meaning to the model."""
-    plain = FAMILIES[CONFIGS[name]["model_type"]].config_from_hf(Fields(CONFIGS[name], "config.json"))
+    plain = FAMILIES[CONFIGS[name]["model_type"]](Fields(CONFIGS[name], "config.json"))
     for field in CONFIGS[name]:
         changed = Fields({**CONFIGS[name], field: value}, "config.json")
         try:
-            found = FAMILIES[plain.family].config_from_hf(changed)
+            found = FAMILIES[plain.family](changed)
         except ValueError as error:
             assert str(error).startswith("config.json") and "\n" not in str(error)
             shown = {"torch_dtype": "dtype", "rope_scaling": "rope"}.get(field, field)

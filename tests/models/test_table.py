@@ -19,7 +19,7 @@ from tests.models.published import CONFIGS
 
 
 def published(name):
-    return FAMILIES[CONFIGS[name]["model_type"]].config_from_hf(Fields(CONFIGS[name], name))
+    return FAMILIES[CONFIGS[name]["model_type"]](Fields(CONFIGS[name], name))
 
 
 def elements(layout):
@@ -74,7 +74,7 @@ def test_deepseek_v3_at_its_own_size():
 )
 def test_padding_of_the_vocabulary_in_sglang(place, rows):
     hf = {**CONFIGS["Qwen3-8B"], "vocab_size": 100}
-    config = FAMILIES["qwen3"].config_from_hf(Fields(hf, ""))
+    config = FAMILIES["qwen3"](Fields(hf, ""))
     assert sglang_padding(config, place) == {name: count * 4096 for name, count in rows.items()}
 
 

@@ -121,6 +121,25 @@ def test_671b_in_bf16_is_served_by_engines_over_four_nodes_of_80_gb(capsys) -> N
     assert not planned(capsys, *arguments, *half)["fits"]
 
 
+def test_groups_of_data_parallel_attention_have_caches_of_their_own(capsys) -> None:
+    """DeepSeek-V3 over 32 devices, attention within each node: heads' projections and embedding are cut in 8, not 32 parts, and four nodes
+    cache different texts."""
+    arguments, groups = [FULL, "--gpu-memory", "79"], f"{ROLLOUT}.attention_data_parallel_size"
+    one, four = planned(capsys, *arguments), planned(capsys, *arguments, f"{groups}=4")
+    weights = [plan["phases"]["generate"]["rollout_weights"] for plan in (one, four)]
+    heads = (
+        24576 * 1536 + 2 * 32768 * 512 + 7168 * 16384
+    )  # kv_b_proj is there a second time, as its two factors
+    cut = 61 * heads + 129280 * 7168
+    assert weights[1] - weights[0] == 2 * cut * 3 // 32
+    assert four["kv_tokens"] == 4 * ((0.85 * 79 * GIB - weights[1]) // (61 * 576 * 2))
+    assert one["kv_tokens"] == (0.85 * 79 * GIB - weights[0]) // (61 * 576 * 2)
+    assert (one["kv_groups"], four["kv_groups"]) == (1, 4)
+    few = planned(capsys, *arguments, f"{groups}=32", f"{ROLLOUT}.gpu_memory_utilization=0.81")
+    assert few["kv_tokens"] > 9216 > few["kv_tokens"] // 32
+    assert not few["fits"] and any("less than one trajectory of 9,216" in told for told in few["problems"])
+
+
 def test_the_search_spreads_engines_that_fit_no_node() -> None:
     """Of 72.7 G parameters in bf16 half of eight GPUs of 20 GB hold 18.2, all of them 9.1."""
     config, inputs = read_inputs(QWEN, [])

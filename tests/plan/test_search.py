@@ -18,7 +18,7 @@ from megarl.models import read_model_config
 from megarl.plan.inputs import read_inputs
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.search import _ENGINE, Search, recomputations
+from megarl.plan.search import _ENGINE, _GROUPS, Search, recomputations
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, MOE, DEEPSEEK, FULL = (
@@ -148,11 +148,13 @@ def test_671b_on_512_devices_takes_less_than_a_minute(capsys) -> None:
 
 
 def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None:
-    """Of 32 devices and more: half as many would hold 82 GB of weights each."""
+    """Of 32 devices and more: half as many would hold 82 GB of weights each. 256 devices cut 128 heads in groups alone."""
     rollouts = [engine.rollout for engine in searched(FULL, [], 79)._engines()]
-    assert {rollout.tensor_model_parallel_size for rollout in rollouts} == {32, 64, 128}
+    groups = {(each.tensor_model_parallel_size, each.attention_data_parallel_size) for each in rollouts}
+    assert {tp for tp, dp in groups if dp == 1} == {32, 64, 128}
+    assert {(32, 4), (64, 8), (128, 16), (256, 32)} <= groups
     for rollout in (rollouts[0], rollouts[-1]):
-        keys = (f"{name}={getattr(rollout, name)}" for name in _ENGINE)
+        keys = (f"{name}={getattr(rollout, name)}" for name in (*_ENGINE, *_GROUPS))
         config, _ = read_inputs(FULL, [f"{ROLLOUT}.{key}" for key in keys])
         found = config.actor_rollout_ref.rollout
         assert found.tensor_model_parallel_size == 8 * found.nodes_per_engine

@@ -166,7 +166,15 @@ def test_a_recipe_and_the_same_sizes_as_options_give_the_same_plan(model, capsys
     assert recipe == options
     assert recipe["dtype"] == "bfloat16"
     assert recipe["train"] == {"world": 8, "tp": 2, "pp": 2, "cp": 1, "sp": True, "ep": 1, "etp": 1}
-    layout = {"tp": 2, "ep": 1, "dp": 1, "num_engines": 4, "whole_shared": False, "draft": False}
+    layout = {
+        "tp": 2,
+        "ep": 1,
+        "dp": 1,
+        "num_engines": 4,
+        "whole_shared": False,
+        "draft": False,
+        "dp_head": False,
+    }
     assert recipe["rollout"] == layout
     assert [place.partition(":")[0] for place in recipe["engine_places"]] == ["node0"] * 4 + ["node1"] * 4
     assert (

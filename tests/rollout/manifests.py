@@ -17,15 +17,24 @@ class Slices:
     padding: dict[str, int] = field(default_factory=dict)
 
 
-def rank_slices(state: dict[str, torch.Tensor], config, tp: int, rank: int, ep: int = 1) -> Slices:
+def rank_slices(
+    state: dict[str, torch.Tensor],
+    config,
+    tp: int,
+    rank: int,
+    ep: int = 1,
+    dp: int = 1,
+    dp_head: bool = False,
+) -> Slices:
     """The slices of a model for one TP rank of SGLang.
 
     Args:
         state: the tensors of a Hugging Face checkpoint (its file, where each expert has tensors of its own).
         ep: expert parallel size; TP ranks that follow each other share experts, cut by TP / EP.
+        dp: groups of TP ranks that follow each other; attention and the embedding are cut within each. dp_head: the output layer, too.
     """
     slices = Slices()
-    vocab_rows = -(-config.vocab_size // 64) * 64 // tp
+    attention = tp // dp, rank % (tp // dp)
     for name, value in state.items():
         parts = name.split(".")
         kind, tail = parts[-2], parts[-1]
@@ -33,17 +42,19 @@ def rank_slices(state: dict[str, torch.Tensor], config, tp: int, rank: int, ep: 
             continue
         start = [0] * value.dim()
         if kind in ("embed_tokens", "lm_head"):
-            piece = value[rank * vocab_rows : (rank + 1) * vocab_rows]
+            ranks, number = attention if kind == "embed_tokens" or dp_head else (tp, rank)
+            vocab_rows = -(-config.vocab_size // 64) * 64 // ranks
+            piece = value[number * vocab_rows : (number + 1) * vocab_rows]
             slices.padding[name] = (vocab_rows - len(piece)) * value.shape[1]
             if len(piece):
                 slices.entries.append((name, name, start, piece))
         elif kind in ("q_proj", "k_proj", "v_proj"):
-            slices.entries.append(_attention_slice(name, value, config, tp, rank))
+            slices.entries.append(_attention_slice(name, value, config, *attention))
         elif kind in ("q_a_proj", "kv_a_proj_with_mqa"):
             start[0] = 0 if kind == "q_a_proj" else config.q_lora_rank
             slices.entries.append((name, name.replace(kind, "fused_qkv_a_proj_with_mqa"), start, value))
         elif kind in ("q_b_proj", "kv_b_proj"):
-            slices.entries.append((name, name, start, value.chunk(tp)[rank]))
+            slices.entries.append((name, name, start, value.chunk(attention[0])[attention[1]]))
         elif "experts" in parts:
             expert = _expert_slice(name, value, config, tp, rank, ep)
             slices.entries += [expert] if expert else []
@@ -52,7 +63,8 @@ def rank_slices(state: dict[str, torch.Tensor], config, tp: int, rank: int, ep: 
             start[0] = 0 if kind == "gate_proj" else len(piece)
             slices.entries.append((name, name.replace(kind, "gate_up_proj"), start, piece))
         elif kind in ("o_proj", "down_proj") and tail == "weight":
-            slices.entries.append((name, name, start, value.chunk(tp, dim=1)[rank]))
+            ranks, number = attention if kind == "o_proj" else (tp, rank)
+            slices.entries.append((name, name, start, value.chunk(ranks, dim=1)[number]))
         else:
             slices.entries.append((name, name, start, value))
     return slices

@@ -15,14 +15,22 @@ SMALL = 1024  # bytes
 def planned(engine: EngineConfig, lora: LoraConfig | None = None) -> dict[str, int]:
     """{"weights", "kv_cache"}; with `lora` also of adapters beside the weights."""
     model = read_model_config(engine.model_path)
-    layout = EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size)
+    groups = engine.attention_data_parallel_size
+    layout = EngineLayout(
+        engine.tensor_parallel_size,
+        engine.expert_parallel_size,
+        groups,
+        dp_head=engine.data_parallel_lm_head,
+    )
     dtype = getattr(torch, engine.dtype)
     context = engine.context_length or model.max_position_embeddings
     adapters = 0 if lora is None else engine_adapter_bytes(model, layout, lora, dtype)
     weights = engine_weight_bytes(model, layout, dtype, engine.fp8_block)
     return {
         "weights": weights + adapters + rotary_bytes(model, context),
-        "kv_cache": cache_bytes(model, layout, dtype, engine.max_total_tokens, engine.max_num_seqs, context),
+        "kv_cache": cache_bytes(
+            model, layout, dtype, engine.max_total_tokens // groups, engine.max_num_seqs, context
+        ),
     }
 
 

@@ -140,9 +140,11 @@ def sync_state(
     ep: int = 1,
     num_buckets: int = 2,
     way: str = MAPPED,
+    dp: int = 1,
+    dp_head: bool = False,
 ):
     """Bring a model's weights (its state dict and config) into an engine; returns its SyncReport."""
-    slices = [rank_slices(state, config, tp, rank, ep) for rank in range(tp)]
+    slices = [rank_slices(state, config, tp, rank, ep, dp, dp_head) for rank in range(tp)]
     return sync_slices(engine, folder, slices, version, num_buckets, way)
 
 

@@ -16,6 +16,7 @@ from tests.test_recipes import ON_GPUS, header
 
 ROOT = RECIPE.parents[1]
 ROLLOUT = "actor_rollout_ref.rollout"
+FP8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
 
 
 def shadow(
@@ -59,10 +60,9 @@ def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(
 
 def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: Path) -> None:
     """DeepSeek-V3's kind on TP2 EP2 over two nodes, whose blocks of scales are cut as its weights are."""
-    fp8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
     keys = [
         *expert_overrides(experts),
-        *fp8,
+        *FP8,
         f"{ROLLOUT}.expert_parallel_size=2",
         f"{ROLLOUT}.dtype=bfloat16",
         f"{ROLLOUT}.nodes_per_engine=2",
@@ -101,6 +101,41 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     ]
     plan, report = shadow(RECIPE, keys, 1)
     check(plan, report, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "more"),
+    [
+        ("DeepseekV3ForCausalLM", "true", []),
+        pytest.param("DeepseekV3ForCausalLM", "false", FP8, marks=pytest.mark.slow),
+        pytest.param("Qwen3MoeForCausalLM", "false", [], marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_data_parallel_attention_have_the_shards_of_the_table(
+    machine, experts: Path, tmp_path: Path, family: str, head: str, more: list[str]
+) -> None:
+    """Two groups of two ranks: heads and embedding are cut in two, each expert too, and all else in four."""
+    if family == "Qwen3MoeForCausalLM":
+        sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+        experts = tmp_path / "model"
+        make_tiny_model(experts, ["two words"], family="qwen3_moe", **sizes)
+    keys = [
+        *expert_overrides(experts),
+        "trainer.n_gpus_per_node=4",
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        f"{ROLLOUT}.expert_parallel_size=2",
+        f"{ROLLOUT}.attention_data_parallel_size=2",
+        f"{ROLLOUT}.data_parallel_lm_head={head}",
+        f"{ROLLOUT}.max_total_tokens=4096",
+        f"{ROLLOUT}.dtype=bfloat16",
+        *more,
+    ]
+    plan, report = shadow(RECIPE, keys, 3)
+    assert (report["model"], report["world_size"]) == (family, 4)
+    assert report["problems"] == []
+    assert report["kv_tokens"] == plan.group_tokens == 2048
+    for row in compare(plan, report):
+        assert abs(row.difference) < 0.05, row
 
 
 def test_what_does_not_fit_is_a_finding_of_the_command() -> None:

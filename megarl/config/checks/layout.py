@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from megarl.config.checks.rollout import attention_problems
 from megarl.config.engine_options import engine_option_problems
 from megarl.config.megatron_options import megatron_option_problems
 from megarl.config.pipeline_layout import pipeline_layout_problems
@@ -335,8 +336,12 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
         if rollout.resource_pool == GLOBAL_POOL and pool.n_gpus_per_node == config.trainer.n_gpus_per_node:
             per_node = "trainer.n_gpus_per_node"
         yield from _node_problems(key, rollout, pool, f"{per_node}={pool.n_gpus_per_node}")
+    yield from attention_problems(key, rollout)
     if rollout.max_total_tokens is not None:
-        yield from _budget_problems(f"{key}.max_total_tokens", rollout.max_total_tokens, config)
+        groups = max(1, rollout.attention_data_parallel_size)
+        parts = "" if groups == 1 else " / attention_data_parallel_size"
+        name, tokens = f"{key}.max_total_tokens{parts}", rollout.max_total_tokens // groups
+        yield from _budget_problems(name, tokens, config)
     yield from _expert_kernel_problems(key, rollout)
     yield from engine_option_problems(f"{key}.engine_kwargs", rollout.engine_kwargs)
 

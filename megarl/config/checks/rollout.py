@@ -49,6 +49,28 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
+ADAPTERS_OF_GROUPS = (
+    "SGLang (0.5.21) serves adapters there with groups of a single device alone, and gathers the names of all requests' adapters over "
+    "all devices before every step"
+)
+
+
+def attention_problems(key: str, rollout: RolloutConfig) -> Iterator[str]:
+    """Of data parallel attention, as far as the model has no say in it. `key`: of the section."""
+    tp, groups = rollout.tensor_model_parallel_size, rollout.attention_data_parallel_size
+    name = f"{key}.attention_data_parallel_size={groups}"
+    if groups <= 1:
+        if rollout.data_parallel_lm_head:
+            yield f"{key}.data_parallel_lm_head=true is of several groups: give {key}.attention_data_parallel_size, or leave it out"
+        return
+    if tp % groups:
+        yield f"{name} does not divide {key}.tensor_model_parallel_size={tp}: the groups of an engine are equal"
+    if rollout.max_num_seqs < groups:
+        yield f"{key}.max_num_seqs={rollout.max_num_seqs} is less than {name}: each group answers requests of its own"
+    if rollout.lora_sync == "adapters":
+        yield f"{key}.lora_sync=adapters beside {name}: {ADAPTERS_OF_GROUPS}; leave lora_sync out for merged weights"
+
+
 def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
     """rollout.lora_sync, as far as the model has no say in it."""
     rollout = config.actor_rollout_ref.rollout
@@ -89,7 +111,12 @@ def speculative_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     if isinstance(config, TrainConfig) and config.actor_rollout_ref.actor.router_replay == "rollout":
         yield (
             f"{algorithm} with actor_rollout_ref.actor.router_replay=rollout: SGLang records experts by place in the cache, has room for those "
-            "of one token a request, and does not move them with the tokens that it accepts; use router_replay=recompute, or leave one out"
+            "of one token a request, and does not move them with the tokens that it accepts; use router_replay=trainer, or leave one out"
+        )
+    if rollout.attention_data_parallel_size > 1:
+        yield (
+            f"{algorithm} with {prefix}.attention_data_parallel_size={rollout.attention_data_parallel_size} has not been tried; leave out one "
+            "of them"
         )
     penalties = [name for name in _PENALTIES if getattr(rollout.val_kwargs, name) != NEUTRAL_SAMPLING[name]]
     for name in penalties:

@@ -160,6 +160,17 @@ class RolloutConfig:
     expert_parallel_size: int = option(
         "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1
     )
+    attention_data_parallel_size: int = option(
+        "Groups of an engine's devices, of which each computes the attention of requests of its own and holds their keys and values; the "
+        "devices of a group cut the heads, and all devices the experts and MLPs (SGLang's dp_size with enable_dp_attention). 1: one group.",
+        1,
+        ge=1,
+    )
+    data_parallel_lm_head: bool = option(
+        "Each of these groups has the whole output layer (SGLang's enable_dp_lm_head), so that logits are gathered within a group; false: all "
+        "devices cut it. Where it is the embedding, each group has it in any case.",
+        False,
+    )
     nodes_per_engine: int | None = option(
         "Nodes that share an engine's devices evenly, each with a process of its own; null: as few as its devices need.",
         None,

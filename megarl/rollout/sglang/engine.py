@@ -46,6 +46,7 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.sglang import memory as engine_memory
+from megarl.rollout.sglang.data_parallel import RequestGroups, flush_caches
 from megarl.rollout.sglang.requests import CapturedRouting, Response, ask, check_prompt
 from megarl.rollout.sglang.start import read_model, start_owned
 from megarl.weight_sync import served_model
@@ -125,6 +126,7 @@ class SGLangEngine(SGLangPart):
         self._session = self._session_held = ""
         self._last_answer = 0.0
         self._gate = Gate()  # holds a request while SGLang works on it
+        self._groups = RequestGroups(config.attention_data_parallel_size)
         self._routing = captured_routing(config.model_path) if config.return_routed_experts else None
         self._ends: frozenset[int] = frozenset()
         self._drafting = Drafting()
@@ -151,7 +153,8 @@ class SGLangEngine(SGLangPart):
 
     def capacity(self) -> EngineCapacity:
         """How much it computes at a time."""
-        return EngineCapacity(self.config.max_num_seqs, self._engine.cache_tokens)
+        groups = self.config.attention_data_parallel_size
+        return EngineCapacity(self.config.max_num_seqs, groups * self._engine.cache_tokens)
 
     def start(self) -> None:
         super().start()
@@ -205,22 +208,24 @@ class SGLangEngine(SGLangPart):
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
         response = Response(uid, sampling, self._ends, routing=self._routing, experts_start=experts_from)
-        while True:
-            async with self._gate.passed():
-                answer = await ask(
-                    self._engine.tokenizer_manager,
-                    [*prompt_ids, *response.ids],
-                    response.rest,
-                    uid,
-                    self.config.stop_token_ids,
-                    served_model.ADAPTER_NAME if self.config.adapters is not None else None,
-                    response.experts_from,
-                )
-                self._last_answer = time.monotonic()
-                self._drafting.count(answer)
-                generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
-            if generation is not None:
-                return generation
+        with self._groups.joined(uid, prompt_ids) as group:
+            while True:
+                async with self._gate.passed():
+                    answer = await ask(
+                        self._engine.tokenizer_manager,
+                        [*prompt_ids, *response.ids],
+                        response.rest,
+                        uid,
+                        self.config.stop_token_ids,
+                        served_model.ADAPTER_NAME if self.config.adapters is not None else None,
+                        response.experts_from,
+                        group,
+                    )
+                    self._last_answer = time.monotonic()
+                    self._drafting.count(answer)
+                    generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
+                if generation is not None:
+                    return generation
 
     def take_drafting(self) -> Drafting:
         """What became of drafted tokens since the last call."""
@@ -396,11 +401,12 @@ class SGLangEngine(SGLangPart):
         # Its own waiting (timeout_s) goes on only when its idle sleep of a second ends (0.5.21).
         deadline = time.monotonic() + self.config.request_timeout
         while True:
-            answer = self._call(self._engine.tokenizer_manager.flush_cache(), "flush_cache")
-            if answer.success:
+            answers = self._call(flush_caches(self._engine.tokenizer_manager), "flush_cache")
+            if all(answer.success for answer in answers):
+                self._groups.forget()
                 return
             if time.monotonic() > deadline:
-                raise EngineError(f"SGLang did not flush its cache: {answer.message}")
+                raise EngineError(f"SGLang did not flush its cache: {[answer.message for answer in answers]}")
             time.sleep(FLUSH_RETRY_SECONDS)
 
     def shutdown(self) -> None:

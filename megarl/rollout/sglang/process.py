@@ -14,6 +14,7 @@ its processes run (sglang 0.5.21).
   interface of the machine.
 - The weights of a version are verified again when SGLang has ended an update (megarl/weight_sync/receiver.py).
 - The ranks report how much memory they hold (memory.py), and where their adapters are (megarl/weight_sync/served_model.py).
+- With data parallel attention there is no process between the owner and the schedulers (data_parallel.py).
 - There is no detokenizer process: requests and answers are token ids (`skip_tokenizer_init`), so it would idle,
   for 3 s of start-up CPU time and 400 MB.
 """
@@ -21,6 +22,7 @@ its processes run (sglang 0.5.21).
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
@@ -33,8 +35,8 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from megarl.rollout.sglang import data_parallel, sampling, scheduler_hooks, speculation
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang import sampling, scheduler_hooks, speculation
 from megarl.rollout.sglang.before_import import (
     SchedulerMain,
     cpu_engine_function,
@@ -50,12 +52,13 @@ NAMES = ".shared-memory"  # as in cluster/guard.py: suffix of files that name sh
 SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
 
 
-def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kwargs) -> None:
+def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, pp_rank: int, dp_rank, *args) -> None:
     """The scheduler's main function, which `SchedulerMain` calls with the arguments of `run_scheduler_process`."""
     name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
-    for target, (kind, hook) in hooks(server_args.device, server_args.speculative_algorithm).items():
+    chosen = hooks(server_args.device, server_args.dp_size, server_args.speculative_algorithm)
+    for target, (kind, hook) in chosen.items():
         HookRegistry.register(target, hook, kind)
     if tp_rank == 0:
         beat = scheduler_hooks.Heartbeat.make(heartbeat_file(port_args)).beat_after
@@ -64,7 +67,11 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
         cpu_engine_function("on_scheduler_start")()
     load_plugins()
     HookRegistry.apply_hooks()  # in a copy of the owner `load_plugins` does nothing: the owner has called it
-    run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+    if server_args.dp_size == 1:
+        run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, dp_rank, *args)
+        return
+    with data_parallel.in_group(server_args, port_args, tp_rank) as (port_args, dp_rank):
+        run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, dp_rank, *args)
 
 
 def meeting_place(server_args, port_args) -> str:
@@ -109,7 +116,7 @@ def remove_files(port_args) -> None:
     """Remove the sockets, the rendezvous, the heartbeat and the names of shared memory that an engine leaves in the temporary folder."""
     socket = Path(_socket_files(port_args)[0])
     named = socket.parent.glob(f"{socket.name}.*{NAMES}")
-    made = (rendezvous_file(port_args), heartbeat_file(port_args))
+    made = (rendezvous_file(port_args), heartbeat_file(port_args), data_parallel.answers_file(port_args))
     for path in (*_socket_files(port_args), *made, *named):
         Path(path).unlink(missing_ok=True)
 
@@ -121,8 +128,9 @@ def _socket_files(port_args) -> list[str]:
         port_args.detokenizer_ipc_name,
         port_args.rpc_ipc_name,
         port_args.metrics_ipc_name,
+        port_args.load_collector_ipc_name,
     )
-    return [name.removeprefix("ipc://") for name in names]
+    return [name.removeprefix("ipc://") for name in names if name]
 
 
 def close_sockets() -> None:
@@ -197,9 +205,28 @@ GPU_HOOKS = {"sglang.srt.layers.sampler.Sampler.forward": (HookType.AROUND, samp
 _END_OF_STEP = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 
 
-def hooks(device: str, drafting: str | None = None) -> dict[str, tuple]:
-    """Those of a scheduler on a device; `drafting`: SGLang's name of how tokens are drafted, None: they are not."""
-    found = HOOKS | (GPU_HOOKS if device == "cuda" else {}) | (speculation.HOOKS if drafting else {})
+# Where attention is data parallel.
+GROUP_HOOKS = {
+    "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks": (
+        HookType.AROUND,
+        data_parallel.share_requests,
+    ),
+    "sglang.srt.managers.scheduler.Scheduler.init_ipc_channels": (HookType.BEFORE, data_parallel.find_owner),
+    "sglang.srt.managers.scheduler.Scheduler.init_idle_sleeper": (
+        HookType.AFTER,
+        data_parallel.sleeps_with_rank_0,
+    ),
+}
+
+
+def hooks(device: str, num_groups: int, drafting: str | None = None) -> dict[str, tuple]:
+    """Those of a scheduler on a device, in an engine of so many data parallel groups of attention.
+
+    Args:
+        drafting: SGLang's name of how tokens are drafted; None: they are not.
+    """
+    found = HOOKS | (GPU_HOOKS if device == "cuda" else {}) | (GROUP_HOOKS if num_groups > 1 else {})
+    found |= speculation.HOOKS if drafting else {}
     return found | (speculation.DRAFT_HOOKS if drafting in ("EAGLE", "EAGLE3") else {})
 
 
@@ -210,10 +237,19 @@ class _NoDraining(SignalHandler):
         pass
 
 
+def _tokenizer_manager(server_args, port_args) -> tuple:
+    """SGLang's own, which takes answers of other nodes, too, where they have data parallel groups."""
+    made = Engine.init_tokenizer_manager_func(server_args, port_args)
+    if server_args.dp_size > 1 and server_args.nnodes > 1:
+        data_parallel.listen_for_answers(server_args, port_args, made[0].recv_from_detokenizer)
+    return made
+
+
 class TokenEngine(Engine):
     """SGLang's engine for token ids."""
 
     run_scheduler_process_func = SchedulerMain()
+    init_tokenizer_manager_func = staticmethod(_tokenizer_manager)
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -229,8 +265,17 @@ class TokenEngine(Engine):
         return self._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
 
     @classmethod
+    def _launch_subprocesses(cls, server_args, *args, **kwargs):
+        if server_args.dp_size > 1:
+            kwargs["port_args"] = data_parallel.local_ports(server_args)
+        return super()._launch_subprocesses(server_args, *args, **kwargs)
+
+    @classmethod
     def _launch_scheduler_processes(cls, server_args, *args, **kwargs):
-        with forked() if server_args.device == "cpu" else without_main():
+        with (
+            forked() if server_args.device == "cpu" else without_main(),
+            data_parallel.without_controller() if server_args.dp_size > 1 else nullcontext(),
+        ):
             return super()._launch_scheduler_processes(server_args, *args, **kwargs)
 
     @classmethod

@@ -45,6 +45,7 @@ async def ask(
     stop_token_ids: Sequence[int],
     adapter: str | None = None,
     experts_from: int | None = None,
+    group: int | None = None,
 ) -> dict[str, Any]:
     """SGLang's answer to a prompt. To cancel the task aborts the request.
 
@@ -52,6 +53,7 @@ async def ask(
         manager: SGLang's TokenizerManager.
         adapter: the name of the adapter that answers; None: the model without any.
         experts_from: the first token, of prompt and response, of which the answer has the experts; None: it has none.
+        group: the data parallel group that answers; None: there is one.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -62,6 +64,7 @@ async def ask(
         lora_path=adapter,
         return_routed_experts=experts_from is not None,
         routed_experts_start_len=experts_from or 0,
+        routed_dp_rank=group,
     )
     # Closed at once: until it is closed, the generator holds the lock that an update of the weights waits for (0.5.21).
     async with aclosing(manager.generate_request(request, None)) as answers:

@@ -82,9 +82,16 @@ class Heartbeat:
     def beat(self, running: int) -> None:
         _BEAT.pack_into(self._memory, 0, time.monotonic(), running)
 
-    def beat_after(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """After a step of SGLang's scheduler: write the time, and how many requests it decodes."""
-        self.beat(len(scheduler.running_batch.reqs))
+    def beat_after(self, result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """After a step of SGLang's scheduler: write the time, and how many requests it decodes.
+
+        With data parallel attention its batch has the number of tokens of each group; where none computes a prompt, these are requests.
+        """
+        counts = batch.global_num_tokens
+        if counts is None:
+            self.beat(len(scheduler.running_batch.reqs))
+        else:
+            self.beat(self.running() if batch.is_extend_in_batch else sum(counts))
         return result
 
     def last(self) -> float:

@@ -76,6 +76,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
         "ep_size": config.expert_parallel_size,
+        **_group_arguments(config, model),
         **node,
         "json_model_override_args": json.dumps(config_overrides(config, model)),
         "disable_shared_experts_fusion": True,  # else their place in memory would depend on the device
@@ -103,6 +104,26 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
             f"rollout.engine_kwargs: megarl itself sets {', '.join(twice)} on a {config.device} device; leave it out"
         )
     return {**told, **config.arguments}
+
+
+def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of data parallel attention.
+
+    A head that is the embedding is cut as that is: without `enable_dp_lm_head` SGLang (0.5.21) would gather logits over all ranks, and take
+    copies of the first rows for the others.
+    """
+    if config.attention_data_parallel_size == 1:
+        return {}
+    return {
+        "dp_size": config.attention_data_parallel_size,
+        "enable_dp_attention": True,
+        "enable_dp_lm_head": config.data_parallel_lm_head or bool(model.get("tie_word_embeddings")),
+    }
+
+
+def _cache_tokens(config: EngineConfig, tokens: int | None) -> int | None:
+    """SGLang's argument for an engine's cache of `tokens`: those of each data parallel group."""
+    return None if tokens is None else max(1, tokens // config.attention_data_parallel_size)
 
 
 def _check_arguments(config: EngineConfig) -> None:
@@ -138,21 +159,22 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
         return {
             "device": "cuda",
             "mem_fraction_static": config.gpu_memory_utilization,
-            "max_total_tokens": config.max_total_tokens,
+            "max_total_tokens": _cache_tokens(config, config.max_total_tokens),
             "moe_runner_backend": _moe_runner(config),
             **({} if config.moe_a2a_backend is None else {"moe_a2a_backend": config.moe_a2a_backend}),
             **({} if config.kv_cache_dtype is None else {"kv_cache_dtype": config.kv_cache_dtype}),
             **(_float8_arguments(config) if config.fp8_block is not None else {}),
         }
     drafted = 0 if config.speculation is None else config.speculation.num_draft_tokens + 1
-    tokens = context + 2 * drafted  # of a request at most: SGLang keeps room for two passes
+    most = context + 2 * drafted  # tokens of a request: SGLang keeps room for two passes
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
+    tokens = config.max_total_tokens or min(config.max_num_seqs * most, CPU_CACHE_TOKENS)
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "mem_fraction_static": 0.1,  # without effect, since max_total_tokens is given, but checked
-        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * tokens, CPU_CACHE_TOKENS),
+        "max_total_tokens": _cache_tokens(config, tokens),
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
     }
@@ -341,6 +363,7 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
     sizes = RolloutConfig(
         tensor_model_parallel_size=config.tensor_parallel_size,
         expert_parallel_size=config.expert_parallel_size,
+        attention_data_parallel_size=config.attention_data_parallel_size,
     )
     check_rollout_model(sizes, read_model_config(config.model_path), "rollout")
     return json.loads(path.read_text())

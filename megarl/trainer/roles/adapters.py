@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import LoraConfig, MegatronConfig, RolloutConfig, TrainConfig, pool_devices
+from megarl.config.checks.rollout import ADAPTERS_OF_GROUPS
 from megarl.config.problems import raise_if_any
 from megarl.config.schema.supervised import TuningConfig
 from megarl.layout.grid import ParallelLayout
@@ -93,6 +94,8 @@ def why_merged(rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig) -> 
     """The reason why engines cannot serve the adapters next to the weights; None: they can."""
     if rollout.quantization is not None:
         return f"rollout.quantization={rollout.quantization}: float8 engines are sent merged weights"
+    if rollout.attention_data_parallel_size > 1:
+        return f"rollout.attention_data_parallel_size={rollout.attention_data_parallel_size}: {ADAPTERS_OF_GROUPS}"
     return why_not_served(model, lora)
 
 

@@ -44,6 +44,8 @@ def engine_config(
         model_path=model_path,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         expert_parallel_size=rollout.expert_parallel_size,
+        attention_data_parallel_size=rollout.attention_data_parallel_size,
+        data_parallel_lm_head=rollout.data_parallel_lm_head,
         device=device,
         dtype=dtype,
         fp8_block=fp8_block(rollout),
@@ -150,6 +152,11 @@ def is_deterministic(rollout: RolloutConfig, device: str, dtype: str, adapters: 
         reason = (
             f"SGLang does not promise that a token has the same bits among drafted ones (rollout.speculative.algorithm="
             f"{rollout.speculative.algorithm}); leave the drafting out"
+        )
+    elif rollout.tensor_model_parallel_size > 2 * rollout.attention_data_parallel_size > 2:
+        reason = (
+            "where a group of data parallel attention has more than two devices, SGLang adds their parts of a token by one of two collectives, as "
+            "the numbers of all groups' tokens are; raise rollout.attention_data_parallel_size"
         )
     elif adapters:
         reason = "SGLang does not promise it of its kernels for adapters; set rollout.lora_sync=merged"

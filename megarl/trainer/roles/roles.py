@@ -171,6 +171,8 @@ def engine_layout(rollout: RolloutConfig) -> EngineLayout:
     return EngineLayout(
         tp=rollout.tensor_model_parallel_size,
         ep=rollout.expert_parallel_size,
+        dp=rollout.attention_data_parallel_size,
+        dp_head=rollout.data_parallel_lm_head,
         num_engines=rollout.num_engines,
         whole_shared=rollout.moe_a2a_backend is not None,
     )

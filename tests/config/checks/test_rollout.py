@@ -65,6 +65,14 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
         ([f"{ROLLOUT}.speculative.num_draft_tokens=5"], f"without {ROLLOUT}.speculative.algorithm no tokens"),
         ([f"{DRAFTING}=eagle3"], f"=eagle3 needs {ROLLOUT}.speculative.draft_path"),
         (
+            [
+                f"{DRAFTING}=ngram",
+                f"{ROLLOUT}.attention_data_parallel_size=2",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+            ],
+            f"{DRAFTING}=ngram with {ROLLOUT}.attention_data_parallel_size=2 has not been tried",
+        ),
+        (
             [f"{DRAFTING}=ngram", f"{ROLLOUT}.speculative.draft_path=x"],
             "=ngram has no draft model: leave out",
         ),
@@ -84,6 +92,15 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
         (
             [*LORA, f"{ROLLOUT}.lora_sync=adapters", f"{ROLLOUT}.quantization=fp8"],
             "lora_sync=adapters beside rollout.quantization=fp8",
+        ),
+        (
+            [
+                *LORA,
+                f"{ROLLOUT}.lora_sync=adapters",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                f"{ROLLOUT}.attention_data_parallel_size=2",
+            ],
+            "lora_sync=adapters beside actor_rollout_ref.rollout.attention_data_parallel_size=2: SGLang",
         ),
         (
             [*LORA, f"{ROLLOUT}.lora_sync=adapters", f"{ROLLOUT}.sync_skip_unchanged=true"],

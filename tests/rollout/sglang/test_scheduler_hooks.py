@@ -51,5 +51,16 @@ def test_a_time_and_a_number_that_another_process_reads(tmp_path):
     assert (reader.last(), reader.running()) == (0.0, 0)
     begun = time.monotonic()
     scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=["a", "b", "c"]))
-    assert writer.beat_after("result", scheduler, "batch") == "result"
+    batch = SimpleNamespace(global_num_tokens=None)
+    assert writer.beat_after("result", scheduler, batch) == "result"
     assert begun <= reader.last() <= time.monotonic() and reader.running() == 3
+
+
+def test_requests_of_all_groups_are_counted_where_none_computes_a_prompt(tmp_path):
+    """Otherwise the numbers are of tokens, and the last number stands."""
+    heartbeat = Heartbeat.make(tmp_path / "heartbeat")
+    scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=["a"]))
+    for counts, prompts, running in (([1, 4], False, 5), ([1, 700], True, 5), ([0, 2], False, 2)):
+        batch = SimpleNamespace(global_num_tokens=counts, is_extend_in_batch=prompts)
+        heartbeat.beat_after("result", scheduler, batch)
+        assert heartbeat.running() == running

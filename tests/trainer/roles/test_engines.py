@@ -118,6 +118,9 @@ def test_a_run_does_not_depend_on_when_things_happen(task, tmp_path):
     assert len({step["critic/score/mean"] for step in chosen(first)}) == 2
 
 
+GROUPS = {"tensor_model_parallel_size": 8, "attention_data_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "device", "dtype", "adapters", "expected"),
     [
@@ -136,6 +139,21 @@ def test_a_run_does_not_depend_on_when_things_happen(task, tmp_path):
             "leave the quantization out",
         ),
         ({"deterministic": True}, "cuda", "bfloat16", True, "set rollout.lora_sync=merged"),
+        (
+            {"deterministic": True, **GROUPS, "attention_data_parallel_size": 4},
+            "cuda",
+            "bfloat16",
+            False,
+            True,
+        ),
+        ({"deterministic": True, **GROUPS}, "cpu", "float32", False, True),
+        (
+            {"deterministic": True, **GROUPS},
+            "cuda",
+            "bfloat16",
+            False,
+            "raise rollout.attention_data_parallel_size",
+        ),
     ],
 )
 def test_which_engines_are_deterministic(monkeypatch, settings, device, dtype, adapters, expected):

@@ -64,7 +64,11 @@ def pass_floor(passes: Passes, rows: float, prompt: float, response: float, upda
     layout, gpu, flops = passes.layout, passes.machine.gpu, passes.flops
     tokens = prompt + response
     operations = tokens * flops.forward(causal_pairs(tokens)) - prompt * 2 * flops.head
-    operations *= passes.times * rows
+    operations *= passes.times
+    for layer in passes.predicted:
+        operations += passes.times * tokens * layer.forward(causal_pairs(tokens))
+        operations += (2 if passes.detached else 3) * response * 2 * flops.head
+    operations *= rows
     computed = operations / layout.world / gpu.bf16
     # Of the experts' weights only those that some token takes need be read.
     weights = max(passes.stage_weights(lambda layer: layer.dense)) / layout.tp * passes.itemsize

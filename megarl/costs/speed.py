@@ -174,6 +174,8 @@ class Passes:
         itemsize: bytes of a weight and of an activation.
         on_host: whether optimizer states are there, and pass through the device.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
+        predicted: layers of multi-token prediction that are trained, after the last one.
+        detached: whether their loss has no gradient for the head.
     """
 
     config: ModelConfig
@@ -186,6 +188,8 @@ class Passes:
     itemsize: int = 2
     on_host: bool = False
     fused: bool = True
+    predicted: tuple[LayerFlops, ...] = ()
+    detached: bool = True
 
     def layer(self, layer: LayerFlops, tokens: float, length: float) -> LayerSeconds:
         """Seconds of a micro-batch of `tokens`, over its context parallel ranks, in texts of `length`."""
@@ -246,8 +250,11 @@ class Passes:
     def stages(self, tokens: float, length: float) -> list[float]:
         """Seconds of each pipeline stage for a micro-batch: forward, and backward if the model is trained."""
         layout = self.layout
-        known = {layer: self._both(self.layer(layer, tokens, length)) for layer in set(self.flops.layers)}
-        head = self._head_seconds(tokens)
+        kinds = {*self.flops.layers, *self.predicted}
+        known = {layer: self._both(self.layer(layer, tokens, length)) for layer in kinds}
+        end = self._head_seconds(tokens, self.trained == "weights")
+        for layer in self.predicted:
+            end += known[layer] + self._head_seconds(tokens, not self.detached)
         border = 0.0
         if layout.pp > 1:  # hidden states come from the stage before, their gradients from the one after
             hidden = tokens / layout.cp / (layout.tp if layout.sp else 1) * self.config.hidden_size
@@ -257,19 +264,22 @@ class Passes:
         for stage in range(layout.pp):
             chunks = layers_of(layout, self.config.num_layers, stage)
             layers = sum(known[self.flops.layers[layer]] for chunk in chunks for layer in chunk)
-            found.append(layers + border + (head if stage == layout.pp - 1 else 0.0))
+            found.append(layers + border + (end if stage == layout.pp - 1 else 0.0))
         return found
 
-    def _head_seconds(self, tokens: float) -> float:
-        """Logits and their losses, once more in the backward pass but for a chunk's; or a value, which is next to nothing."""
+    def _head_seconds(self, tokens: float, learns: bool) -> float:
+        """Logits and their losses, once more in the backward pass but for a chunk's; or a value, which is next to nothing.
+
+        learns: whether the head's weight has a gradient.
+        """
         gpu, assumed, weights = self.machine.gpu, self.machine.assumed, self.flops.head / self.layout.tp
         own, trained = tokens / self.layout.cp, self.trained is not None
         rows = weights / self.config.hidden_size
         chunk = head_chunk_tokens(int(rows), self.itemsize, None)
         again = trained * max(0.0, own - chunk)
-        computed = 2 * weights * (own * self.times + again) / (gpu.bf16 * assumed.matmul)
+        computed = 2 * weights * (own * (1 + trained + learns) + again) / (gpu.bf16 * assumed.matmul)
         moved = rows * self.itemsize * (own * (LOGIT + LOGIT_BACKWARD * trained) + again)
-        if self.trained == "weights":
+        if learns:
             moved += weights * HEAD_GRADIENT * max(1.0, own / chunk)
         return computed + moved / (gpu.hbm * assumed.hbm)
 
@@ -329,10 +339,12 @@ class Passes:
     def stage_weights(self, of: Callable[[LayerFlops], int]) -> list[int]:
         """By pipeline stage the sum over its layers."""
         layers, layout = self.flops.layers, self.layout
-        return [
+        found = [
             sum(of(layers[layer]) for chunk in layers_of(layout, len(layers), stage) for layer in chunk)
             for stage in range(layout.pp)
         ]
+        found[-1] += sum(map(of, self.predicted))
+        return found
 
 
 def _whole_tiles(rows: float) -> float:

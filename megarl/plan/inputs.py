@@ -195,6 +195,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         facts = role_facts(config, inputs, role)
         pool = config.resource_pools[facts.section.resource_pool]
     megatron, training = facts.section.megatron, {}
+    trained_model = config.model if isinstance(config, TuningConfig) else config.actor_rollout_ref.model
     layout = layout_of(megatron, pool)
     if facts.trained:
         training = {
@@ -218,6 +219,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         adapted=inputs.weights(role, facts.model, facts.lora),
         base_block=facts.base_block,
         chunk_tokens=megatron.log_prob_chunk_tokens,
+        mtp=role in ("actor", "sft") and trained_model.mtp == "train",
         fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,
     )

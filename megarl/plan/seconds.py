@@ -15,8 +15,10 @@ from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
+from megarl.costs.flops import LayerFlops, prediction_flops
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
 from megarl.costs.tensors import CORE_ATTENTION
+from megarl.models import ModelConfig
 from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
@@ -171,6 +173,15 @@ def generate(
     return work(served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running)
 
 
+def _predicted(
+    config: TrainConfig, model: ModelConfig, role: str, updates: bool
+) -> tuple[tuple[LayerFlops, ...], bool]:
+    """The layers of multi-token prediction that a role's updates train, and whether they do so detached."""
+    how = config.actor_rollout_ref.model
+    trains = updates and role == "actor" and how.mtp == "train"
+    return (prediction_flops(model) if trains else ()), how.mtp_detached
+
+
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
@@ -194,6 +205,7 @@ def model_parts(
             precision(megatron.dtype).itemsize,
             update is not None and section.optim.optimizer_cpu_offload,
             fused,
+            *_predicted(config, facts.model, role, update is not None),
         )
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref

@@ -252,6 +252,7 @@ def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutCon
         rollout,
         places,
         places if shared else _places(serve, first_node=train.nnodes),
+        mtp=policy.model.mtp == "train",
     )
 
 
@@ -339,6 +340,7 @@ def _sync_plan(
     rollout: RolloutConfig,
     devices: tuple,
     engine_devices: tuple,
+    mtp: bool = False,
 ) -> SyncPlan:
     sync = SyncPlan(
         config=model,
@@ -349,6 +351,7 @@ def _sync_plan(
         source_places=devices,
         device="cuda",
         fp8_block=rollout.quantization_block_size if rollout.quantization == "fp8" else None,
+        mtp=mtp,
     )
     return replace(sync, target_places=best_places(sync, engine_devices))
 

@@ -80,6 +80,7 @@ class SyncPlan:
         skip_unchanged: whether slices that have not changed are left out.
         fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
         adapters: the adapters that the engines serve separately, on top of unmerged weights; None: none.
+        mtp: whether the trainer's ranks have multi-token prediction layers, of which engines have none.
     """
 
     config: ModelConfig
@@ -94,6 +95,7 @@ class SyncPlan:
     fp8_block: Block | None = None
     adapters: LoraConfig | None = None
     skip_unchanged: bool = False
+    mtp: bool = False
 
     @cached_property
     def plan(self) -> Plan:
@@ -117,7 +119,7 @@ class SyncPlan:
 
     def _layouts(self) -> tuple[Layout, Layout]:
         """The trainer's shards and the engines'."""
-        source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
+        source = megatron_layout(self.config, self.parallel, "lm", self.source_places, self.mtp)
         return source, sglang_layout(self.config, self.engines, self.target_places)
 
     def _make_plan(self, source: Layout, target: Layout) -> Plan:

@@ -46,6 +46,8 @@ class ActorWorker(ModelWorker):
     With adapters the model without them is the reference: it is there anyway, and nothing is loaded for it.
     """
 
+    sums_prefix = "actor/"
+
     def __init__(
         self,
         info: RankInfo,
@@ -200,7 +202,8 @@ class ActorWorker(ModelWorker):
                 batches = [*batches, *pack_ptx(self, examples, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
             take_counts(self.replays)  # those of other passes
-            result = self.train(batches, head, loss, names, more=True)
+            learnt = count.tokens + (0 if ptx is None else ptx.counts[number])
+            result = self.train(batches, head, loss, names, more=True, learnt=learnt)
             steps.append({**result.stats, **result.numbers(), **self._routing_counts()})
             if first is not None:
                 steps[-1] |= reported_difference(
@@ -273,7 +276,7 @@ def pack_weighted(
     local = append_column(local, "loss_weights", (weights.numpy(), offsets))
     starts = iter(range(len(rows)))
     renumbered = [[next(starts) for _ in micro] for micro in share]
-    return worker.pack_share(local, renumbered, fields)
+    return worker.pack_share(local, renumbered, fields, learnt=True)
 
 
 def trajectories_of(batch: PackedBatch) -> Sequences:

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ class Facts:
     mla: MLAConfig | None = None
     max_position_embeddings: int = 1024
     context_length: tuple[str, int] = ("max_position_embeddings", 1024)
+    num_mtp_layers: int = 0
+    tie_word_embeddings: bool = False
 
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
@@ -207,6 +209,34 @@ def test_replayed_routing_needs_experts(train: Callable[..., TrainConfig]) -> No
             f"actor_rollout_ref.actor.router_replay={mode}: the model has no experts; set it to null"
         ]
         check_models(config, Facts(moe=MOE))
+
+
+MTP = "actor_rollout_ref.model.mtp=train"
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "problem"),
+    [
+        ({"num_mtp_layers": 0}, [], "the model has no multi-token prediction layers"),
+        ({"moe": None}, [], "which the model's last layer has not; give keep"),
+        ({"moe": replace(MOE, dense_layers=(0, 3))}, [], "which the model's last layer has not; give keep"),
+        ({"tie_word_embeddings": True}, [f"{ACTOR}.pipeline_model_parallel_size=2"], "give 1"),
+        (
+            {},
+            [f"{ACTOR}.pipeline_model_parallel_size=2", f"{ACTOR}.pipeline_model_parallel_layout=Etttt|L"],
+            "has no layer (t)",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_trained(
+    train: Callable[..., TrainConfig], facts: dict[str, Any], overrides: list[str], problem: str
+) -> None:
+    model = Facts(**{"num_mtp_layers": 1, "moe": MOE, **facts})
+    config = train(MTP, *overrides)
+    (line,) = lines_of(lambda: check_models(config, model, critic=Facts()))
+    assert line.startswith(MTP) and problem in line
+    check_models(train(*overrides), model, critic=Facts())  # others are not looked at
+    check_models(train(MTP), Facts(num_mtp_layers=1, moe=MOE), critic=Facts())
 
 
 def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> None:

@@ -102,7 +102,9 @@ def test_layers_of_multi_token_prediction_take_what_was_planned(
     plan = plan_memory(config, inputs, 80 * GIB, 0)
     rows = list(compare(plan, report))
     resident = [row for row in rows if row.phase == "always"]
-    assert len(resident) == 3 and all(row.planned == row.found for row in resident), resident
+    assert {row.owner.removeprefix("actor_") for row in resident} == {*RESIDENT, "ref_weights"}
+    # Routers' biases are no parameters, and are not among what was found.
+    assert all(abs(row.difference) < 1e-4 for row in resident), resident
     passes = [row for row in rows if row.phase in ("evaluate", "update")]
     assert len(passes) == 2
     for row in passes:

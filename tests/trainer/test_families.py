@@ -20,6 +20,7 @@ from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 REPLAY, RECORDED = (f"actor_rollout_ref.actor.router_replay={mode}" for mode in ("rollout", "trainer"))
+MTP = "actor_rollout_ref.model.mtp=train"
 GRPO = [
     "critic=null",
     "algorithm.adv_estimator=grpo",
@@ -53,7 +54,7 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
-    # everything leaves the devices while it is not used
+    # a trained MTP layer; everything leaves the devices while it is not used
     Case(
         "glm4_moe", 2,
         (
@@ -61,8 +62,9 @@ CASES = [
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
             f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", f"{ACTOR}.grad_offload=true",
             f"{ACTOR}.optimizer_offload=true", "algorithm.rollout_correction.rollout_is=token",
-            RECORDED,
+            RECORDED, MTP,
         ),
+        num_mtp_layers=1,
     ),
     # experts over data parallel ranks, two engines
     Case(
@@ -112,9 +114,13 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
         assert step["training/rollout_log_prob_diff_max"] < 2e-5
         # In float32 engine, old log-probs and update choose the same experts themselves.
         assert step.get("actor/routing_changed") == (0.0 if replays else None)
+        predicts = MTP in case.overrides
+        assert ("actor/mtp_loss" in step) == predicts
+        if predicts:  # a random model's, over 512 tokens
+            assert 4.0 < step["actor/mtp_loss"] < 9.0
     kept = read_trajectories(out / "rollouts" / "step-000001.parquet")
     assert (ROUTED_EXPERTS in kept.column_names) == replays
-    assert_trained(model, out / "hf", case.layers)
+    assert_trained(model, out / "hf", None if predicts else case.layers)
     answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
     assert set(answers["weight_version"].to_pylist()) == {3}
     assert greedy_differences(out / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
@@ -122,8 +128,8 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     assert different > 0  # they are those of the trained model
 
 
-def assert_trained(before: Path, after: Path, layers: int) -> None:
-    """Every weight moved, but for the bias of the routers' choice and MTP layers, which are not trained."""
+def assert_trained(before: Path, after: Path, layers: int | None) -> None:
+    """Every weight moved, but for the bias of the routers' choice, and for the MTP layer `layers` if it is not trained."""
     old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
     assert old.keys() == new.keys()
     same = {name for name in old if torch.equal(old[name], new[name])}

@@ -161,13 +161,19 @@ class HFReader:
         return self._open[file].get_slice(name)
 
 
-def check_hf_weights(path: str, config: ModelConfig, head: str = "lm", mtp: bool = False) -> None:
+def check_hf_weights(
+    path: str, config: ModelConfig, head: str = "lm", mtp: bool = False, copies: bool = False
+) -> None:
     """Refuse files that `load_hf_weights` would refuse, from their headers alone.
 
-    mtp: whether multi-token prediction layers must be there, too.
+    Args:
+        mtp: whether multi-token prediction layers must be there, too.
+        copies: whether these must repeat the model's embedding and head as they are, which are read for it.
     """
     with HFReader(path) as reader:
         reader.check(config, head, mtp)
+        if copies:
+            reader.check_mtp_copies(config)
 
 
 def load_hf_weights(

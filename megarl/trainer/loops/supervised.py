@@ -137,11 +137,11 @@ def read_model(config: TuningConfig, head: str = "lm") -> ModelConfig:
     Raises:
         ValueError: its files do not fit each other, `head` or the configuration.
     """
-    path, mtp = config.model.path, config.model.mtp != "drop"
+    path, mtp = config.model.path, config.model.mtp
     model = read_model_config(path)
     check_models(config, model)
     check_adapters(config, model)
-    check_hf_weights(path, model, head, mtp=mtp and head == "lm")
+    check_hf_weights(path, model, head, mtp=mtp != "drop" and head == "lm", copies=mtp == "train")
     return model
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): the layers after a model's last one, which predict tokens after the next one, and their loss.
+"""Multi-token prediction (MTP): the layers after a model's last one, which predict tokens after the next one.
 
 DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. Layer k (from 1) makes a position's state of the one that layer k - 1 has
 there and of the embedding of the token k places later; the model's own head gives from it the probabilities of the token k + 1 places
@@ -8,18 +8,21 @@ Written against megatron-core 0.19.2, whose layers these are. What is different 
 
 - Which token lies k places later is arranged on the host (`megarl.megatron.packing`), where the bounds of sequences and the parts of
   context parallel ranks are known. Megatron's `roll_tensor` asks the device for the bounds, and sends a message for each sequence.
-- The log-probs come from the head that gives the policy's, so that no logits are held. Megatron would make all.
+- The log-probs come from the head that gives the policy's, so that no logits are held, and the loss is added to the policy's
+  (`megarl.megatron.step.with_predictions`). Megatron would make all logits.
 - Layers are run in training alone, where a batch has such tokens; not where log-probs are computed.
 
-Detached (the default) the layers learn and nothing else does: their input, the embedding and the head are constants for them, and all
-other gradients are the same bits as without them. Their gradient has a norm of its own, by which it is clipped.
+Guarantees:
+- Detached (the default) the layers learn and nothing else does: their input, the embedding and the head are constants for them, and all
+  other gradients are the same bits as without them. Their gradient has a norm of its own, by which it is clipped.
+- Losses and gradients are the paper's in every layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -32,9 +35,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megarl.megatron.packing import PackedBatch, PackedBounds
-
-if TYPE_CHECKING:
-    from megarl.megatron.step import Loss
 
 
 class PredictingModel(GPTModel):
@@ -144,28 +144,3 @@ def prediction_spec(
     return replace(
         spec, layer_specs=[replace(layer, module=PackedPredictionLayer) for layer in spec.layer_specs]
     )
-
-
-def with_predictions(loss: Loss, depth: int, weight: float, prefix: str) -> Loss:
-    """A loss that adds that of MTP layers to another one, whose outputs theirs follow as the last columns.
-
-    It is weight / depth times the sum of -log p over the layers and the tokens that count: equations 24 and 25 of arXiv:2412.19437 where
-    `weight` is the coefficient over the number of these tokens.
-
-    Args:
-        depth: number of MTP layers.
-        prefix: of the names of the sums that are reported, mtp_loss (nats) and mtp_tokens, each over all layers.
-    """
-
-    def both(output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        value, sums = loss(output[:, :-depth], batch)
-        total = -output[:, -depth:].sum()
-        assert batch.later is not None
-        tokens = torch.full((), sum(batch.later.counts), dtype=torch.double, device=output.device)
-        return value + total * (weight / depth), {
-            **sums,
-            f"{prefix}mtp_loss": total.double(),
-            f"{prefix}mtp_tokens": tokens,
-        }
-
-    return both

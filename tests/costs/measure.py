@@ -11,8 +11,7 @@ from megarl.megatron.build import unwrap
 from megarl.megatron.heads import lm_head, value_head
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
 from megarl.megatron.packing import PackedBatch
-from megarl.megatron.prediction import with_predictions
-from megarl.megatron.step import train_step
+from megarl.megatron.step import train_step, with_predictions
 from megarl.models.float8 import SCALES
 from megarl.models.lora import adapted_weights
 from tests.costs.models import Built, build

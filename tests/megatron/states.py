@@ -21,8 +21,7 @@ from megarl.megatron.heads import lm_head
 from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
-from megarl.megatron.prediction import with_predictions
-from megarl.megatron.step import train_step
+from megarl.megatron.step import train_step, with_predictions
 from megarl.models import read_model_config
 from tests.megatron.parity import NUM_TARGETS, VOCAB, batches, loss_of
 

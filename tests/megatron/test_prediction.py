@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
 from megarl.layout import Piece
+from megarl.megatron.build import local_parameters
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords
-from megarl.megatron.prediction import with_predictions
-from megarl.megatron.step import train_step
-from tests.megatron.hf import check_gradients, place_model
+from megarl.megatron.step import StepResult, train_step, with_predictions
+from tests.megatron.hf import Rank, check_gradients, place_model
 from tests.megatron.parity import OPTIM, VOCAB
 from tests.megatron.test_families import FAMILIES, hugging_face
 from tests.ranks import RankPool
@@ -29,6 +29,7 @@ DEPTH, LAYERS, WEIGHT = 2, 4, 0.3
 LENGTHS = (2, 31, 12, 1, 7, 23, 3, 9)
 
 Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
+Update = tuple[bool, float, dict[str, torch.Tensor]]
 
 
 def examples() -> pa.Table:
@@ -139,7 +140,27 @@ class Oracle(torch.nn.Module):
 def _step(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, options: dict) -> Result:
     """The sums and gradients of one step."""
     place = place_model(rank, world, sizes, folder, mtp=mtp, **options)
-    optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=1e9))
+    result = _train(place, mtp, clip_grad=1e9)
+    assert result.ok
+    return result.stats, place.gradients()
+
+
+def _update(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, broken: bool) -> Update:
+    """One step with clipping: whether it was made, the gradient's norm, the weights after it.
+
+    broken: the layers of multi-token prediction have a weight that is not finite.
+    """
+    place = place_model(rank, world, sizes, folder, mtp=mtp)
+    weights = local_parameters(place.chunks)
+    for name, weight in weights.items():
+        if broken and name.endswith("mtp.layers.0.enorm.weight"):
+            weight[3] = torch.inf
+    result = _train(place, mtp, clip_grad=0.01)
+    return result.ok, result.grad_norm, {name: weight.clone() for name, weight in weights.items()}
+
+
+def _train(place: Rank, mtp: str | None, clip_grad: float) -> StepResult:
+    optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
     layout, table, own = place.layout, examples(), coords()
     rows = list(range(own.dp, len(LENGTHS), layout.dp))
     batches = [
@@ -162,9 +183,7 @@ def _step(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, opti
 
     both = with_predictions(loss, DEPTH, WEIGHT, "") if mtp else loss
     head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
-    result = train_step(place.chunks, optimizer, scheduler, batches, head, both)
-    assert result.ok
-    return result.stats, place.gradients()
+    return train_step(place.chunks, optimizer, scheduler, batches, head, both)
 
 
 GRID = {
@@ -228,3 +247,27 @@ def test_detached_layers_change_no_bit_of_other_gradients(
             assert torch.equal(gradient, matching[0]), piece
             compared += int(gradient.any())
         assert compared > 20
+
+
+def test_detached_layers_change_no_bit_of_other_updates(
+    ranks: RankPool, folder_of: Callable[[str], str]
+) -> None:
+    """Though gradients are clipped; and both copies of the embedding stay equal."""
+    folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
+    plain = ranks.run(_update, sizes, folder, None, False, world=world)
+    found = ranks.run(_update, sizes, folder, "detached", False, world=world)
+    for (_, norm, without), (ok, own, weights) in zip(plain, found, strict=True):
+        assert ok and own == norm > 0.01
+        assert [name for name in without if not torch.equal(without[name], weights[name])] == []
+    first, last = (weights["0:embedding.word_embeddings.weight"] for _, _, weights in found)
+    assert torch.equal(first, last)
+
+
+def test_a_gradient_of_theirs_that_is_not_finite_leaves_the_step_out(
+    ranks: RankPool, folder_of: Callable[[str], str]
+) -> None:
+    folder, (world, sizes) = folder_of("deepseek_v3"), GRID["one"]
+    ((ok, norm, weights),) = ranks.run(_update, sizes, folder, "detached", True, world=world)
+    assert not ok and not np.isfinite(norm)
+    state = load_file(f"{folder}/model.safetensors")
+    assert torch.equal(weights["0:decoder.final_layernorm.weight"], state["model.norm.weight"])

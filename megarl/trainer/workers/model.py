@@ -85,7 +85,6 @@ from megarl.megatron.packing import (
     unpack,
 )
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
-from megarl.megatron.prediction import with_predictions
 from megarl.megatron.router_replay import (
     RouterReplay,
     layers_of_stages,
@@ -95,7 +94,7 @@ from megarl.megatron.router_replay import (
     take_recorded,
 )
 from megarl.megatron.shared_prompts import check_model
-from megarl.megatron.step import StepResult, forward_only, train_step
+from megarl.megatron.step import StepResult, forward_only, train_step, with_predictions
 from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.trainer.workers.dispatch import ModelSpec

@@ -79,7 +79,9 @@ class RankPass:
 
 def layer_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer ("0:decoder.layers.1.") keeps, its input included."""
-    around = _prediction_bytes(run) if is_prediction(name) else 0
+    around = 0
+    if is_prediction(name):
+        around = joined_bytes(run) + _norm(run, run.use.config.hidden_size, run.own, used=False)
     return attention_bytes(run, name) + mlp_bytes(run, name, is_moe) + around
 
 
@@ -88,10 +90,9 @@ def is_prediction(name: str) -> bool:
     return ":mtp." in name
 
 
-def _prediction_bytes(run: RankPass) -> int:
-    """What a multi-token prediction layer keeps around the layer in it: both norms, their outputs side by side, and the last norm."""
-    hidden = run.use.config.hidden_size
-    return 2 * _norm(run, hidden, run.own, used=True) + _norm(run, hidden, run.own, used=False)
+def joined_bytes(run: RankPass) -> int:
+    """What a multi-token prediction layer keeps before the layer in it: the inputs of both norms, and their outputs side by side."""
+    return 2 * _norm(run, run.use.config.hidden_size, run.own, used=True)
 
 
 def again_bytes(run: RankPass, name: str) -> int:

@@ -13,6 +13,8 @@ from megarl.costs.activations import (
     attention_bytes,
     complete,
     head_bytes,
+    is_prediction,
+    joined_bytes,
     layer_bytes,
     mlp_bytes,
     stage_bytes,
@@ -134,6 +136,8 @@ def _peak(run: RankPass, stage: int) -> int:
         if full:  # what it and those after it were computed from is gone
             before -= sum(again_bytes(run, name) for name in (layer.name, *layer.later))
         before -= 0 if full else layer_bytes(run, layer.name, layer.is_moe)
+        if is_prediction(layer.name):  # with the gradient of the model's last states, which waits
+            before += joined_bytes(run) + run.hidden
         whole = complete(run)  # with what its parts have when they are computed again
         moments += [before + received + extra for extra in _adapter_moments(whole, layer)]
         # While linear layers compute, their weights are made of a base in float8.

@@ -104,6 +104,7 @@ def place_model(
     folder: str,
     head: str = "lm",
     use_distributed_optimizer: bool = False,
+    overlap_grad_reduce: bool = False,
     **options: Any,
 ) -> Rank:
     """Build the model at `folder` in the layout and fill it from its safetensors file. `options`: further ones of `build_model`."""
@@ -113,6 +114,7 @@ def place_model(
     chunks = wrap_for_training(
         build_model(config, layout, head=head, dtype=torch.float32, **options),
         use_distributed_optimizer=use_distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
     )
     mtp = options.get("mtp") is not None
     pieces = megatron_layout(config, layout, head, mtp=mtp).pieces(rank)

@@ -145,21 +145,30 @@ def _step(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, opti
     return result.stats, place.gradients()
 
 
-def _update(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, broken: bool) -> Update:
-    """One step with clipping: whether it was made, the gradient's norm, the weights after it.
+def _update(
+    rank: int,
+    world: int,
+    sizes: dict,
+    folder: str,
+    mtp: str | None,
+    broken: bool = False,
+    overlap: bool = False,
+) -> Update:
+    """Two steps with clipping: whether the last one was made, its gradient's norm, the weights after it.
 
     broken: the layers of multi-token prediction have a weight that is not finite.
     """
-    place = place_model(rank, world, sizes, folder, mtp=mtp)
+    place = place_model(rank, world, sizes, folder, mtp=mtp, overlap_grad_reduce=overlap)
     weights = local_parameters(place.chunks)
     for name, weight in weights.items():
         if broken and name.endswith("mtp.layers.0.enorm.weight"):
             weight[3] = torch.inf
-    result = _train(place, mtp, clip_grad=0.01)
+    result = _train(place, mtp, clip_grad=0.01, steps=2)
     return result.ok, result.grad_norm, {name: weight.clone() for name, weight in weights.items()}
 
 
-def _train(place: Rank, mtp: str | None, clip_grad: float) -> StepResult:
+def _train(place: Rank, mtp: str | None, clip_grad: float, steps: int = 1) -> StepResult:
+    """Some steps on all examples; the last one's result."""
     optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
     layout, table, own = place.layout, examples(), coords()
     rows = list(range(own.dp, len(LENGTHS), layout.dp))
@@ -183,7 +192,9 @@ def _train(place: Rank, mtp: str | None, clip_grad: float) -> StepResult:
 
     both = with_predictions(loss, DEPTH, WEIGHT, "") if mtp else loss
     head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
-    return train_step(place.chunks, optimizer, scheduler, batches, head, both)
+    for _ in range(steps):
+        result = train_step(place.chunks, optimizer, scheduler, batches, head, both)
+    return result
 
 
 GRID = {
@@ -254,8 +265,8 @@ def test_detached_layers_change_no_bit_of_other_updates(
 ) -> None:
     """Though gradients are clipped; and both copies of the embedding stay equal."""
     folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
-    plain = ranks.run(_update, sizes, folder, None, False, world=world)
-    found = ranks.run(_update, sizes, folder, "detached", False, world=world)
+    plain = ranks.run(_update, sizes, folder, None, world=world)
+    found = ranks.run(_update, sizes, folder, "detached", world=world)
     for (_, norm, without), (ok, own, weights) in zip(plain, found, strict=True):
         assert ok and own == norm > 0.01
         assert [name for name in without if not torch.equal(without[name], weights[name])] == []
@@ -271,3 +282,17 @@ def test_a_gradient_of_theirs_that_is_not_finite_leaves_the_step_out(
     assert not ok and not np.isfinite(norm)
     state = load_file(f"{folder}/model.safetensors")
     assert torch.equal(weights["0:decoder.final_layernorm.weight"], state["model.norm.weight"])
+
+
+@pytest.mark.parametrize("mtp", ["detached", "attached"])
+def test_gradients_may_be_reduced_during_the_backward_pass(
+    ranks: RankPool, folder_of: Callable[[str], str], mtp: str
+) -> None:
+    """From the second step on Megatron reduces a bucket when all of its weights have had a gradient: the last stage's embedding, too."""
+    folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
+    late = ranks.run(_update, sizes, folder, mtp, world=world)
+    for (_, norm, weights), (ok, own, found) in zip(
+        late, ranks.run(_update, sizes, folder, mtp, False, True, world=world), strict=True
+    ):
+        assert ok and own == norm
+        assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -46,7 +46,7 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
 
     actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of the tokens
-    of layers with replayed experts whose own choice was another one.
+    of layers with replayed experts whose own choice was another one. actor/mtp_loss: see `prediction_metrics`.
     critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
     better than a constant, below 0 a harmful one; left out where the returns do not vary.
     Without live tokens only the losses (0) are reported.
@@ -58,7 +58,9 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     if values.get("actor/routing_replayed", 0.0) > 0:
         out["actor/routing_changed"] = values["actor/routing_changed"] / values["actor/routing_replayed"]
     routing = ("actor/routing_changed", "actor/routing_replayed")
-    counted = (*_PER_UPDATE, "actor/tokens", "actor/ptx_loss", "actor/ptx_tokens", *routing)
+    out |= prediction_metrics(values, "actor/", "actor/")
+    predicted = ("actor/mtp_loss", "actor/mtp_tokens")
+    counted = (*_PER_UPDATE, "actor/tokens", "actor/ptx_loss", "actor/ptx_tokens", *routing, *predicted)
     own = [name for name in values if name.startswith("actor/") and name not in counted]
     for name in dict.fromkeys([*_PER_TOKEN, *own]):
         tokens = values.get(name.split("/")[0] + "/tokens", 0.0)
@@ -68,6 +70,16 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     if explained is not None:
         out["critic/vf_explained_var"] = explained
     return out
+
+
+def prediction_metrics(sums: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
+    """<name>mtp_loss: -log p in nats, a mean over multi-token prediction layers and the tokens that each of them predicts and that count.
+
+    Args:
+        prefix: of the names of the sums; without mtp_tokens there are no such layers.
+    """
+    tokens = sums.get(f"{prefix}mtp_tokens", 0.0)
+    return {f"{name}mtp_loss": sums[f"{prefix}mtp_loss"] / tokens} if tokens > 0 else {}
 
 
 def _explained_variance(values: Mapping[str, float]) -> float | None:

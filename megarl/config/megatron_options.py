@@ -67,7 +67,7 @@ TRANSFORMER = OptionTable(
         "moe_latent_size|moe_router_topk|moe_router_topk_.*|moe_router_num_groups|moe_router_group_topk|moe_router_pre_softmax|"
         "moe_router_score_function|moe_router_dtype|moe_apply_probs_on_input|experimental_attention_variant.*|dsa_.*|linear_.*|mamba_.*|"
         "use_mamba_.*|is_hybrid_model|use_mup|mup_.*|heterogeneous_.*|hetereogenous_.*|use_fused_weighted_squared_relu": _FACT,
-        "mtp_.*": "multi-token prediction layers are not trained: use model.mtp",
+        "mtp_.*": "use model.mtp, mtp_loss_coef and mtp_detached",
         "hidden_dropout|attention_dropout": (
             "log-probs must be those of the policy that the engines serve, which drops nothing; dropout of adapters is model.lora.dropout"
         ),

@@ -141,7 +141,43 @@ def fit_problems(
             )
     if model is not None:
         problems += _context_problems(config, model)
+        problems += _prediction_problems(config, model)
     return problems
+
+
+def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
+    """Layers of multi-token prediction are trained where there are some, and Megatron-core (0.19.2) builds them as they are."""
+    if isinstance(config, EvalConfig):
+        return
+    trained = config.model if isinstance(config, TuningConfig) else config.actor_rollout_ref.model
+    section = "megatron" if isinstance(config, TuningConfig) else ACTOR_KEY
+    megatron = (
+        config.megatron if isinstance(config, TuningConfig) else config.actor_rollout_ref.actor.megatron
+    )
+    key = "model.mtp=train" if isinstance(config, TuningConfig) else f"{POLICY}.model.mtp=train"
+    if trained.mtp != "train":
+        return
+    if not model.num_mtp_layers:
+        yield f"{key}: the model has no multi-token prediction layers (num_nextn_predict_layers in its config.json); leave it out"
+        return
+    pp, layout = megatron.pipeline_model_parallel_size, megatron.pipeline_model_parallel_layout
+    if model.tie_word_embeddings and pp > 1:
+        yield (
+            f"{key} with tied embeddings and {section}.pipeline_model_parallel_size={pp}: Megatron-core would give the last stage both an "
+            "embedding and a head of its own; give 1"
+        )
+    if model.moe is None or model.num_layers - 1 in model.moe.dense_layers:
+        # Megatron makes them like the model's last layer; those of checkpoints have experts.
+        yield f"{key}: multi-token prediction layers have experts, which the model's last layer has not; give keep"
+    if (
+        layout is not None
+        and not list(pipeline_layout_problems(section, megatron))
+        and not parse_layout(layout)[-1]
+    ):
+        yield (
+            f"{key}: the last part of {section}.pipeline_model_parallel_layout={layout!r} has no layer (t), and multi-token prediction layers "
+            "are made like the last one of it; give it one"
+        )
 
 
 def _positive(section: MegatronConfig | RolloutConfig) -> bool:

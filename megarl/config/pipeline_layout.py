@@ -22,7 +22,11 @@ def parse_layout(text: str) -> tuple[int, ...]:
     for pattern in _REPEATED:
         parts = pattern.sub(lambda found: found[1] * int(found[2]), parts)
     if wrong := sorted(set(parts) - set("EtL|")):
-        advice = "; m: multi-token prediction layers are not trained (model.mtp)" if "m" in wrong else ""
+        advice = (
+            "; m: multi-token prediction layers (model.mtp=train) are on the last stage and not written"
+            if "m" in wrong
+            else ""
+        )
         raise ValueError(
             f"{text!r} has {' '.join(wrong)}: E, t, L and | are known, and *n after one of them or after (...){advice}"
         )

@@ -91,7 +91,25 @@ class RankPass:
 
 def layer_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer ("0:decoder.layers.1.") keeps, its input included."""
-    return attention_bytes(run, name) + mlp_bytes(run, name, is_moe)
+    around = 0
+    if is_prediction(name):
+        around = joined_bytes(run) + _norm(run, run.use.config.hidden_size, run.own)
+    return attention_bytes(run, name) + mlp_bytes(run, name, is_moe) + around
+
+
+def is_prediction(name: str) -> bool:
+    """Whether a layer, by its name, is in one of multi-token prediction."""
+    return ":mtp." in name
+
+
+def joined_bytes(run: RankPass) -> int:
+    """What a multi-token prediction layer keeps before the layer in it: the inputs of both norms, and their outputs side by side."""
+    return 2 * (_norm(run, run.use.config.hidden_size, run.own) + run.hidden)
+
+
+def again_bytes(run: RankPass, name: str) -> int:
+    """Bytes of what a layer is computed again from: its input; of a multi-token prediction layer also the tokens' embeddings."""
+    return (2 if is_prediction(name) else 1) * run.hidden
 
 
 def attention_bytes(run: RankPass, name: str) -> int:
@@ -131,7 +149,8 @@ def head_bytes(run: RankPass) -> int:
     final = _norm(run, hidden, run.own)
     if run.use.head == "value":
         return final + run.own * hidden * FLOAT32
-    return final + run.tokens * (hidden * run.use.itemsize + 2 * FLOAT32)
+    own = run.tokens * (hidden * run.use.itemsize + 2 * FLOAT32)
+    return final + own * (1 + (run.use.config.num_mtp_layers if run.use.mtp else 0))
 
 
 def _norm(run: RankPass, width: int, tokens: int, *linears: str) -> int:
@@ -290,31 +309,34 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     # A layer is computed again when the head's tensors are gone.
     again, full = 0, run.use.recompute == "full"
     for layer in layers:
-        kept = run.hidden if full else layer_bytes(run, layer.name, layer.is_moe)
+        kept = again_bytes(run, layer.name) if full else layer_bytes(run, layer.name, layer.is_moe)
         again = max(again, layer_bytes(complete(run), layer.name, layer.is_moe) - kept)
     return waiting_bytes(run, stage, micro_batches) + max(at_head, again)
 
 
 class Layer(NamedTuple):
-    """A layer of a stage: its name ("0:decoder.layers.1."), whether it has routed experts, and how many follow it in its model chunk."""
+    """A layer of a stage: its name ("0:decoder.layers.1."), whether it has routed experts, and the names of those that follow it in its
+    model chunk."""
 
     name: str
     is_moe: bool
-    later: int
+    later: tuple[str, ...]
 
 
 def stage_layers(run: RankPass, stage: int) -> list[Layer]:
-    """The layers of a stage, in their order."""
-    moe = run.use.config.moe
-    return [
-        Layer(
-            f"{chunk}:decoder.layers.{index}.",
-            moe is not None and layer not in moe.dense_layers,
-            len(layers) - index - 1,
-        )
-        for chunk, layers in enumerate(layers_of(run.use.layout, run.use.config.num_layers, stage))
-        for index, layer in enumerate(layers)
-    ]
+    """The layers of a stage, in their order; those of multi-token prediction after the last one."""
+    use, moe, found = run.use, run.use.config.moe, list[Layer]()
+    for chunk, layers in enumerate(layers_of(use.layout, use.config.num_layers, stage)):
+        named = [
+            (f"{chunk}:decoder.layers.{index}.", moe is not None and layer not in moe.dense_layers)
+            for index, layer in enumerate(layers)
+        ]
+        if use.mtp and stage == use.layout.pp - 1 and chunk == use.layout.num_chunks - 1:
+            depth = range(use.config.num_mtp_layers)
+            named += [(f"{chunk}:mtp.layers.{index}.mtp_model_layer.", True) for index in depth]
+        for index, (name, is_moe) in enumerate(named):
+            found.append(Layer(name, is_moe, tuple(other for other, _ in named[index + 1 :])))
+    return found
 
 
 def waiting_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> int:
@@ -323,7 +345,8 @@ def waiting_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -
     counts = _in_flight(run.use.layout, stage, micro_batches)
     full = run.use.recompute == "full"
     return sum(
-        counts[int(name.split(":", 1)[0])] * (run.hidden if full else layer_bytes(run, name, is_moe))
+        counts[int(name.split(":", 1)[0])]
+        * (again_bytes(run, name) if full else layer_bytes(run, name, is_moe))
         for name, is_moe, _ in stage_layers(run, stage)
     )
 

@@ -58,9 +58,13 @@ def pass_floor(passes: Passes, rows: float, prompt: float, response: float, upda
     tokens = prompt + response
     operations = tokens * flops.forward(causal_pairs(tokens)) - prompt * 2 * flops.head
     layers = zip(flops.layers, passes.in_float8, strict=True)
-    float8 = tokens * sum(2 * (layer.dense + layer.active) for layer, there in layers if there)
+    float8 = passes.times * tokens * sum(2 * (layer.dense + layer.active) for layer, there in layers if there)
+    operations *= passes.times
+    for layer in passes.predicted:
+        operations += passes.times * tokens * layer.forward(causal_pairs(tokens))
+        operations += (2 if passes.detached else 3) * response * 2 * flops.head
     seconds = (operations - float8) / gpu.bf16 + float8 / gpu.products(passes.float8)
-    computed = passes.times * rows * seconds / layout.world
+    computed = rows * seconds / layout.world
     # Of the experts' weights only those that some token takes need be read.
     weights = max(passes.stage_weights(lambda layer: layer.dense)) / layout.tp * passes.itemsize
     read = weights * (1 if passes.trained is None else 2) / gpu.hbm

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from megarl.models import ModelConfig, logical_tensors
+from megarl.models import ModelConfig, logical_tensors, mtp_copies
+from megarl.models.shards import Shapes
 from megarl.models.table import EMBEDDING
 
 _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
@@ -68,33 +69,47 @@ class ModelFlops:
 
 def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
     """A model with the head "lm" or "value"."""
-    dense, experts = [0] * config.num_layers, [0] * config.num_layers
-    mlp, up = [0] * config.num_layers, [0] * config.num_layers
-    top = 0
-    for name, shape in logical_tensors(config, head).items():
-        found = _LAYER.fullmatch(name)
-        if len(shape) != 2 or name == EMBEDDING:
-            continue
-        if found is None:
-            top += prod(shape)
-        elif ".experts." in found[2]:
-            experts[int(found[1])] += prod(shape)
-        else:
-            dense[int(found[1])] += prod(shape)
-            if found[2].startswith("mlp.") and found[2] != "mlp.gate.weight":
-                mlp[int(found[1])] += prod(shape)
-            elif config.mla is not None and found[2] in _UP:
-                up[int(found[1])] += prod(shape)
+    shapes = logical_tensors(config, head)
+    top = sum(
+        prod(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name != EMBEDDING and _LAYER.fullmatch(name) is None
+    )
     if head == "lm" and config.tie_word_embeddings:
         top = config.vocab_size * config.hidden_size
+    return ModelFlops(_layers(config, shapes, range(config.num_layers)), top)
+
+
+def prediction_flops(config: ModelConfig) -> tuple[LayerFlops, ...]:
+    """The layers of multi-token prediction with the projections before them; each takes the model's head once more."""
+    copies, numbers = mtp_copies(config), range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    shapes = {name: shape for name, shape in logical_tensors(config, mtp=True).items() if name not in copies}
+    return _layers(config, shapes, numbers)
+
+
+def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerFlops, ...]:
+    dense, experts, mlp, up = (dict.fromkeys(numbers, 0) for _ in range(4))
+    for name, shape in shapes.items():
+        found = _LAYER.fullmatch(name)
+        if len(shape) != 2 or found is None or int(found[1]) not in numbers:
+            continue
+        layer = int(found[1])
+        if ".experts." in found[2]:
+            experts[layer] += prod(shape)
+            continue
+        dense[layer] += prod(shape)
+        if found[2].startswith("mlp.") and found[2] != "mlp.gate.weight":
+            mlp[layer] += prod(shape)
+        elif config.mla is not None and found[2] in _UP:
+            up[layer] += prod(shape)
     pair, decode_pair = _pairs(config)
     layers = []
-    for layer, number in enumerate(experts):
+    for layer, number in experts.items():
         # Every expert has the same share.
         active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
         of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer])
         layers.append(LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer))
-    return ModelFlops(tuple(layers), top)
+    return tuple(layers)
 
 
 def causal_pairs(length: float) -> float:

@@ -9,9 +9,12 @@ from megarl.costs.activations import (
     FLOAT32,
     Layer,
     RankPass,
+    again_bytes,
     attention_bytes,
     complete,
     head_bytes,
+    is_prediction,
+    joined_bytes,
     layer_bytes,
     mlp_bytes,
     stage_bytes,
@@ -90,7 +93,7 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
         tuple(layer in dense for layer in chunk) for chunk in layers_of(layout, use.config.num_layers, stage)
     )
     place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)
-    key = (id(use.config), kinds, place, use.head, use.trainable, use.lora)
+    key = (id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp)
     if key not in tables:
         tables[key] = stage_tensors(use, stage)
     return tables[key]
@@ -131,8 +134,12 @@ def _peak(run: RankPass, stage: int) -> int:
         if use.head == "lm":  # forward with the last norm's output, and backward
             moments += [head + received + run.hidden + _head(run), head + _trained_head(run)]
     for layer in _turns(stage_layers(run, stage), full):
-        before = waiting + received - run.hidden * (layer.later + 1 if full else 0)
+        before = waiting + received
+        if full:  # what it and those after it were computed from is gone
+            before -= sum(again_bytes(run, name) for name in (layer.name, *layer.later))
         before -= 0 if full else layer_bytes(run, layer.name, layer.is_moe)
+        if is_prediction(layer.name):  # with the gradient of the model's last states, which waits
+            before += joined_bytes(run) + run.hidden
         whole = complete(run)  # with what its parts have when they are computed again
         moments += [before + received + extra for extra in _adapter_moments(whole, layer)]
         # While linear layers compute, their weights are made of a base in float8.

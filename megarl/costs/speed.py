@@ -102,6 +102,8 @@ class Passes:
         fsdp: what data and context parallel ranks share by Megatron-FSDP, as megatron's; None: optimizer states alone.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
         float8, bf16_ends: as in `ModelUse`.
+        predicted: layers of multi-token prediction that are trained, after the last one.
+        detached: whether their loss has no gradient for the head.
     """
 
     config: ModelConfig
@@ -117,6 +119,8 @@ class Passes:
     float8: bool = False
     bf16_ends: tuple[int, int] = (0, 0)
     fsdp: str | None = None
+    predicted: tuple[LayerFlops, ...] = ()
+    detached: bool = True
 
     @property
     def in_float8(self) -> list[bool]:
@@ -234,9 +238,12 @@ class Passes:
         layout = self.layout
         kinds = list(zip(self.flops.layers, self.in_float8, strict=True))
         known = {kind: self.layer(kind[0], tokens, length, kind[1]) for kind in set(kinds)}
-        head = self._head_seconds(tokens)
+        end = self._head_seconds(tokens, self.trained == "weights")
         if self.fsdp is not None:
-            return [self._shared_seconds([known[kind] for kind in kinds], head)]
+            return [self._shared_seconds([known[kind] for kind in kinds], end)]
+        for layer in self.predicted:
+            end += self._both(self.layer(layer, tokens, length))
+            end += self._head_seconds(tokens, not self.detached)
         border = 0.0
         if layout.pp > 1:  # hidden states come from the stage before, their gradients from the one after
             hidden = tokens / layout.cp / (layout.tp if layout.sp else 1) * self.config.hidden_size
@@ -246,19 +253,22 @@ class Passes:
         for stage in range(layout.pp):
             chunks = layers_of(layout, self.config.num_layers, stage)
             layers = sum(self._both(known[kinds[layer]]) for chunk in chunks for layer in chunk)
-            found.append(layers + border + (head if stage == layout.pp - 1 else 0.0))
+            found.append(layers + border + (end if stage == layout.pp - 1 else 0.0))
         return found
 
-    def _head_seconds(self, tokens: float) -> float:
-        """Logits and their losses, once more in the backward pass but for a chunk's; or a value, which is next to nothing."""
+    def _head_seconds(self, tokens: float, learns: bool) -> float:
+        """Logits and their losses, once more in the backward pass but for a chunk's; or a value, which is next to nothing.
+
+        learns: whether the head's weight has a gradient.
+        """
         gpu, assumed, weights = self.machine.gpu, self.machine.assumed, self.flops.head / self.layout.tp
         own, trained = tokens / self.layout.cp, self.trained is not None
         rows = weights / self.config.hidden_size
         chunk = head_chunk_tokens(int(rows), self.itemsize, None)
         again = trained * max(0.0, own - chunk)
-        computed = 2 * weights * (own * self.times + again) / (gpu.bf16 * assumed.matmul)
+        computed = 2 * weights * (own * (1 + trained + learns) + again) / (gpu.bf16 * assumed.matmul)
         moved = rows * self.itemsize * (own * (LOGIT + LOGIT_BACKWARD * trained) + again)
-        if self.trained == "weights":
+        if learns:
             moved += weights * HEAD_GRADIENT * max(1.0, own / chunk)
         return computed + moved / (gpu.hbm * assumed.hbm)
 
@@ -332,10 +342,12 @@ class Passes:
     def stage_weights(self, of: Callable[[LayerFlops], int]) -> list[int]:
         """By pipeline stage the sum over its layers."""
         layers, layout = self.flops.layers, self.layout
-        return [
+        found = [
             sum(of(layers[layer]) for chunk in layers_of(layout, len(layers), stage) for layer in chunk)
             for stage in range(layout.pp)
         ]
+        found[-1] += sum(map(of, self.predicted))
+        return found
 
 
 def _in_turn(computed: float, sent: float, layers: int) -> float:

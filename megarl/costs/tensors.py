@@ -43,7 +43,12 @@ _MODULES = (
     "mlp.shared_experts.linear_fc2.",
 )
 _TENSORS = ("weight", "bias", "layer_norm_weight")
-_IN_A_LAYER = re.compile(r"(\d+:decoder\.layers\.\d+\.)(.*\.)([a-z_]+)(\d*)")
+_IN_A_LAYER = re.compile(
+    r"(\d+:(?:decoder\.layers\.\d+\.|mtp\.layers\.\d+\.mtp_model_layer\.))(.*\.)([a-z_]+)(\d*)"
+)
+_PREDICTION = re.compile(r"\d+:mtp\.layers\.(\d+)\.([a-z_]+)\..*")
+_IN_PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
+_PARTS = ("embedding.", "decoder.", "mtp.", "")  # of a model, by the beginnings of names
 
 CORE_ATTENTION = ("core_attn",)  # Megatron's recompute_modules, where none are given
 
@@ -64,6 +69,7 @@ class ModelUse:
         fused: whether Transformer Engine's kernels are there.
         float8: whether linear layers compute in float8; bf16_ends: the first and the last layers of which that do not.
         chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
+        mtp: whether it has its multi-token prediction layers.
     """
 
     config: ModelConfig
@@ -86,6 +92,7 @@ class ModelUse:
     fused: bool = True
     float8: bool = False
     bf16_ends: tuple[int, int] = (0, 0)
+    mtp: bool = False
 
     def computes_in_float8(self, layer: int) -> bool:
         """Whether the layer of this number in the model does."""
@@ -154,10 +161,13 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
         first_stage=stage == 0,
         last_stage=stage == layout.pp - 1,
         head=use.head,
+        mtp=use.mtp,
     )
     # The weight table has the real rows of the vocabulary; the parameter has its padding, too.
     vocabulary = padded_vocab_size(config, layout.tp) // layout.tp
-    shares = config.tie_word_embeddings and use.head == "lm" and layout.pp > 1
+    shared: tuple[str, ...] = ()
+    if layout.pp > 1 and use.head == "lm":
+        shared = _VOCABULARY if config.tie_word_embeddings else _VOCABULARY[: int(use.mtp)]
     weights = []
     for name, (parts, shape) in _local_shapes(pieces).items():
         if name.endswith(_BUFFER):
@@ -171,7 +181,7 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
                 expert=_as_expert(name, layout),
                 trained=use.trainable and (not lora.rank or name.endswith("value_head.weight")),
                 projection=is_quantised(parts[0].tensor),
-                shared=shares and name.endswith(_VOCABULARY),
+                shared=name.endswith(shared),
             )
         )
     weights = _as_registered(weights)
@@ -192,15 +202,21 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
 
 
 def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
-    """The tensors of each layer in Megatron's order; layers, and tensors in none, stay where they are."""
+    """The tensors of each part and layer in Megatron's order; layers, and tensors in none, stay where they are in a part."""
     places: dict[str, int] = {}
 
     def key(tensor: LocalTensor) -> tuple[int, ...]:
-        found = _IN_A_LAYER.fullmatch(tensor.name)
+        found, predicts = _IN_A_LAYER.fullmatch(tensor.name), _PREDICTION.fullmatch(tensor.name)
+        name = tensor.name.partition(":")[2]
+        part = next(number for number, begin in enumerate(_PARTS) if name.startswith(begin))
         place = places.setdefault(tensor.name if found is None else found[1], len(places))
+        if predicts is None:
+            around = (tensor.chunk, part, 0, 0, place)
+        else:
+            around = (tensor.chunk, part, int(predicts[1]), _IN_PREDICTION.index(predicts[2]), place)
         if found is None:
-            return (place,)
-        return place, _MODULES.index(found[2]), _TENSORS.index(found[3]), int(found[4] or 0)
+            return around
+        return *around, _MODULES.index(found[2]), _TENSORS.index(found[3]), int(found[4] or 0)
 
     return sorted(weights, key=key)
 
@@ -211,7 +227,10 @@ def float32_buffers(use: ModelUse, stage: int) -> int:
     if config.moe is None or not config.moe.expert_bias:
         return 0
     layers = [layer for chunk in layers_of(use.layout, config.num_layers, stage) for layer in chunk]
-    return sum(4 * config.moe.num_experts for layer in layers if layer not in config.moe.dense_layers)
+    routed = sum(layer not in config.moe.dense_layers for layer in layers)
+    if use.mtp and stage == use.layout.pp - 1:
+        routed += config.num_mtp_layers
+    return 4 * config.moe.num_experts * routed
 
 
 def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, block: int | None = None) -> int:

@@ -31,6 +31,7 @@ from megarl.megatron.layer_spec import forget_routings, layer_modules, layer_spe
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
 from megarl.megatron.parallel import coords
+from megarl.megatron.prediction import PredictingModel, prediction_spec
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
@@ -50,6 +51,7 @@ def build_model(
     recompute_modules: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     base_block: int | None = None,
+    mtp: str | None = None,
     seed: int = 1,
 ) -> list[GPTModel]:
     """This rank's model chunks: one, or `layout.vpp` of them.
@@ -63,13 +65,18 @@ def build_model(
         overrides: further fields of Megatron's TransformerConfig.
         base_block: linear layers' weights are in float8, in blocks of so many rows and columns that share a scale, and
             frozen; zeros until they are loaded. None: in `dtype`.
+        mtp: "detached" or "attached": with its layers of multi-token prediction, whose loss has no gradient, or has one, for the rest of
+            the model; None: without them.
         seed: of the random start, which is meant to be overwritten by real weights.
 
     Raises:
         ValueError: the model does not divide by the layout; names both. Ranks' parts cut blocks.
     """
     assert head in ("lm", "value"), head
-    settings = transformer_config(config, layout, dtype, recompute_granularity, recompute_modules, overrides)
+    assert mtp is None or (head == "lm" and base_block is None), "checked before"
+    settings = transformer_config(
+        config, layout, dtype, recompute_granularity, recompute_modules, overrides, mtp=mtp
+    )
     place = coords()
     held = _float8_base(config, layout, place, base_block)
     layers = layers_of(layout, config.num_layers, place.pp)
@@ -248,9 +255,11 @@ def _build_chunk(
     # 0.19.2 logs at every construction that GPTModel will give way to HybridModel.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     with layer_modules(), unallocated(held):
-        model = GPTModel(
+        layers = layer_spec(settings, vp_stage, last)
+        model = (PredictingModel if settings.mtp_num_layers else GPTModel)(
             config=settings,
-            transformer_layer_spec=layer_spec(settings, vp_stage, last),
+            transformer_layer_spec=layers,
+            mtp_block_spec=prediction_spec(settings, layers, vp_stage) if last else None,
             vocab_size=vocab_size,
             max_sequence_length=config.max_position_embeddings,
             pre_process=first,

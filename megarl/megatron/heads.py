@@ -14,6 +14,7 @@ Promises:
 - The KL's sums are in float32 whatever the models' dtype.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -216,6 +217,7 @@ def lm_output_processor(
     temperature: float,
     chunk_tokens: int | None,
     with_entropy: bool,
+    predicted: Sequence[Tensor] = (),
     **unused: Any,
 ) -> Tensor:
     """GPTModel's `output_processor` (megatron-core 0.19.2): log-probabilities (and entropies) of the labels.
@@ -226,12 +228,13 @@ def lm_output_processor(
         hidden_states: [tokens (/tp with sequence parallelism) or live, 1, hidden].
         output_weight: the shared embedding's weight where embeddings are tied; None: the layer's own.
         context: the batch, and the model chunk.
+        predicted: the states of each layer of multi-token prediction, as `hidden_states` (`megarl.megatron.prediction`).
 
     Returns: float32 [tokens, 2 or 1], as `token_log_probs`, and, where the batch has another model's head, 2 more
         columns: the exact KL to it and its log-probability of the label (`token_full_kl`). 0 where the batch's mask is
-        false.
+        false. Of each layer in `predicted` one more: its log-probability of its token; 0 where that does not count.
     """
-    batch, _ = context
+    batch, model = context
     weight = output_layer.weight if output_weight is None else output_weight
     hidden, labels = _live_hidden(hidden_states, output_layer, batch), batch.labels[batch.live]
     settings = {
@@ -244,11 +247,26 @@ def lm_output_processor(
     if batch.other is not None:
         compared = token_full_kl(hidden, weight, batch.other.hidden, batch.other.weight, labels, **settings)
         found = torch.cat([found, compared], dim=1)
-    return found.new_zeros(batch.num_tokens, found.shape[1]).index_copy(0, batch.live, found)
+    found = found.new_zeros(batch.num_tokens, found.shape[1]).index_copy(0, batch.live, found)
+    if not predicted:
+        return found
+    assert batch.later is not None
+    weight = weight.detach() if model.config.mtp_detach_heads else weight
+    columns = [found]
+    for states, (ids, live) in zip(predicted, batch.later.rows(), strict=True):
+        hidden = _whole_hidden(states, output_layer).index_select(0, live)
+        own = token_log_probs(hidden, weight, ids, with_entropy=False, **settings)
+        columns.append(own.new_zeros(batch.num_tokens, 1).index_copy(0, live, own))
+    return torch.cat(columns, dim=1)
 
 
 def _live_hidden(hidden_states: Tensor, output_layer: torch.nn.Module, batch: PackedBatch) -> Tensor:
     """[live, hidden], the same on all tensor-parallel ranks, which sum its gradient."""
+    return batch.live_rows(_whole_hidden(hidden_states, output_layer))
+
+
+def _whole_hidden(hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
+    """The states of all of a rank's positions, [tokens or live, hidden], the same on all tensor-parallel ranks, which sum its gradient."""
     group = output_layer.tp_group
     if output_layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
@@ -256,7 +274,7 @@ def _live_hidden(hidden_states: Tensor, output_layer: torch.nn.Module, batch: Pa
         )
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-    return batch.live_rows(hidden.flatten(0, 1))
+    return hidden.flatten(0, 1)
 
 
 def hidden_head(

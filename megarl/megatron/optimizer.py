@@ -117,7 +117,7 @@ def optimizer_step(
 ) -> tuple[float, bool, float]:
     """Clip, update, advance the schedule by one step; every rank calls it.
 
-    Returns: (norm of the full gradient before clipping, whether the step was taken, the learning rate
+    Returns: (norm of the full gradient before clipping, but for detached multi-token prediction layers, whether the step was taken, the learning rate
     that it had). With a gradient that is not finite nothing is changed, the schedule neither (but the loss scale);
     the norm then is NaN or infinite.
     """
@@ -131,6 +131,9 @@ def optimizer_step(
         # megatron-core looks for them only in float16, and clipping would spread them over all weights.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
+        # Of detached multi-token prediction layers, which are clipped by a norm of their own.
+        others = map(float, optimizer._compute_grad_norms_by_group().values())
+        grad_norm = next((norm for norm in others if not math.isfinite(norm)), grad_norm)
         taken = math.isfinite(grad_norm) and optimizer.step()[0]
     if taken:
         scheduler.step(1)

@@ -7,6 +7,7 @@ Promises:
   so tokens at a sequence's end change nothing before them.
 - Context-parallel sharding is Transformer Engine's for THD: of each sequence's 2*cp equal chunks, rank r
   holds chunk r and then chunk 2*cp-1-r.
+- Tokens further ahead (`LaterTokens`) are of the same sequence, whichever context parallel rank has them.
 - Predictor alignment: everything that belongs to a predicted token (label, mask, fields) lies at the position
   before it, where the hidden state that predicts it is.
 - `unpack` inverts it: one array a sequence, in the order in which the sequences were packed.
@@ -47,11 +48,31 @@ class OtherHead:
     weight: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class LaterTokens:
+    """The tokens after the one that each position predicts, for layers of multi-token prediction.
+
+    Attributes:
+        ids: int64 [depth, tokens]; row k has the token k + 2 places later, 0 where the sequence has ended.
+        live: int64 [sum of `counts`]; row by row, the positions whose token is of the sequence and counts in losses.
+        counts: of each row.
+    """
+
+    ids: Tensor
+    live: Tensor
+    counts: tuple[int, ...]
+
+    def rows(self) -> list[tuple[Tensor, Tensor]]:
+        """The tokens [live] and the positions [live] of each row that count."""
+        return [(ids[live], live) for ids, live in zip(self.ids, self.live.split(self.counts), strict=True)]
+
+
 @dataclass
 class PackedBounds(PackedSeqParams):
     """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
     sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); the
-    experts that routers are to choose (router_replay.py); and the positions whose experts are counted (expert_load.py)."""
+    experts that routers are to choose (router_replay.py); the positions whose experts are counted (expert_load.py); and the tokens that each
+    layer of multi-token prediction is given, [tokens] each."""
 
     live: Tensor | None = None
     lengths: list[int] | None = None
@@ -59,6 +80,7 @@ class PackedBounds(PackedSeqParams):
     experts: Tensor | None = None
     is_routed: Tensor | None = None
     mask: Tensor | None = None
+    later: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +106,7 @@ class PackedBatch:
             shares none, and only that one holds; None: all have all theirs.
         experts: uint8 or int16 [tokens, this rank's layers with experts, top_k]; the experts that routers are to choose; None: their own.
         is_routed: bool [tokens]; where `experts` has some. At others, such as a sequence's last token, routers choose themselves.
+        later: what layers of multi-token prediction predict; None: they are not run.
     """
 
     input_ids: Tensor
@@ -104,6 +127,7 @@ class PackedBatch:
     shared: np.ndarray | None = None
     experts: Tensor | None = None
     is_routed: Tensor | None = None
+    later: LaterTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +163,7 @@ class PackedBatch:
             experts=self.experts,
             is_routed=self.is_routed,
             mask=self.mask,
+            later=None if self.later is None else [self.labels, *self.later.ids[:-1]],
         )
 
     def live_rows(self, hidden: Tensor) -> Tensor:
@@ -226,11 +251,13 @@ class HostBatch:
         buffer: the bytes of all its tensors.
         tensors: start, type and shape of each, by name; fields are called "fields.<name>".
         facts: the rest of it.
+        later_counts: of its `LaterTokens`.
     """
 
     buffer: np.ndarray
     tensors: dict[str, tuple[int, np.dtype, tuple[int, ...]]]
     facts: dict[str, Any]
+    later_counts: tuple[int, ...] = ()
 
     def on_device(self, device: torch.device | None = None) -> PackedBatch:
         """
@@ -247,7 +274,10 @@ class HostBatch:
             tensor = whole[start:stop].view(_TORCH[dtype.name]).view(shape)
             target, key = (fields, name.removeprefix(_FIELD)) if name.startswith(_FIELD) else (tensors, name)
             target[key] = tensor
-        batch = PackedBatch(fields=fields, **tensors, **self.facts)
+        later = None
+        if "later_ids" in tensors:
+            later = LaterTokens(tensors.pop("later_ids"), tensors.pop("later_live"), self.later_counts)
+        batch = PackedBatch(fields=fields, later=later, **tensors, **self.facts)
         batch.cu_seqlens.positions = batch.position_ids[0]
         return batch
 
@@ -319,6 +349,7 @@ def arrange_trajectories(
     *,
     share_prompts: bool = False,
     routing: Routing | None = None,
+    depth: int = 0,
     **alignment: Unpack[Alignment],
 ) -> HostBatch:
     """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
@@ -328,6 +359,7 @@ def arrange_trajectories(
         fields: names of columns with one value a response token.
         share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
         routing: which experts of the trajectories are packed; None: none.
+        depth: rows of `LaterTokens`; 0: the batch has none.
 
     Raises:
         ValueError: a column is missing, has nulls, or does not fit the responses; an empty prompt (its first
@@ -364,14 +396,19 @@ def arrange_trajectories(
             raise ValueError(
                 f"row {rows[row]}: {lengths[row]} tokens have {routed[row]} entries of experts, not one less"
             )
-    return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, experts, **alignment)
+    assert not (depth and share_prompts), "layers of multi-token prediction have sequences of their own"
+    given = (tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, experts, depth)
+    return _arrange(*given, **alignment)
 
 
-def arrange_sequences(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
+def arrange_sequences(
+    table: pa.Table, rows: Sequence[int], *, depth: int = 0, **alignment: Unpack[Alignment]
+) -> HostBatch:
     """Arrange the sequences `rows` of `table`; position t predicts token t+1, whose `loss_mask` is its mask.
 
     Args:
         table: columns `input_ids` and `loss_mask` (bool, one value a token), one list a row.
+        depth: rows of `LaterTokens`; 0: the batch has none.
 
     Raises:
         ValueError: a column is missing, has nulls or does not fit the other; an empty sequence.
@@ -386,7 +423,7 @@ def arrange_sequences(table: pa.Table, rows: Sequence[int], **alignment: Unpack[
     _refuse_empty(lengths, rows, "input_ids")
     # A sequence's first token is predicted by none: its value in the mask is the one that falls away.
     mask = np.delete(values, np.cumsum(lengths) - lengths)
-    return _arrange(tokens, lengths, np.zeros_like(lengths), lengths - 1, mask, **alignment)
+    return _arrange(tokens, lengths, np.zeros_like(lengths), lengths - 1, mask, depth=depth, **alignment)
 
 
 def arrange_texts(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
@@ -431,6 +468,7 @@ def _arrange(
     fields: Mapping[str, np.ndarray] | None = None,
     shared: np.ndarray | None = None,
     experts: np.ndarray | None = None,
+    depth: int = 0,
     *,
     tp: int = 1,
     cp: int = 1,
@@ -446,6 +484,7 @@ def _arrange(
         mask, fields: [sum of counts]; values of the predicted tokens.
         shared: see `PackedBatch`.
         experts: [sum of lengths - 1, layers, top_k]; of all tokens but each sequence's last.
+        depth: rows of `LaterTokens`.
     """
     assert len(lengths) > 0, "a packed batch holds at least one sequence"
     aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel, multiple=multiple)
@@ -475,6 +514,15 @@ def _arrange(
         places = spans(starts, lengths - 1)
         arrays["experts"] = spread(experts, np.uint8 if experts.itemsize == 1 else np.int16, places)
         arrays["is_routed"] = spread(np.ones(len(places), bool), bool, places)
+    later_counts: tuple[int, ...] = ()
+    if depth:
+        # A sequence's token at j counts where the mask of position j - 1 is set, whoever predicts it.
+        counts_at = np.zeros(bounds[-1], bool)
+        counts_at[predictors] = mask
+        rows = [_later(tokens, lengths, starts, counts_at, ahead) for ahead in range(2, depth + 2)]
+        arrays["later_ids"] = np.stack([ids[local] for ids, _ in rows])
+        lives = [np.flatnonzero(live[local]) for _, live in rows]
+        arrays["later_live"], later_counts = np.concatenate(lives), tuple(map(len, lives))
     for name, values in (fields or {}).items():
         dtype = bool if values.dtype == bool else np.float32
         arrays[f"{_FIELD}{name}"] = spread(values, dtype, predictors)
@@ -497,4 +545,21 @@ def _arrange(
     for name, array in arrays.items():
         start = tensors[name][0]
         buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return HostBatch(buffer, tensors, facts)
+    return HostBatch(buffer, tensors, facts, later_counts)
+
+
+def _later(
+    tokens: np.ndarray, lengths: np.ndarray, starts: np.ndarray, counts_at: np.ndarray, ahead: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """At each packed position the token `ahead` places later in its sequence, 0 where there is none, and whether it counts.
+
+    Args:
+        starts: packed positions at which sequences begin.
+        counts_at: bool [packed positions]; whether the token after a position counts.
+    """
+    ids, live = np.zeros(len(counts_at), np.int64), np.zeros(len(counts_at), bool)
+    reach = np.maximum(lengths - ahead, 0)
+    places = spans(starts, reach)
+    ids[places] = tokens[spans(np.cumsum(lengths) - lengths + np.minimum(ahead, lengths), reach)]
+    live[places] = counts_at[places + ahead - 1]
+    return ids, live

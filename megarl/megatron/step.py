@@ -104,6 +104,31 @@ def train_step(
     return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok, loss_scale=scale)
 
 
+def with_predictions(loss: Loss, depth: int, weight: float, prefix: str) -> Loss:
+    """A loss that adds that of MTP layers to another one, whose outputs theirs follow as the last columns.
+
+    It is weight / depth times the sum of -log p over the layers and the tokens that count: equations 24 and 25 of arXiv:2412.19437 where
+    `weight` is the coefficient over the number of these tokens.
+
+    Args:
+        depth: number of MTP layers.
+        prefix: of the names of the sums that are reported, mtp_loss (nats) and mtp_tokens, each over all layers.
+    """
+
+    def both(output: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        value, sums = loss(output[:, :-depth], batch)
+        total = -output[:, -depth:].sum()
+        assert batch.later is not None
+        tokens = torch.full((), sum(batch.later.counts), dtype=torch.double, device=output.device)
+        return value + total * (weight / depth), {
+            **sums,
+            f"{prefix}mtp_loss": total.double(),
+            f"{prefix}mtp_tokens": tokens,
+        }
+
+    return both
+
+
 def forget_pass(chunks: Sequence[torch.nn.Module]) -> None:
     """Release what modules keep of a pass: the stage's input of the last micro-batch, and float8 copies of weights."""
     for chunk in unwrap(list(chunks)):

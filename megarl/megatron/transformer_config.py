@@ -13,7 +13,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megarl import platform
-from megarl.layout.grid import ParallelLayout
+from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig
 
 # Parts whose output is freed and made again: megatron-core 0.19.2 asks Transformer Engine for its state there (tensor_parallel/random.py).
@@ -32,17 +32,21 @@ def transformer_config(
     recompute_granularity: str | None,
     recompute_modules: Sequence[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    mtp: str | None = None,
 ) -> TransformerConfig:
     """The settings that all layers share; an MLATransformerConfig where the model has latent attention.
 
     Args:
         recompute_modules: of "selective"; None: core_attn.
         overrides: `megatron.override_transformer_config`, which `megatron_option_problems` does not refuse.
+        mtp: "detached", "attached" or None, as `build_model`'s.
 
     Raises:
         ValueError: as `check_layout`, or Megatron refuses an override.
     """
     check_layout(config, layout)
+    if mtp is not None:
+        _assert_predicts(config, layout)
     fused = has_transformer_engine()
     if (
         recompute_granularity == "selective"
@@ -87,9 +91,12 @@ def transformer_config(
         "persist_layer_norm": fused,
         "masked_softmax_fusion": False,
     }
-    settings |= _parallel_settings(layout, dtype) | _recompute_settings(
+    predicted = config.num_mtp_layers if mtp is not None else 0
+    settings |= _parallel_settings(layout, dtype, predicted) | _recompute_settings(
         recompute_granularity, recompute_modules
     )
+    if predicted:
+        settings |= {"mtp_num_layers": predicted, "mtp_detach_heads": mtp == "detached"}
     # The default dispatcher is refused with variable lengths, experts or not.
     settings["moe_token_dispatcher_type"] = "alltoall"
     if config.moe is not None:
@@ -174,6 +181,18 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
         _check_routing(config)
 
 
+def _assert_predicts(config: ModelConfig, layout: ParallelLayout) -> None:
+    """What a configuration's checks have refused (`megarl.config.model_fit`): Megatron-core 0.19.2 would build other layers, or none."""
+    assert config.num_mtp_layers, "there are no such layers"
+    assert not (config.tie_word_embeddings and layout.pp > 1), (
+        "the last stage would have an embedding and a head"
+    )
+    assert config.moe is not None and config.num_layers - 1 not in config.moe.dense_layers
+    assert layers_of(layout, config.num_layers, layout.pp - 1)[-1], (
+        "they are made like the chunk's last layer"
+    )
+
+
 def _check_divisible(config: ModelConfig, layout: ParallelLayout) -> None:
     key = "tensor_model_parallel_size"
     sizes = [("attention heads", config.num_attention_heads, key, layout.tp)]
@@ -253,7 +272,8 @@ def _is_grouped(config: ModelConfig) -> bool:
     return config.moe is not None and config.moe.topk_group < config.moe.num_groups
 
 
-def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype, predicted: int) -> dict[str, Any]:
+    """`predicted`: layers of multi-token prediction."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -263,7 +283,7 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, 
         "num_layers_in_last_pipeline_stage": None
         if layout.pp == 2 and layout.first_layers is not None
         else layout.last_layers,
-        "pipeline_model_parallel_layout": _pipeline_layout(layout),
+        "pipeline_model_parallel_layout": _pipeline_layout(layout, predicted),
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -278,13 +298,13 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def _pipeline_layout(layout: ParallelLayout) -> list[list[str]] | None:
+def _pipeline_layout(layout: ParallelLayout, predicted: int) -> list[list[str]] | None:
     """As Megatron takes it: by chunk, the first chunks of all stages first."""
     if layout.chunk_layers is None:
         return None
     parts = [["decoder"] * count for count in layout.chunk_layers]
     parts[0].insert(0, "embedding")
-    parts[-1].append("loss")
+    parts[-1] += [*["mtp"] * predicted, "loss"]
     return parts
 
 

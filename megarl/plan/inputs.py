@@ -195,6 +195,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         facts = role_facts(config, inputs, role)
         pool = config.resource_pools[facts.section.resource_pool]
     megatron, training = facts.section.megatron, {}
+    trained_model = config.model if isinstance(config, TuningConfig) else config.actor_rollout_ref.model
     layout = layout_of(megatron, pool)
     evaluated = _evaluated_by_actor(config, inputs, facts.tokens) if role == "actor" else facts.tokens
     unit = (
@@ -224,6 +225,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         chunk_tokens=megatron.log_prob_chunk_tokens,
         float8=megatron.fp8 is not None,
         bf16_ends=(megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
+        mtp=role in ("actor", "sft") and trained_model.mtp == "train",
         fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,
     )

@@ -15,9 +15,11 @@ from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs
 from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
+from megarl.costs.flops import LayerFlops, prediction_flops
 from megarl.costs.pipeline import PassTime, pass_time
 from megarl.costs.speed import Machine, Passes
 from megarl.costs.tensors import CORE_ATTENTION
+from megarl.models import ModelConfig
 from megarl.plan.drafts import draft_folder
 from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
@@ -190,6 +192,15 @@ def drafting(rollout: RolloutConfig, inputs: PlanInputs) -> Draft:
     return Draft(speculative.num_draft_tokens, read, speculative.accept_length)
 
 
+def _predicted(
+    config: TrainConfig, model: ModelConfig, role: str, updates: bool
+) -> tuple[tuple[LayerFlops, ...], bool]:
+    """The layers of multi-token prediction that a role's updates train, and whether they do so detached."""
+    how = config.actor_rollout_ref.model
+    trains = updates and role == "actor" and how.mtp == "train"
+    return (prediction_flops(model) if trains else ()), how.mtp_detached
+
+
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
@@ -216,6 +227,7 @@ def model_parts(
             megatron.fp8 is not None,
             (megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
             megatron.fsdp,
+            *_predicted(config, facts.model, role, update is not None),
         )
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref

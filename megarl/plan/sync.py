@@ -245,13 +245,16 @@ def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutCon
     train, serve = pools[policy.actor.resource_pool], pools[rollout.resource_pool]
     places = _places(train)
     shared = policy.actor.resource_pool == rollout.resource_pool
+    engines, trains_layer = engine_layout(rollout), policy.model.mtp == "train"
     return _sync_plan(
         model,
         layout_of(policy.actor.megatron, train),
-        replace(engine_layout(rollout), draft=False),  # its weights are in no sync
+        # A layer that is not trained is in no sync: the engines have it from the model's folder.
+        replace(engines, draft=engines.draft and trains_layer),
         rollout,
         places,
         places if shared else _places(serve, first_node=train.nnodes),
+        mtp=trains_layer,
     )
 
 
@@ -340,6 +343,7 @@ def _sync_plan(
     rollout: RolloutConfig,
     devices: tuple,
     engine_devices: tuple,
+    mtp: bool = False,
 ) -> SyncPlan:
     sync = SyncPlan(
         config=model,
@@ -350,6 +354,7 @@ def _sync_plan(
         source_places=devices,
         device="cuda",
         fp8_block=rollout.quantization_block_size if rollout.quantization == "fp8" else None,
+        mtp=mtp,
     )
     return replace(sync, target_places=best_places(sync, engine_devices))
 

@@ -31,7 +31,7 @@ from megarl.trainer.roles.model_roles import actor_arguments, critic_spec, refer
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.updates import policy_update
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import ModelSpec
+from megarl.trainer.workers.dispatch import ModelSpec, prediction_training
 from megarl.trainer.workers.model import ModelWorker
 from megarl.trainer.workers.ptx import PtxUpdate
 from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker, RewardModelWorker
@@ -46,7 +46,9 @@ Config = TrainConfig | TuningConfig
 class _SingleRank:
     """A rank whose tensors are not filled, and which gets no sums from a last stage."""
 
-    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
+    def read_weights(
+        self, path: str, head: str, parameters: Mapping[str, torch.Tensor], mtp: bool = False
+    ) -> None: ...
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None: ...
 
@@ -129,6 +131,7 @@ def _tuning_spec(config: TuningConfig) -> ModelSpec:
         num_updates=NUM_STEPS,
         timeout=config.trainer.collective_timeout,
         lora=config.model.lora,
+        mtp=prediction_training(config.model),
     )
 
 

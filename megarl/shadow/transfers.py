@@ -69,7 +69,9 @@ def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
             checkpoint.save_states(folder, rank_states(worker))
             gc.collect()
         with tracker.phase("load"):
-            checkpoint.load_states(folder, rank_states(worker))
+            states = rank_states(worker)
+            # What another stage saves, such as an embedding of which this one has a copy, is in no file here.
+            checkpoint.load_states(folder, replace(states, places=states.places.saved()))
             gc.collect()
     return sum(sizes)
 

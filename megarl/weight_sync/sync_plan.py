@@ -82,6 +82,7 @@ class SyncPlan:
         skip_unchanged: whether slices that have not changed are left out.
         fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
         adapters: the adapters that the engines serve separately, on top of unmerged weights; None: none.
+        mtp: whether the trainer's ranks have multi-token prediction layers, of which engines without a draft have none.
     """
 
     config: ModelConfig
@@ -96,13 +97,14 @@ class SyncPlan:
     fp8_block: Block | None = None
     adapters: LoraConfig | None = None
     skip_unchanged: bool = False
+    mtp: bool = False
 
     @cached_property
     def plan(self) -> Plan:
         """The plan of the weights."""
         source, target = self._layouts()
         if self.fp8_block is not None:
-            shapes = logical_tensors(self.config, mtp=self.engines.draft)
+            shapes = logical_tensors(self.config, mtp=self.mtp or self.engines.draft)
             source = with_scales(source, shapes, self.fp8_block)
             target = with_scales(target, shapes, self.fp8_block)
         return self._make_plan(source, target)
@@ -119,7 +121,8 @@ class SyncPlan:
 
     def _layouts(self) -> tuple[Layout, Layout]:
         """The trainer's shards and the engines'."""
-        source = megatron_layout(self.config, self.parallel, "lm", self.source_places, mtp=self.engines.draft)
+        predicts = self.mtp or self.engines.draft
+        source = megatron_layout(self.config, self.parallel, "lm", self.source_places, predicts)
         return source, sglang_layout(self.config, self.engines, self.target_places)
 
     def _make_plan(self, source: Layout, target: Layout) -> Plan:

@@ -522,3 +522,5 @@ def test_the_mean_negative_log_likelihood_of_learnt_tokens_times_the_coefficient
 def test_the_logged_loss_counts_texts_alone():
     sums = {"actor/tokens": 10.0, "actor/entropy": 5.0, "actor/ptx_loss": 6.0, "actor/ptx_tokens": 4.0}
     assert reduce_metrics(sums, num_updates=2) == pytest.approx({"actor/entropy": 0.5, "actor/ptx_loss": 1.5})
+    sums |= {"actor/mtp_loss": 9.0, "actor/mtp_tokens": 3.0}
+    assert reduce_metrics(sums, num_updates=2)["actor/mtp_loss"] == pytest.approx(3.0)

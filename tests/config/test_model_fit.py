@@ -39,6 +39,7 @@ class Facts:
     family: str = "qwen3_moe"
     data_parallel_attention: bool = True
     vocab_size: int = 640
+    num_mtp_layers: int = 0
     tie_word_embeddings: bool = False
 
 
@@ -286,6 +287,34 @@ def test_biases_that_move_need_routers_with_biases(train: Callable[..., TrainCon
     lora = "actor_rollout_ref.model.lora.rank=4"
     (line,) = problems(train(key, lora))
     assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
+
+
+MTP = "actor_rollout_ref.model.mtp=train"
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "problem"),
+    [
+        ({"num_mtp_layers": 0}, [], "the model has no multi-token prediction layers"),
+        ({"moe": None}, [], "which the model's last layer has not; give keep"),
+        ({"moe": replace(MOE, dense_layers=(0, 3))}, [], "which the model's last layer has not; give keep"),
+        ({"tie_word_embeddings": True}, [f"{ACTOR}.pipeline_model_parallel_size=2"], "give 1"),
+        (
+            {},
+            [f"{ACTOR}.pipeline_model_parallel_size=2", f"{ACTOR}.pipeline_model_parallel_layout=Etttt|L"],
+            "has no layer (t)",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_trained(
+    train: Callable[..., TrainConfig], facts: dict[str, Any], overrides: list[str], problem: str
+) -> None:
+    model = Facts(**{"num_mtp_layers": 1, "moe": MOE, **facts})
+    config = train(MTP, *overrides)
+    (line,) = lines_of(lambda: check_models(config, model, critic=Facts()))
+    assert line.startswith(MTP) and problem in line
+    check_models(train(*overrides), model, critic=Facts())  # others are not looked at
+    check_models(train(MTP), Facts(num_mtp_layers=1, moe=MOE), critic=Facts())
 
 
 def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> None:

@@ -11,7 +11,7 @@ from megarl.megatron.build import unwrap
 from megarl.megatron.heads import lm_head, value_head
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
 from megarl.megatron.packing import PackedBatch
-from megarl.megatron.step import train_step
+from megarl.megatron.step import train_step, with_predictions
 from megarl.models.float8 import SCALES
 from megarl.models.lora import adapted_weights
 from tests.costs.models import Built, build
@@ -30,10 +30,13 @@ def measure_rank(
     """
     built = build(rank, world, folder, sizes, **options)
     head = value_head if options.get("head") == "value" else lm_head(vocab_size=VOCAB, chunk_tokens=16)
-    micro_batches = batches(built.layout)[:1] * (2 * built.layout.pp)  # equally long ones: the plan counts so
+    depth = built.config.num_mtp_layers if options.get("mtp") else 0
+    # Equally long ones: the plan counts so.
+    micro_batches = batches(built.layout, depth)[:1] * (2 * built.layout.pp)
+    loss = with_predictions(_loss, depth, 0.1, "") if depth else _loss
     parameters = [parameter for chunk in unwrap(built.chunks) for parameter in chunk.parameters()]
     with kept_tensors(parameters) as kept:
-        assert train_step(built.chunks, built.optimizer, built.scheduler, micro_batches, head, _loss).ok
+        assert train_step(built.chunks, built.optimizer, built.scheduler, micro_batches, head, loss).ok
     states = optimizer_of(built.chunks, built.optimizer)
     found = {
         "weights": weights_of(built.chunks).device_bytes(),
@@ -72,6 +75,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         on_host=options.get("on_host", False),
         recompute=options.get("recompute"),
         fused=False,
+        mtp=options.get("mtp", False),
     )
     tensors = stage_tensors(use, stage)
     _check_names(built, tensors)

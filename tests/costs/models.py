@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_shared_experts": 2},
     "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},
 }
+PREDICTING = "deepseek_v3 with two layers of multi-token prediction"
 LORA = LoraConfig(rank=8)  # all sizes are multiples of 64, at which Megatron lets parameters begin
 
 
@@ -36,7 +37,8 @@ def make_models(folder: Path, families: Iterable[str] = tuple(FAMILIES)) -> dict
     """Family -> folder of a tiny model."""
     folders = {}
     for name in families:
-        family, fields = name.split()[0], FAMILIES[name]
+        family = name.split()[0]
+        fields = FAMILIES[family if name == PREDICTING else name]
         folders[name] = str(folder / name.replace(" ", "_"))
         make_tiny_model(
             folders[name],
@@ -49,6 +51,7 @@ def make_models(folder: Path, families: Iterable[str] = tuple(FAMILIES)) -> dict
             num_key_value_heads=2,
             max_position_embeddings=128,
             family=family,
+            num_mtp_layers=2 if name == PREDICTING else 0,
             fields=fields,
             seed=5,
         )
@@ -81,6 +84,7 @@ def build(
     recompute: str | None = None,
     on_host: bool = False,
     fsdp: str | None = None,
+    mtp: bool = False,
 ) -> Built:
     """Ready to be trained, with random weights."""
     from megatron.core import parallel_state  # once megarl's seam is installed
@@ -95,6 +99,7 @@ def build(
         dtype=dtype,
         recompute_granularity=recompute,
         base_block=None if lora is None else lora.blocks,
+        mtp="detached" if mtp else None,
     )
     if lora is not None:
         attach_adapters(chunks, config, layout, lora)

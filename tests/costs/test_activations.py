@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.schema.models import LoraConfig
 from tests.costs.measure import measure_rank
-from tests.costs.models import LORA, make_models
+from tests.costs.models import FAMILIES, LORA, PREDICTING, make_models
 from tests.ranks import RankPool
 
 TOLERANCE = 0.05
@@ -15,7 +15,7 @@ TOLERANCE = 0.05
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_models(Path(tmp_path_factory.mktemp("models")))
+    return make_models(Path(tmp_path_factory.mktemp("models")), [*FAMILIES, PREDICTING])
 
 
 def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **options: Any) -> None:
@@ -35,6 +35,13 @@ def test_one_rank(
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3 without low rank queries"])
 def test_every_kind_of_layer(ranks: RankPool, folders: dict[str, str], family: str) -> None:
     check(ranks, folders[family], 1, {})
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_layers_of_multi_token_prediction(
+    ranks: RankPool, folders: dict[str, str], recompute: str | None
+) -> None:
+    check(ranks, folders[PREDICTING], 1, {}, recompute=recompute, mtp=True)
 
 
 @pytest.mark.parametrize(

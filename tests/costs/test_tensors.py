@@ -8,7 +8,7 @@ import torch
 
 from megarl.config.schema.models import LoraConfig
 from tests.costs.measure import measure_rank
-from tests.costs.models import FAMILIES, LORA, make_models
+from tests.costs.models import FAMILIES, LORA, PREDICTING, make_models
 from tests.ranks import RankPool
 
 TERMS = ("weights", "gradients", "optimizer", "buffers")
@@ -16,7 +16,7 @@ TERMS = ("weights", "gradients", "optimizer", "buffers")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_models(Path(tmp_path_factory.mktemp("models")))
+    return make_models(Path(tmp_path_factory.mktemp("models")), [*FAMILIES, PREDICTING])
 
 
 def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **options: Any) -> None:
@@ -65,6 +65,13 @@ def test_what_is_planned_is_what_a_rank_holds(
 ) -> None:
     world, sizes = LAYOUTS["dense" if family in DENSE else "experts"][layout]
     check(ranks, folders[family], world, sizes, lora=lora, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp_etp2_pp2", "tp2_sp_ep2_dp2"])
+def test_layers_of_multi_token_prediction(ranks: RankPool, folders: dict[str, str], layout: str) -> None:
+    """With them the last stage has a copy of the embedding."""
+    world, sizes = LAYOUTS["experts"][layout]
+    check(ranks, folders[PREDICTING], world, sizes, mtp=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -103,16 +104,20 @@ def place_model(
     folder: str,
     head: str = "lm",
     use_distributed_optimizer: bool = False,
+    overlap_grad_reduce: bool = False,
+    **options: Any,
 ) -> Rank:
-    """Build the model at `folder` in the layout and fill it from its safetensors file."""
+    """Build the model at `folder` in the layout and fill it from its safetensors file. `options`: further ones of `build_model`."""
     layout = ParallelLayout(world=world, **layout)
     init_parallel(layout, rank, world)
     config = read_model_config(folder)
     chunks = wrap_for_training(
-        build_model(config, layout, head=head, dtype=torch.float32),
+        build_model(config, layout, head=head, dtype=torch.float32, **options),
         use_distributed_optimizer=use_distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
     )
-    pieces = megatron_layout(config, layout, head).pieces(rank)
+    mtp = options.get("mtp") is not None
+    pieces = megatron_layout(config, layout, head, mtp=mtp).pieces(rank)
     parameters, state = local_parameters(chunks), load_file(f"{folder}/model.safetensors")
     for piece in pieces:
         parameters[piece.local][piece.local_box.slices].copy_(state[piece.tensor][piece.box.slices])

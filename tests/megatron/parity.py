@@ -78,8 +78,8 @@ def loss_and_gradients(model: PreTrainedModel) -> float:
     return total
 
 
-def batches(layout: ParallelLayout) -> list[PackedBatch]:
-    """This data parallel rank's micro-batches, two sequences each."""
+def batches(layout: ParallelLayout, depth: int = 0) -> list[PackedBatch]:
+    """This data parallel rank's micro-batches, two sequences each. `depth`: of layers of multi-token prediction."""
     place = coords()
     tokens = sequences()
     table = pa.table(
@@ -90,6 +90,7 @@ def batches(layout: ParallelLayout) -> list[PackedBatch]:
         arrange_sequences(
             table,
             rows[start : start + 2],
+            depth=depth,
             tp=layout.tp,
             cp=layout.cp,
             cp_rank=place.cp,

@@ -21,9 +21,9 @@ from megarl.megatron.heads import lm_head
 from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
-from megarl.megatron.step import train_step
+from megarl.megatron.step import train_step, with_predictions
 from megarl.models import read_model_config
-from tests.megatron.parity import VOCAB, batches, loss_of
+from tests.megatron.parity import NUM_TARGETS, VOCAB, batches, loss_of
 
 OPTIM = OptimConfig(
     lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), clip_grad=0.5, lr_decay_style="linear", lr_decay_steps=50
@@ -33,7 +33,7 @@ OPTIM = OptimConfig(
 @dataclass(frozen=True)
 class Setting:
     """A model in a layout. `distributed`: the optimizer's states. `on_host`: where they are, in buckets of so many elements.
-    `fsdp`: what data parallel ranks share."""
+    `fsdp`: what data parallel ranks share. `mtp`: with layers of multi-token prediction."""
 
     world: int
     sizes: dict[str, Any]
@@ -42,6 +42,7 @@ class Setting:
     head: str = "lm"
     on_host: int | None = None
     fsdp: str | None = None
+    mtp: bool = False
 
 
 class Trainee:
@@ -52,9 +53,12 @@ class Trainee:
         self.layout = ParallelLayout(world=world, **setting.sizes)
         init_parallel(self.layout, rank, world, seed=seed)
         config = read_model_config(model)
-        chunks = build_model(config, self.layout, dtype=setting.dtype, head=setting.head, seed=seed)
+        self.depth = config.num_mtp_layers if setting.mtp else 0
+        options = {"dtype": setting.dtype, "head": setting.head, "seed": seed}
+        chunks = build_model(config, self.layout, mtp="detached" if setting.mtp else None, **options)
         if seed == 1:
-            load_hf_weights(model, config, self.layout, rank, local_parameters(chunks), setting.head)
+            given = (rank, local_parameters(chunks), setting.head)
+            load_hf_weights(model, config, self.layout, *given, mtp=setting.mtp)
         places = model_places(chunks, VOCAB)
         self.chunks = wrap_for_training(
             chunks, use_distributed_optimizer=setting.distributed, fsdp=setting.fsdp
@@ -66,11 +70,12 @@ class Trainee:
 
     def steps(self, count: int) -> list[tuple[float, float, float]]:
         """(Loss, gradient norm, learning rate) of some steps."""
-        head, history = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
+        head, history, loss = lm_head(vocab_size=VOCAB, chunk_tokens=16), [], loss_of
+        if self.depth:
+            loss = with_predictions(loss_of, self.depth, 0.3 / NUM_TARGETS, "")
         for _ in range(count):
-            result = train_step(
-                self.chunks, self.optimizer, self.scheduler, batches(self.layout), head, loss_of
-            )
+            micro_batches = batches(self.layout, self.depth)
+            result = train_step(self.chunks, self.optimizer, self.scheduler, micro_batches, head, loss)
             assert result.ok
             history.append((result.stats["loss"], result.grad_norm, result.lr))
         return history

@@ -21,6 +21,7 @@ from megarl.megatron.packing import (
     arrange_trajectories,
     unpack,
 )
+from megarl.megatron.sequences import sequence_ids
 
 
 @st.composite
@@ -40,6 +41,39 @@ def trajectories(draw: st.DrawFn) -> pa.Table:
             }
         )
     return trajectory_table(rows)
+
+
+@pytest.mark.parametrize(("cp", "sp"), [(1, False), (2, False), (2, True)])
+@given(table=trajectories())
+@settings(deadline=None, max_examples=30)
+def test_later_tokens_are_of_the_same_sequence(table: pa.Table, cp: int, sp: bool) -> None:
+    """At each token of a sequence the one k + 2 places later, 0 behind the end; it counts where it is a response's and its mask is set."""
+    depth, rows = 2, table.to_pylist()
+    sizes = {"tp": 2 if sp else 1, "sequence_parallel": sp, "cp": cp}
+    parts = [
+        arrange_trajectories(table, range(len(rows)), depth=depth, cp_rank=rank, **sizes).on_device()
+        for rank in range(cp)
+    ]
+    found, live = {}, {}
+    for part in parts:
+        assert part.later is not None
+        flags = [torch.zeros(part.num_tokens, dtype=torch.bool) for _ in range(depth)]
+        for flag, whole, (ids, places) in zip(flags, part.later.ids, part.later.rows(), strict=True):
+            flag[places] = True
+            assert torch.equal(ids, whole[places])
+        numbers = sequence_ids(part)
+        for at in range(part.num_tokens):
+            key = (int(numbers[at]), int(part.position_ids[0, at]))
+            found[key] = part.later.ids[:, at].tolist()
+            live[key] = [bool(flag[at]) for flag in flags]
+    for number, row in enumerate(rows):
+        ids = row["prompt_ids"] + row["response_ids"]
+        counts = [False] * len(row["prompt_ids"]) + row["response_mask"]
+        for at in range(len(ids)):
+            wanted = [at + 2 + k for k in range(depth)]
+            assert found.pop((number, at)) == [ids[place] if place < len(ids) else 0 for place in wanted]
+            assert live.pop((number, at)) == [place < len(ids) and counts[place] for place in wanted]
+    assert not any(map(any, found.values())) and not any(map(any, live.values()))  # alignment
 
 
 @pytest.mark.parametrize("num_experts", [8, 300])

@@ -11,10 +11,12 @@ from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import SpeculativeConfig
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine
+from megarl.models import DRAFT
 from megarl.plan.drafts import DraftFolder, draft_folder
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory
 from megarl.plan.seconds import generate
+from megarl.plan.sync import configured_sync
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE, DRAFTING = (
@@ -86,3 +88,15 @@ def test_a_draft_model_is_planned_from_its_folder(tmp_path: Path) -> None:
     found = draft_folder(rollout)
     assert 2 * found.weights == pytest.approx(4 * 100 * 50, rel=0.02)
     assert found.token == 2 * 2 * 8  # keys and values of two heads of 8
+
+
+def test_a_trained_layer_reaches_the_engines_that_draft_with_it() -> None:
+    for mtp, there in (("train", True), ("keep", False)):
+        config, inputs = read_inputs(RECIPE, [MTP, f"actor_rollout_ref.model.mtp={mtp}"], check=False)
+        sync = configured_sync(config, inputs.model, config.actor_rollout_ref.rollout)
+        assert (sync.mtp, sync.engines.draft) == (there, there)
+        source, target = sync._layouts()
+        filled = {piece.tensor for piece in target.pieces(0) if piece.local.startswith(DRAFT)}
+        assert bool(filled) == there
+        sent = {piece.tensor for shard in source.shards for piece in shard.pieces}
+        assert filled <= sent

@@ -84,6 +84,33 @@ def test_experts_and_latent_attention_take_what_was_planned(
         assert -0.05 < row.difference < most, row
 
 
+@pytest.mark.parametrize("recompute", ["full", "null"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_of_multi_token_prediction_take_what_was_planned(
+    machine, predicting: Path, stages: int, recompute: str
+) -> None:
+    """The rank of the last stage, with TP2 EP2."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    keys = [
+        *expert_overrides(predicting),
+        f"{megatron}.pipeline_model_parallel_size={stages}",
+        f"{megatron}.recompute_granularity={recompute}",
+        "actor_rollout_ref.model.mtp=train",
+    ]
+    (report,) = run_ranks(str(RECIPE), keys, [("actor", 2 * (stages - 1))], micro_batches=2, num_processes=1)
+    config, inputs = read_inputs(str(RECIPE), keys, check=False)
+    plan = plan_memory(config, inputs, 80 * GIB, 0)
+    rows = list(compare(plan, report))
+    resident = [row for row in rows if row.phase == "always"]
+    assert {row.owner.removeprefix("actor_") for row in resident} == {*RESIDENT, "ref_weights"}
+    # Routers' biases are no parameters, and are not among what was found.
+    assert all(abs(row.difference) < 1e-4 for row in resident), resident
+    passes = [row for row in rows if row.phase in ("evaluate", "update")]
+    assert len(passes) == 2
+    for row in passes:
+        assert abs(row.difference) < 0.05, row
+
+
 @pytest.mark.parametrize("mode", ["rollout", "trainer"])
 def test_routers_replay_experts_without_waiting_for_the_device(machine, experts: Path, mode: str) -> None:
     keys = [

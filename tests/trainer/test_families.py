@@ -21,6 +21,7 @@ from tests.fixtures.runs import PPO, on, steps, succeed
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 RATE = 0.01
 REPLAY, RECORDED = (f"actor_rollout_ref.actor.router_replay={mode}" for mode in ("rollout", "trainer"))
+MTP = "actor_rollout_ref.model.mtp=train"
 GRPO = [
     "critic=null",
     "algorithm.adv_estimator=grpo",
@@ -56,7 +57,7 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
-    # everything leaves the devices while it is not used
+    # a trained MTP layer; everything leaves the devices while it is not used
     Case(
         "glm4_moe", 2,
         (
@@ -64,8 +65,9 @@ CASES = [
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
             f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", f"{ACTOR}.grad_offload=true",
             f"{ACTOR}.optimizer_offload=true", "algorithm.rollout_correction.rollout_is=token",
-            RECORDED,
+            RECORDED, MTP,
         ),
+        num_mtp_layers=1,
     ),
     # experts over data parallel ranks, two engines
     Case(
@@ -118,10 +120,14 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
         by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}
         assert bool(by_layer) == (case.family != "qwen3")
         assert not by_layer or max(by_layer.values()) == step["actor/expert_violation_max"] > 0
+        predicts = MTP in case.overrides
+        assert ("actor/mtp_loss" in step) == predicts
+        if predicts:  # a random model's, over 512 tokens
+            assert 4.0 < step["actor/mtp_loss"] < 9.0
     kept = read_trajectories(out / "rollouts" / "step-000001.parquet")
     assert (ROUTED_EXPERTS in kept.column_names) == replays
     moves = case.family == "deepseek_v3"
-    assert_trained(model, out / "hf", case.layers, moves)
+    assert_trained(model, out / "hf", None if predicts else case.layers, moves)
     if moves:
         assert_biases_moved(model, out / "hf", case.layers)
     answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
@@ -143,8 +149,8 @@ def assert_biases_moved(before: Path, after: Path, layers: int) -> None:
         assert steps_taken.any() and torch.allclose(steps_taken, steps_taken.round(), atol=1e-2), steps_taken
 
 
-def assert_trained(before: Path, after: Path, layers: int, biases_move: bool) -> None:
-    """Every weight moved, but for MTP layers, which are not trained, and, unless told to, the bias of the routers' choice."""
+def assert_trained(before: Path, after: Path, layers: int | None, biases_move: bool) -> None:
+    """Every weight moved, but for the MTP layer `layers` if it is not trained, and, unless told to, the bias of the routers' choice."""
     old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
     assert old.keys() == new.keys()
     same = {name for name in old if torch.equal(old[name], new[name])}

@@ -86,12 +86,12 @@ def empty_shards(layout: Layout) -> list[dict[str, torch.Tensor]]:
     return ranks
 
 
-def load_all(folder, parallel, head="lm") -> list[dict[str, torch.Tensor]]:
+def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Tensor]]:
     """What each rank of a layout holds after it read the checkpoint in `folder`."""
     config = read_model_config(str(folder))
-    ranks = empty_shards(megatron_layout(config, parallel, head))
+    ranks = empty_shards(megatron_layout(config, parallel, head, mtp=mtp))
     for rank, parameters in enumerate(ranks):
-        load_hf_weights(str(folder), config, parallel, rank, parameters, head)
+        load_hf_weights(str(folder), config, parallel, rank, parameters, head, mtp=mtp)
     return ranks
 
 

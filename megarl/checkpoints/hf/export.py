@@ -191,8 +191,8 @@ class ExportPlan(Export):
     """Which rank sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed.
 
     head: "lm", or "value" of a reward model, which is written as `score.weight` in place of the output layer.
-    mtp: whether multi-token prediction layers, which are not trained, are taken over from the source model; tensors of the
-    model that they repeat are the trained ones.
+    mtp: whether the copy has multi-token prediction layers; tensors of the model that they repeat are the trained ones.
+    mtp_trained: whether these layers are trained; otherwise they are taken over from the source model.
     """
 
     config: ModelConfig
@@ -200,15 +200,17 @@ class ExportPlan(Export):
     dtype: torch.dtype
     shard_bytes: int = 4 << 30
     mtp: bool = False
+    mtp_trained: bool = False
     head: str = "lm"
 
     @cached_property
     def plan(self) -> Plan:
         whole = hf_layout(self.config, self.head, self.mtp)
-        trained = logical_tensors(self.config, self.head)
+        trained = logical_tensors(self.config, self.head, self.mtp_trained)
         pieces = [piece for piece in whole.pieces(0) if piece.tensor in trained]
         target = Layout.by_rank(whole.name, 1, lambda rank: pieces)
-        return make_plan(megatron_layout(self.config, self.parallel, self.head), target)
+        source = megatron_layout(self.config, self.parallel, self.head, mtp=self.mtp_trained)
+        return make_plan(source, target)
 
     @cached_property
     def shards(self) -> list[Shapes]:

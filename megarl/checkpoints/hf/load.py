@@ -161,13 +161,19 @@ class HFReader:
         return self._open[file].get_slice(name)
 
 
-def check_hf_weights(path: str, config: ModelConfig, head: str = "lm", mtp: bool = False) -> None:
+def check_hf_weights(
+    path: str, config: ModelConfig, head: str = "lm", mtp: bool = False, copies: bool = False
+) -> None:
     """Refuse files that `load_hf_weights` would refuse, from their headers alone.
 
-    mtp: whether multi-token prediction layers must be there, too.
+    Args:
+        mtp: whether multi-token prediction layers must be there, too.
+        copies: whether these must repeat the model's embedding and head as they are, which are read for it.
     """
     with HFReader(path) as reader:
         reader.check(config, head, mtp)
+        if copies:
+            reader.check_mtp_copies(config)
 
 
 def load_hf_weights(
@@ -178,6 +184,7 @@ def load_hf_weights(
     parameters: Mapping[str, torch.Tensor],
     head: str = "lm",
     base_block: int | None = None,
+    mtp: bool = False,
 ) -> None:
     """Fill a Megatron rank's parameters (named as pieces name them) from the checkpoint at `path`.
 
@@ -187,14 +194,15 @@ def load_hf_weights(
     Args:
         base_block: rows and columns of a block of the parameters that are in float8 (`build_model`). These are taken as
             they are from a checkpoint with blocks of this size; others are quantised, one parameter at a time.
+        mtp: whether the model was built with its multi-token prediction layers.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, has one too many or one of another shape.
     """
-    plan = make_plan(hf_layout(config, head), megatron_layout(config, parallel, head))
+    plan = make_plan(hf_layout(config, head, mtp), megatron_layout(config, parallel, head, mtp=mtp))
     needed = plan.copies_to(rank)
     with HFReader(path) as reader:
-        reader.check(config, head)
+        reader.check(config, head, mtp)
         copies = [copy for copy in needed if copy.tensor in reader.tensors]
         in_blocks = {local for local in parameters if local + SCALES in parameters}
         for local in {copy.target_local for copy in copies} - in_blocks:

@@ -157,5 +157,5 @@ def _reward_model_problems(config: RMConfig) -> Iterator[str]:
         yield (
             f"data.normalize_response_key={data.normalize_response_key!r} is a column of data.normalize_files, which is null"
         )
-    if config.model.mtp == "keep":
-        yield "model.mtp=keep: a reward model predicts no tokens, so it has no such layers; leave it out"
+    if config.model.mtp != "drop":
+        yield f"model.mtp={config.model.mtp}: a reward model predicts no tokens, so it has no such layers; leave it out"

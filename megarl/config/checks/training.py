@@ -20,7 +20,7 @@ from megarl.config.schema.commands import (
 )
 from megarl.config.schema.models import LoraConfig, MegatronConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.run import TRACKERS
-from megarl.config.schema.supervised import TuningConfig
+from megarl.config.schema.supervised import DPOConfig, TuningConfig
 
 _LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -61,8 +61,16 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         yield from _loss_scale_problems(role)
         yield from _fsdp_problems(role)
         yield from _lora_problems(f"{role.model_key}.lora", role.model.lora)
+        if isinstance(role.model, TrainedModelConfig):
+            yield from _prediction_problems(role, role.model)
+    if isinstance(config, DPOConfig) and config.model.mtp == "train":
+        yield (
+            "model.mtp=train: preferences have responses that are not to be predicted; give keep, and train the layers by megarl sft"
+        )
     if isinstance(config, TuningConfig):
         return
+    if config.trainer.rollout_only and config.actor_rollout_ref.model.mtp == "train":
+        yield f"{POLICY}.model.mtp=train: with trainer.rollout_only no model changes; leave it out"
     yield from _algorithm_problems(config)
     yield from _replay_problems(config.actor_rollout_ref.actor)
     yield from _expert_bias_problems(config.actor_rollout_ref)
@@ -302,6 +310,25 @@ def _fsdp_problems(role: _Trained) -> Iterator[str]:
         yield (
             f"{given} goes without {role.prefix}optim.optimizer_cpu_offload=true: states on the host pass through the device by "
             f"Megatron's own optimizer; leave out one of them, or give {role.prefix}megatron.optimizer_offload=true"
+        )
+
+
+def _prediction_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[str]:
+    """Of model.mtp=train, as far as the model's files have no say in it."""
+    key = f"{role.model_key}.mtp"
+    if model.mtp != "train":
+        for name in given_keys(model, ("mtp_loss_coef", "mtp_detached")):
+            yield f"{role.model_key}.{name} is of {key}=train, which is {model.mtp}; leave it out"
+        return
+    if model.lora.rank:
+        yield (
+            f"{key}=train goes without {role.model_key}.lora.rank={model.lora.rank}: multi-token prediction layers have no adapters, and "
+            "frozen ones stay as they are; give keep, or no adapters"
+        )
+    if role.megatron.fsdp is not None:
+        yield (
+            f"{key}=train goes without {role.prefix}megatron.fsdp={role.megatron.fsdp}: the units of Megatron-FSDP are the model's own "
+            "layers; leave out one of them"
         )
 
 

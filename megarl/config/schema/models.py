@@ -94,7 +94,7 @@ class LoraConfig:
 
 DTYPES = ("float32", "bfloat16", "float16")
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
-MTP_CHOICES = ("drop", "keep")
+MTP_CHOICES = ("drop", "keep", "train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,21 @@ class TrainedModelConfig(ModelPathConfig):
         "true: megatron.recompute_granularity=full, false: null; null: as that says.", None
     )
     mtp: str = option(
-        "Its multi-token prediction layers, which are not trained: left out of the exported model, or kept as they are.",
+        "Its multi-token prediction layers: drop, left out of the exported model; keep, kept there as they are; train, trained with the "
+        "model, and exported.",
         "drop",
         choices=MTP_CHOICES,
+    )
+    mtp_loss_coef: float = option(
+        "Of mtp=train: weight of these layers' loss, a mean over the layers and the tokens that the update learns from.",
+        0.1,
+        gt=0,
+        formula="mtp_loss_coef / (depth tokens) sum of -log p(token k + 1 places later) (arXiv:2412.19437, equations 24 and 25)",
+    )
+    mtp_detached: bool = option(
+        "Of mtp=train: that loss trains these layers alone, and the gradients of all other weights are the same bits as without it; false: "
+        "it trains the whole model, as in pretraining.",
+        True,
     )
     lora: LoraConfig = section("Low-rank adapters: what is trained instead of the weights.", LoraConfig)
 

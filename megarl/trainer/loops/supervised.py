@@ -32,7 +32,13 @@ from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
-from megarl.trainer.workers.dispatch import NAMED, MicroBatching, ModelSpec, plan_rows
+from megarl.trainer.workers.dispatch import (
+    NAMED,
+    MicroBatching,
+    ModelSpec,
+    plan_rows,
+    prediction_training,
+)
 from megarl.util.files import whole_file
 
 VAL_LOSS = "val/loss"
@@ -131,11 +137,11 @@ def read_model(config: TuningConfig, head: str = "lm") -> ModelConfig:
     Raises:
         ValueError: its files do not fit each other, `head` or the configuration.
     """
-    path, mtp = config.model.path, config.model.mtp == "keep"
+    path, mtp = config.model.path, config.model.mtp
     model = read_model_config(path)
     check_models(config, model)
     check_adapters(config, model)
-    check_hf_weights(path, model, head, mtp=mtp and head == "lm")
+    check_hf_weights(path, model, head, mtp=mtp != "drop" and head == "lm", copies=mtp == "train")
     return model
 
 
@@ -173,6 +179,7 @@ def open_ranks(
             num_updates=num_steps,
             timeout=config.trainer.collective_timeout,
             lora=config.model.lora,
+            mtp=prediction_training(config.model),
         )
         with run.status("starting the model's ranks"):
             # With many ranks calls go through relays; where there is a fork server, ranks are forked with their imports done.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -66,7 +67,8 @@ def start_roles(
     adapters, way = served_adapters(policy.rollout, model, policy.model.lora, freed)
     if way is not None:
         run.say(way)
-    sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
+    predicts = trains and policy.model.mtp == "train"
+    sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters, predicts)
     with (
         run.status("starting models and rollout engines"),
         reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
@@ -198,13 +200,19 @@ def sync_plan(
     engine_pool: ResourcePool,
     device_order: Sequence[int],
     adapters: LoraConfig | None = None,
+    mtp: bool = False,
 ) -> SyncPlan:
-    """The plan by which the actor's weights reach the engines. `adapters`: which the engines serve next to the weights."""
+    """The plan by which the actor's weights reach the engines.
+
+    Args:
+        adapters: which the engines serve next to the weights.
+        mtp: whether the actor has its multi-token prediction layers.
+    """
     places = _places(engine_pool)
     return SyncPlan(
         config=model,
         parallel=layout,
-        engines=engine_layout(rollout),
+        engines=replace(engine_layout(rollout), draft=mtp and rollout.speculative.algorithm == "mtp"),
         dtype=getattr(torch, rollout_dtype(rollout, engine_pool.use_gpu)),
         bucket_bytes=rollout.sync_bucket_mb << 20,
         source_places=_places(actor_pool)[: layout.world],
@@ -214,6 +222,7 @@ def sync_plan(
         skip_unchanged=rollout.sync_skip_unchanged,
         fp8_block=fp8_block(rollout),
         adapters=adapters,
+        mtp=mtp,
     )
 
 

@@ -39,7 +39,7 @@ def export_hf(
         adapter: their folder; None: `adapter` next to `folder`.
         fields, files: see `write_hf_checkpoint`.
     """
-    plan: ExportPlan = run.wait(group.call("export_plan", model.mtp == "keep"))[0]
+    plan: ExportPlan = run.wait(group.call("export_plan", model.mtp != "drop"))[0]
     path = str(folder)
     with run.status(f"exporting the model to {path}"):
 

@@ -85,7 +85,8 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
     reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
     check_models(config, model, critic, reward)
     check_adapters(config, model, critic)
-    check_hf_weights(model_path.path, model, mtp=model_path.mtp == "keep")
+    mtp = model_path.mtp
+    check_hf_weights(model_path.path, model, mtp=mtp != "drop", copies=mtp == "train")
     if critic is not None:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)

@@ -47,6 +47,8 @@ class ActorWorker(ModelWorker):
     With adapters the model without them is the reference: it is there anyway, and nothing is loaded for it.
     """
 
+    sums_prefix = "actor/"
+
     def __init__(
         self,
         info: RankInfo,
@@ -207,7 +209,8 @@ class ActorWorker(ModelWorker):
             take_counts(self.replays)  # those of other passes
             if self.loads is not None:
                 self.loads.forget()
-            result = self.train(batches, head, loss, names, more=True)
+            learnt = count.tokens + (0 if ptx is None else ptx.counts[number])
+            result = self.train(batches, head, loss, names, more=True, learnt=learnt)
             balance = self._balance(how.expert_bias_update_rate if result.ok else 0.0)
             steps.append({**result.stats, **result.numbers(), **self._routing_counts(), **balance})
             if first is not None:
@@ -290,7 +293,7 @@ def pack_weighted(
     local = append_column(local, "loss_weights", (weights.numpy(), offsets))
     starts = iter(range(len(rows)))
     renumbered = [[next(starts) for _ in micro] for micro in share]
-    return worker.pack_share(local, renumbered, fields)
+    return worker.pack_share(local, renumbered, fields, learnt=True)
 
 
 def trajectories_of(batch: PackedBatch) -> Sequences:

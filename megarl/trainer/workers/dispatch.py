@@ -17,7 +17,7 @@ import torch
 from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
 from megarl.algorithms.preference import Pairs, ranking_pairs
-from megarl.config import LoraConfig, MegatronConfig, OptimConfig
+from megarl.config import LoraConfig, MegatronConfig, OptimConfig, TrainedModelConfig
 from megarl.data.balance import (
     aligned_total,
     plan_figures,
@@ -45,6 +45,19 @@ NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with 
 
 
 @dataclass(frozen=True)
+class PredictionTraining:
+    """How a model's layers of multi-token prediction are trained: the weight of their loss, and whether it has no gradient for the rest."""
+
+    coef: float
+    detached: bool
+
+
+def prediction_training(model: TrainedModelConfig) -> PredictionTraining | None:
+    """What the section of a model says of it; None: these layers are not trained."""
+    return PredictionTraining(model.mtp_loss_coef, model.mtp_detached) if model.mtp == "train" else None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One Megatron model and how it is trained.
 
@@ -58,6 +71,7 @@ class ModelSpec:
         share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
         router_replay: "rollout": routers choose the experts that trajectories came with; "trainer": those that `compute_log_probs`
             has recorded; None: their own.
+        mtp: how layers of multi-token prediction are trained; None: the model is built without them.
     """
 
     path: str
@@ -70,6 +84,7 @@ class ModelSpec:
     lora: LoraConfig = field(default_factory=LoraConfig)
     share_prompts: str | None = None
     router_replay: str | None = None
+    mtp: PredictionTraining | None = None
 
     @property
     def adapted(self) -> bool:

@@ -95,7 +95,7 @@ from megarl.megatron.router_replay import (
     take_recorded,
 )
 from megarl.megatron.shared_prompts import check_model
-from megarl.megatron.step import StepResult, forward_only, train_step
+from megarl.megatron.step import StepResult, forward_only, train_step, with_predictions
 from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.trainer.workers.dispatch import ModelSpec
@@ -115,6 +115,8 @@ RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
 
 class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
+
+    sums_prefix = ""  # of the names of the sums of its losses
 
     def __init__(self, info: RankInfo, spec: ModelSpec, base: ModelWorker | None = None) -> None:
         """
@@ -142,6 +144,8 @@ class ModelWorker:
         # With a base model this rank shares its weights and parallel state, and adds adapters and a value head of its own.
         self.config = read_model_config(spec.path)
         self.dtype = platform.resolve_dtype(spec.megatron.dtype)
+        # Layers of multi-token prediction that are trained.
+        self.depth = self.config.num_mtp_layers if spec.mtp is not None and spec.optim is not None else 0
         self.adapter = ADAPTER if base is None else f"{ADAPTER}_{spec.head}"
         if base is None:
             self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
@@ -243,6 +247,9 @@ class ModelWorker:
 
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
+        mtp = None
+        if trainable and self.spec.mtp is not None:
+            mtp = "detached" if self.spec.mtp.detached else "attached"
         chunks = build_model(
             self.config,
             self.layout,
@@ -253,9 +260,10 @@ class ModelWorker:
             recompute_modules=self.spec.megatron.recompute_modules if trainable else None,
             overrides=self._overrides(),
             base_block=self.spec.lora.blocks,
+            mtp=mtp,
             seed=self.spec.megatron.seed,
         )
-        self.read_weights(path, head, local_parameters(chunks))
+        self.read_weights(path, head, local_parameters(chunks), mtp=mtp is not None)
         if self.store is not None:
             # Before anything collective: ranks read a large model from shared files at very different speeds.
             world, limit = self.info.world_size, LOAD_TIMEOUTS * self.spec.timeout
@@ -272,11 +280,12 @@ class ModelWorker:
         # Transformer Engine's kernel chooses experts itself, and would not ask for those of an earlier pass (megatron-core 0.19.2).
         return given if self.spec.router_replay is None else {**given, "moe_router_fusion": False}
 
-    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Fill this rank's local tensors from a Hugging Face folder."""
-        load_hf_weights(
-            path, self.config, self.layout, self.info.rank, parameters, head, self.spec.lora.blocks
-        )
+    def read_weights(
+        self, path: str, head: str, parameters: Mapping[str, torch.Tensor], mtp: bool = False
+    ) -> None:
+        """Fill this rank's local tensors from a Hugging Face folder. `mtp`: those of multi-token prediction layers, too."""
+        blocks = self.spec.lora.blocks
+        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks, mtp)
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None:
         """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
@@ -338,22 +347,29 @@ class ModelWorker:
         )
 
     def pack_share(
-        self, table: pa.Table, share: Share, fields: Sequence[str] = (), replayed: bool = True
+        self,
+        table: pa.Table,
+        share: Share,
+        fields: Sequence[str] = (),
+        replayed: bool = True,
+        learnt: bool = False,
     ) -> MicroBatches:
         """This rank's part of each micro-batch of trajectories.
 
         Args:
             replayed: with the engine's experts, if the model replays them.
+            learnt: for `train`, with what multi-token prediction layers predict if they are trained.
         """
         how = {
+            "depth": self.depth if learnt else 0,
             "share_prompts": self.spec.share_prompts is not None,
             "routing": self.routing if replayed else None,
         }
         return self._pack(arrange_trajectories, table, share, fields=fields, **how)
 
-    def pack_examples(self, table: pa.Table, share: Share) -> MicroBatches:
-        """This rank's part of each micro-batch of SFT examples."""
-        return self._pack(arrange_sequences, table, share)
+    def pack_examples(self, table: pa.Table, share: Share, learnt: bool = False) -> MicroBatches:
+        """This rank's part of each micro-batch of SFT examples. `learnt`: as `pack_share`'s."""
+        return self._pack(arrange_sequences, table, share, depth=self.depth if learnt else 0)
 
     def pack_texts(self, table: pa.Table, share: Share) -> MicroBatches:
         """This rank's part of each micro-batch of texts that get one number each."""
@@ -414,6 +430,7 @@ class ModelWorker:
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
         names: Names | None = None,
         more: bool = False,
+        learnt: int | None = None,
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
@@ -421,6 +438,8 @@ class ModelWorker:
 
         Args:
             names: gives the names of the micro-batches' sequences, for the error; None: they have none.
+            learnt: tokens that the step learns from, on all ranks, over which the loss of multi-token prediction layers is a mean where
+                they are trained; the batches were packed for it.
             more: leave updated weights to be gathered in the next forward pass (`overlap_param_gather`); the caller ends with
                 `gather_parameters`.
 
@@ -428,6 +447,9 @@ class ModelWorker:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
                 as they were before.
         """
+        if self.depth:
+            assert learnt is not None and self.spec.mtp is not None
+            loss = with_predictions(loss, self.depth, self.spec.mtp.coef / learnt, self.sums_prefix)
         assert_resident(self.chunks)
         for part in ("weights", "adapters", "gradients", "optimizer"):
             if part in self.parts:
@@ -443,9 +465,11 @@ class ModelWorker:
         return result
 
     def export_plan(self, mtp: bool) -> ExportPlan:
-        """How the model is exported. `mtp`: with the source model's multi-token prediction layers."""
-        dtype = platform.torch_dtype(self.config.dtype)
-        self.export = ExportPlan(self.config, self.layout, dtype, mtp=mtp, head=self.spec.head)
+        """How the model is exported. `mtp`: with multi-token prediction layers; the source model's if they are not trained."""
+        dtype, trained = platform.torch_dtype(self.config.dtype), mtp and self.depth > 0
+        self.export = ExportPlan(
+            self.config, self.layout, dtype, mtp=mtp, mtp_trained=trained, head=self.spec.head
+        )
         return self.export
 
     def adapter_plan(self) -> AdapterExport:
@@ -550,7 +574,7 @@ def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
     companions.mkdir()
     source = Path(spec.path).expanduser()
     names = []
-    for name, content in read_companions(source, worker.config, worker.dtype).items():
+    for name, content in read_companions(source, worker.config, worker.dtype, worker.depth > 0).items():
         (companions / name).write_bytes(content)
         names.append(f"{COMPANIONS}/{name}")
     if spec.adapted:

@@ -93,7 +93,7 @@ def pack_ptx(worker: ModelWorker, examples: pa.Table, how: PtxUpdate, number: in
     weight = how.coef / max(how.counts[number], 1)
     return [
         replace(batch, fields={WEIGHTS: batch.mask.float() * weight})
-        for batch in worker.pack_examples(examples, how.plan[number][worker.coords.dp])
+        for batch in worker.pack_examples(examples, how.plan[number][worker.coords.dp], learnt=True)
     ]
 
 

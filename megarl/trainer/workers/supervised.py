@@ -8,6 +8,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.metrics import prediction_metrics
 from megarl.algorithms.preference import Pairs, dpo_loss, preference_loss, ranking_metrics
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
@@ -37,10 +38,12 @@ class SFTWorker(ModelWorker):
             return total / num_learnt, {"loss": total.double(), "tokens": batch.mask.sum().double()}
 
         share = shares[self.coords.dp]
-        result = self.train(self.pack_examples(table, share), self.lm_head(), loss)
+        batches = self.pack_examples(table, share, learnt=True)
+        result = self.train(batches, self.lm_head(), loss, learnt=num_learnt)
         assert result.stats["tokens"] == num_learnt, (result.stats, num_learnt)
         return {
             "train/loss": result.stats["loss"] / num_learnt,
+            **prediction_metrics(result.stats, "", "train/"),
             **{f"train/{name}": value for name, value in result.numbers().items()},
             "perf/tokens": float(sum(len(ids) for ids in table["input_ids"])),
         }

@@ -58,6 +58,18 @@ def test_kept_prediction_layers_repeat_the_trained_embedding(tmp_path, tiny_mode
     assert torch.equal(written[unchanged], model.state[unchanged])
 
 
+def test_trained_prediction_layers_are_exported(tmp_path, tiny_model):
+    model, layout = tiny_model("glm4_moe"), ParallelLayout(world=4, tp=2, pp=2)
+    ranks = load_all(model.folder, layout, mtp=True)
+    for rank in ranks:
+        for tensor in rank.values():
+            tensor += 1
+    export(model.folder, tmp_path / "out", layout, ranks=ranks, mtp=True, mtp_trained=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == model.state.keys()
+    assert all(torch.equal(written[name], model.state[name] + 1) for name in written)
+
+
 def test_a_float8_model_is_written_as_one_in_bfloat16(tmp_path, tiny_model):
     source = shutil.copytree(tiny_model("deepseek_v3", dtype="bfloat16").folder, tmp_path / "hf")
     means = quantise(source, (16, 16))

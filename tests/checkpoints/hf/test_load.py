@@ -153,6 +153,9 @@ def test_what_prediction_layers_repeat_must_be_the_models_own(tmp_path, tiny_mod
         reader.check(config, "lm", mtp=True)
         with pytest.raises(ValueError, match=rf"{name} should be equal to lm_head\.weight, but is not"):
             reader.check_mtp_copies(config)
+    check_hf_weights(str(folder), config, mtp=True)  # which reads no values
+    with pytest.raises(ValueError, match="should be equal to"):
+        check_hf_weights(str(folder), config, mtp=True, copies=True)
     change_tensors(folder, lambda tensors: tensors.pop(name))
     with HFReader(str(folder)) as reader:
         reader.check(config, "lm", mtp=True)

@@ -414,6 +414,20 @@ def test_what_is_right_is_accepted(
             ["data.text_key=text", "data.response_key=answer"],
             "data.response_key is of chats, but data.text_key='text' reads plain text; give one of them",
         ),
+        (
+            ["model.mtp_loss_coef=0.3"],
+            "model.mtp_loss_coef is of model.mtp=train, which is drop; leave it out",
+        ),
+        (
+            ["model.mtp=train", "model.lora.rank=4"],
+            "model.mtp=train goes without model.lora.rank=4: multi-token prediction layers have no adapters, and frozen ones stay as they "
+            "are; give keep, or no adapters",
+        ),
+        (
+            ["model.mtp=train", "megatron.fsdp=optim_grads"],
+            "model.mtp=train goes without megatron.fsdp=optim_grads: the units of Megatron-FSDP are the model's own layers; leave out one "
+            "of them",
+        ),
     ],
 )
 def test_fine_tuning(sft: Callable[..., SFTConfig], overrides: list[str], problem: str) -> None:
@@ -431,6 +445,10 @@ def test_fine_tuning(sft: Callable[..., SFTConfig], overrides: list[str], proble
         (
             ["model.mtp=keep"],
             "model.mtp=keep: a reward model predicts no tokens, so it has no such layers; leave it out",
+        ),
+        (
+            ["model.mtp=train"],
+            "model.mtp=train: a reward model predicts no tokens, so it has no such layers; leave it out",
         ),
         (["model.head_init=ones"], "model.head_init='ones' is unknown; megarl has zeros, normal"),
         (

@@ -162,9 +162,13 @@ def test_nothing_has_changed(tmp_path: Path) -> None:
 
 def test_what_may_change_is_listed_with_both_values(tmp_path: Path) -> None:
     found = changes(
-        tmp_path, f"{POLICY}.actor.optim.lr=0.25", f"{POLICY}.actor.megatron.tensor_model_parallel_size=1"
+        tmp_path,
+        f"{POLICY}.actor.optim.lr=0.25",
+        f"{POLICY}.actor.megatron.tensor_model_parallel_size=1",
+        f"{POLICY}.model.mtp=keep",
     )
     assert found[f"{POLICY}.actor.optim.lr"][1] == 0.25
+    assert f"{POLICY}.model.mtp" in found
     assert found[f"{POLICY}.actor.megatron.tensor_model_parallel_size"] == (2, 1)
     assert refused_changes(found) == []
 
@@ -181,6 +185,7 @@ def test_what_may_change_is_listed_with_both_values(tmp_path: Path) -> None:
         (f"{POLICY}.model.lora.rank=4", "adapters of another kind"),
         (f"{POLICY}.actor.megatron.dtype=bfloat16", "weights and optimizer states of another kind"),
         ("algorithm.kl_ctrl.type=adaptive", "another controller"),
+        (f"{POLICY}.model.mtp=train", "has multi-token prediction layers, or has none"),
     ],
 )
 def test_what_cannot_change_is_refused_with_the_reason(tmp_path: Path, override: str, reason: str) -> None:

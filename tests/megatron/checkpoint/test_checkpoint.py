@@ -21,6 +21,7 @@ FAMILIES = {
     "latent": {
         "family": "deepseek_v3"
     },  # latent attention, a dense layer before the mixtures, routers' biases
+    "predicting": {"family": "deepseek_v3", "num_mtp_layers": 2},
 }
 History = list[tuple[float, float, float]]
 
@@ -114,6 +115,15 @@ def test_latent_attention_and_experts(
     check(ranks, tmp_path, model_of("latent"), saved, others)
 
 
+def test_layers_of_multi_token_prediction(
+    ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str]
+) -> None:
+    """They and their optimizer states; the last stage's embedding is a copy of the first one's."""
+    saved, others = Setting(2, {"pp": 2}, mtp=True), [Setting(2, {"tp": 2, "sp": True, "ep": 2}, mtp=True)]
+    check(ranks, tmp_path, model_of("predicting"), saved, others)
+    assert "mtp.layers.1.eh_proj.weight" in whole_tensors(tmp_path / "saved")
+
+
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
     [
@@ -156,7 +166,12 @@ EVERY = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(family, name) for family in FAMILIES for name in EVERY if family != "tied" or "-ep" not in name],
+    [
+        (family, name)
+        for family in FAMILIES
+        for name in EVERY
+        if family != "predicting" and (family != "tied" or "-ep" not in name)
+    ],
 )
 def test_every_layout_saves_and_loads(
     ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str], family: str, name: str

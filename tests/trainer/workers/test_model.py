@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -17,10 +18,10 @@ from megarl.checkpoints.hf.export import write_hf_checkpoint
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import ModelSpec, forward_plan, update_plan
+from megarl.trainer.workers.dispatch import ModelSpec, PredictionTraining, forward_plan, update_plan
 from megarl.trainer.workers.model import ModelWorker
 from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker
-from tests.megatron.hf import save_model
+from tests.megatron.hf import VOCAB, save_model
 from tests.ranks import RankPool
 from tests.trainer.test_lora import CRITIC_LORA, CUT, HOW, LORA, MEAN, assert_same, table
 from tests.trainer.workers.test_actor import TEMPERATURE
@@ -36,11 +37,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedMode
     return str(folder), save_model(folder, tied=True)
 
 
-def make(rank: int, world: int, folder: str, megatron: dict[str, Any], lora: LoraConfig) -> ModelWorker:
-    """The actor's rank; with adapters also the critic's."""
+def make(
+    rank: int, world: int, folder: str, megatron: dict[str, Any], lora: LoraConfig, mtp: bool = False
+) -> ModelWorker:
+    """The actor's rank; with adapters also the critic's. `mtp`: with multi-token prediction layers."""
     info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
     optim = OptimConfig(lr=3e-2, lr_decay_style="linear")
     spec = ModelSpec(folder, "lm", MegatronConfig(**megatron), optim, num_updates=9, timeout=60.0, lora=lora)
+    if mtp:
+        spec = replace(spec, mtp=PredictionTraining(0.3, detached=True))
     if not lora.rank:
         return ActorWorker(info, spec, TEMPERATURE)
     critic = replace(spec, head="value", lora=replace(CRITIC_LORA, dropout=lora.dropout))
@@ -60,10 +65,16 @@ def one_round(worker: ModelWorker) -> list[Any]:
 
 
 def _save(
-    rank: int, world: int, model: str, megatron: dict[str, Any], lora: LoraConfig, folder: str
+    rank: int,
+    world: int,
+    model: str,
+    megatron: dict[str, Any],
+    lora: LoraConfig,
+    folder: str,
+    mtp: bool = False,
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """A round, a save of each role, another round. Returns: the files, what the second round gave, the policy in bundles."""
-    worker = make(rank, world, model, megatron, lora)
+    worker = make(rank, world, model, megatron, lora, mtp)
     one_round(worker)
     files = {}
     for role in ("actor", "critic") if lora.rank else ("actor",):
@@ -83,15 +94,21 @@ def _save(
         plan = worker.adapter_plan()
         bundles = [replace(plan), worker.pack_adapters()]
     else:
-        plan = worker.export_plan(False)
+        plan = worker.export_plan(mtp)
         bundles = [replace(plan), [worker.pack_export(shard) for shard in range(len(plan.shards))]]
     return files, one_round(worker), bundles
 
 
 def _load(
-    rank: int, world: int, model: str, megatron: dict[str, Any], lora: LoraConfig, folder: str
+    rank: int,
+    world: int,
+    model: str,
+    megatron: dict[str, Any],
+    lora: LoraConfig,
+    folder: str,
+    mtp: bool = False,
 ) -> tuple[list[bool], list[Any]]:
-    worker = make(rank, world, model, megatron, lora)
+    worker = make(rank, world, model, megatron, lora, mtp)
     roles = ("actor", "critic") if lora.rank else ("actor",)
     exact = [worker.load_checkpoint(f"{folder}/{role}", role).exact for role in roles]
     return exact, one_round(worker)
@@ -133,6 +150,39 @@ def test_a_model_goes_on_and_is_converted(
     compared = compare(str(tmp_path / "exported"), str(tmp_path / "converted"))
     assert compared.equal and compared.num_equal > 20
     assert not compare(model[0], str(tmp_path / "converted")).equal
+
+
+def test_trained_prediction_layers_go_on_and_are_converted(ranks: RankPool, tmp_path: Path) -> None:
+    """Saved, resumed, exported and converted with the model; the exported layers are the trained ones."""
+    model = make_tiny_model(
+        tmp_path / "model",
+        ["two words"],
+        family="deepseek_v3",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_layers=2,
+        num_mtp_layers=1,
+        fields={"initializer_range": 0.1},
+    )
+    given = (str(model), PP2, LoraConfig(), str(tmp_path / "saved"), True)
+    results = ranks.run(_save, *given, world=2)
+    for (_, expected, _), (exact, found) in zip(results, ranks.run(_load, *given, world=2), strict=True):
+        assert exact == [True]
+        assert_same(found, expected)
+        for step in found[0]:
+            # One response's first token has a prompt of one token before it, two places before which is nothing.
+            assert step["actor/tokens"] - 1 <= step["actor/mtp_tokens"] <= step["actor/tokens"]
+            assert 0 < step["actor/mtp_loss"] / step["actor/mtp_tokens"] < 9
+    exported, converted = str(tmp_path / "exported"), str(tmp_path / "converted")
+    collect = lambda shard: [bundles[1][shard] for *_, bundles in results]  # noqa: E731
+    write_hf_checkpoint(exported, str(model), results[0][2][0], collect)
+    convert(str(tmp_path / "saved" / "actor"), converted)
+    assert compare(exported, converted).equal
+    old, new = (load_file(f"{folder}/model.safetensors") for folder in (model, exported))
+    assert old.keys() == new.keys()
+    same = [name for name in old if torch.equal(old[name], new[name])]
+    assert all(name.endswith("e_score_correction_bias") for name in same)
 
 
 def _critic(rank: int, world: int, model: str, megatron: dict[str, Any]) -> list[Any]:

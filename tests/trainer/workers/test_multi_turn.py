@@ -24,7 +24,7 @@ from megarl.data.trajectories import (
     write_trajectories,
 )
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import Generation, SamplingParams
+from megarl.rollout.engine import Drafting, Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
@@ -57,6 +57,9 @@ class FakeEngine:
 
     def flight(self):
         return Flight(self.loop)
+
+    def take_drafting(self):
+        return Drafting()
 
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)

@@ -1,0 +1,298 @@
+"""Layers of multi-token prediction: losses and gradients of section 2.2 of arXiv:2412.19437, written in torch on Hugging Face's modules."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples.tiny_model import make_tiny_model
+from megarl.layout import Piece
+from megarl.megatron.build import local_parameters
+from megarl.megatron.heads import lm_head
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packing import PackedBatch, arrange_sequences
+from megarl.megatron.parallel import coords
+from megarl.megatron.step import StepResult, train_step, with_predictions
+from tests.megatron.hf import Rank, check_gradients, place_model
+from tests.megatron.parity import OPTIM, VOCAB
+from tests.megatron.test_families import FAMILIES, hugging_face
+from tests.ranks import RankPool
+
+DEPTH, LAYERS, WEIGHT = 2, 4, 0.3
+LENGTHS = (2, 31, 12, 1, 7, 23, 3, 9)
+
+Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
+Update = tuple[bool, float, dict[str, torch.Tensor]]
+
+
+def examples() -> pa.Table:
+    """Sequences, some shorter than the layers reach, of which about half of the tokens count."""
+    generator = np.random.default_rng(4)
+    return pa.table(
+        {
+            "input_ids": [generator.integers(0, VOCAB, length) for length in LENGTHS],
+            "loss_mask": [generator.random(length) < 0.6 for length in LENGTHS],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """From a family to the folder of its tiny model with two such layers."""
+
+    @cache
+    def make(name: str) -> str:
+        folder, family = tmp_path_factory.mktemp("predicting"), FAMILIES[name]
+        make_tiny_model(
+            folder,
+            ["two words"],
+            vocab_size=VOCAB,
+            hidden_size=64,
+            ffn_hidden_size=96,
+            num_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            family=family.name,
+            num_mtp_layers=DEPTH,
+            fields={"initializer_range": 0.1, **family.fields},
+            seed=5,
+        )
+        return str(folder)
+
+    return make
+
+
+class Oracle(torch.nn.Module):
+    """A model of Hugging Face's with its MTP layers, by their names in its file."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        super().__init__()
+        self.main, state = hugging_face(folder, FAMILIES[name]), load_file(f"{folder}/model.safetensors")
+        inner, width = self.main.model, self.main.config.hidden_size
+        self.layers = torch.nn.ModuleList()
+        for index in range(DEPTH):
+            prefix, layer = f"model.layers.{LAYERS + index}.", torch.nn.Module()
+            layer.own = deepcopy(inner.layers[-1])
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            for norm in ("enorm", "hnorm", "shared_head.norm"):
+                copied = deepcopy(inner.norm)
+                copied.weight.data.copy_(own[f"{norm}.weight"])
+                setattr(layer, norm.rpartition(".")[2], copied)
+            layer.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
+            layer.eh_proj.weight.data.copy_(own["eh_proj.weight"])
+            experts = layer.own.mlp.experts
+            for key, value in layer.own.state_dict().items():
+                if not key.startswith("mlp.experts."):
+                    value.copy_(own[key])
+            for expert in range(experts.num_experts):
+                gate, up, down = (
+                    own[f"mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
+                )
+                experts.gate_up_proj.data[expert].copy_(torch.cat([gate, up]))
+                experts.down_proj.data[expert].copy_(down)
+            self.layers.append(layer)
+
+    def losses(self, tokens: torch.Tensor, counts: torch.Tensor, *, detached: bool) -> torch.Tensor:
+        """-log p summed over the tokens that count, of the model and of each layer, [1 + DEPTH].
+
+        Args:
+            tokens: int64 [tokens]. counts: bool [tokens]; a first token counts for none.
+        """
+        inner, log_p = self.main.model, torch.nn.functional.log_softmax
+        hidden, weight = inner(tokens[None]).last_hidden_state[0], self.main.lm_head.weight
+        embedding = inner.embed_tokens.weight
+        found = [-(log_p(hidden[:-1] @ weight.t(), -1).gather(1, tokens[1:, None])[:, 0] * counts[1:]).sum()]
+        if detached:
+            hidden, weight, embedding = hidden.detach(), weight.detach(), embedding.detach()
+        for k, layer in enumerate(self.layers, start=1):
+            if len(tokens) <= k:
+                found.append(hidden.sum() * 0)
+                continue
+            hidden = hidden[: len(tokens) - k]  # whose token k places later there is
+            hidden = torch.cat([layer.enorm(embedding[tokens[k:]]), layer.hnorm(hidden)], -1)
+            hidden = layer.eh_proj(hidden)[None]
+            places = torch.arange(len(tokens) - k)[None]
+            rotated = inner.rotary_emb(hidden, places)
+            hidden = layer.own(hidden, position_embeddings=rotated, position_ids=places, attention_mask=None)
+            hidden = layer.norm(hidden)[0]
+            logits, later = hidden[:-1] @ weight.t(), tokens[k + 1 :]
+            found.append(-(log_p(logits, -1).gather(1, later[:, None])[:, 0] * counts[k + 1 :]).sum())
+        return torch.stack(found)
+
+    def named_parameters(self, *args: Any, **options: Any):
+        """By their names in files."""
+        yield from self.main.named_parameters()
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{LAYERS + index}."
+            for name, parameter in layer.named_parameters():
+                name = "shared_head.norm.weight" if name == "norm.weight" else name.removeprefix("own.")
+                yield prefix + name, parameter
+
+
+def _step(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, options: dict) -> Result:
+    """The sums and gradients of one step."""
+    place = place_model(rank, world, sizes, folder, mtp=mtp, **options)
+    result = _train(place, mtp, clip_grad=1e9)
+    assert result.ok
+    return result.stats, place.gradients()
+
+
+def _update(
+    rank: int,
+    world: int,
+    sizes: dict,
+    folder: str,
+    mtp: str | None,
+    broken: bool = False,
+    overlap: bool = False,
+) -> Update:
+    """Two steps with clipping: whether the last one was made, its gradient's norm, the weights after it.
+
+    broken: the layers of multi-token prediction have a weight that is not finite.
+    """
+    place = place_model(rank, world, sizes, folder, mtp=mtp, overlap_grad_reduce=overlap)
+    weights = local_parameters(place.chunks)
+    for name, weight in weights.items():
+        if broken and name.endswith("mtp.layers.0.enorm.weight"):
+            weight[3] = torch.inf
+    result = _train(place, mtp, clip_grad=0.01, steps=2)
+    return result.ok, result.grad_norm, {name: weight.clone() for name, weight in weights.items()}
+
+
+def _train(place: Rank, mtp: str | None, clip_grad: float, steps: int = 1) -> StepResult:
+    """Some steps on all examples; the last one's result."""
+    optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
+    layout, table, own = place.layout, examples(), coords()
+    rows = list(range(own.dp, len(LENGTHS), layout.dp))
+    batches = [
+        arrange_sequences(
+            table,
+            rows[start : start + 2],
+            depth=DEPTH if mtp else 0,
+            tp=layout.tp,
+            cp=layout.cp,
+            cp_rank=own.cp,
+            sequence_parallel=layout.sp,
+        ).on_device()
+        for start in range(0, len(rows), 2)
+    ]
+
+    def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert output.shape[1] == 1
+        total = -output.sum()
+        return total, {"loss": total, "tokens": batch.mask.sum()}
+
+    both = with_predictions(loss, DEPTH, WEIGHT, "") if mtp else loss
+    head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
+    for _ in range(steps):
+        result = train_step(place.chunks, optimizer, scheduler, batches, head, both)
+    return result
+
+
+GRID = {
+    "one": (1, {}),
+    "tp2_sp_ep2": (2, {"tp": 2, "sp": True, "ep": 2}),
+    "pp2": (2, {"pp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
+    "pp2_given": (2, {"pp": 2, "chunk_layers": (3, 1)}),
+    "tp2_sp_pp2_cp2_etp2": (8, {"tp": 2, "sp": True, "pp": 2, "cp": 2, "etp": 2}),
+}
+CASES = [
+    *[("deepseek_v3", layout, "detached", {}) for layout in GRID],
+    ("glm4_moe", "one", "detached", {}),
+    ("glm4_moe", "cp2", "attached", {}),
+    ("deepseek_v3", "pp2", "attached", {}),
+    ("deepseek_v3", "tp2_sp_ep2", "attached", {"recompute_granularity": "full"}),
+    ("deepseek_v3", "one", "detached", {"recompute_granularity": "full"}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "mtp", "options"), CASES)
+def test_losses_and_gradients_are_the_papers(
+    ranks: RankPool,
+    folder_of: Callable[[str], str],
+    name: str,
+    layout: str,
+    mtp: str,
+    options: dict[str, Any],
+) -> None:
+    (world, sizes), folder = GRID[layout], folder_of(name)
+    oracle, table, total = Oracle(folder, name), examples(), torch.zeros(1 + DEPTH)
+    for tokens, counts in zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True):
+        losses = oracle.losses(torch.tensor(tokens), torch.tensor(counts), detached=mtp == "detached")
+        (losses[0] + WEIGHT / DEPTH * losses[1:].sum()).backward()
+        total += losses.detach()
+    results = ranks.run(_step, sizes, folder, mtp, options, world=world)
+    for stats, _ in results:
+        assert stats["loss"] == pytest.approx(total[0].item(), rel=1e-5)
+        assert stats["mtp_loss"] == pytest.approx(total[1:].sum().item(), rel=1e-5)
+        masks = table["loss_mask"].to_pylist()
+        assert stats["mtp_tokens"] == sum(sum(mask[k + 1 :]) for mask in masks for k in (1, 2))
+    check_gradients(oracle, [gradients for _, gradients in results])
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2_sp_ep2", "pp2", "cp2"])
+def test_detached_layers_change_no_bit_of_other_gradients(
+    ranks: RankPool, folder_of: Callable[[str], str], layout: str
+) -> None:
+    (world, sizes), folder = GRID[layout], folder_of("deepseek_v3")
+    plain = ranks.run(_step, sizes, folder, None, {}, world=world)
+    for (_, without), (_, found) in zip(
+        plain, ranks.run(_step, sizes, folder, "detached", {}, world=world), strict=True
+    ):
+        assert len(without) > 20
+        compared = 0
+        for piece, gradient in without:
+            matching = [other for own, other in found if own == piece]
+            assert len(matching) == 1
+            assert torch.equal(gradient, matching[0]), piece
+            compared += int(gradient.any())
+        assert compared > 20
+
+
+def test_detached_layers_change_no_bit_of_other_updates(
+    ranks: RankPool, folder_of: Callable[[str], str]
+) -> None:
+    """Though gradients are clipped; and both copies of the embedding stay equal."""
+    folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
+    plain = ranks.run(_update, sizes, folder, None, world=world)
+    found = ranks.run(_update, sizes, folder, "detached", world=world)
+    for (_, norm, without), (ok, own, weights) in zip(plain, found, strict=True):
+        assert ok and own == norm > 0.01
+        assert [name for name in without if not torch.equal(without[name], weights[name])] == []
+    first, last = (weights["0:embedding.word_embeddings.weight"] for _, _, weights in found)
+    assert torch.equal(first, last)
+
+
+def test_a_gradient_of_theirs_that_is_not_finite_leaves_the_step_out(
+    ranks: RankPool, folder_of: Callable[[str], str]
+) -> None:
+    folder, (world, sizes) = folder_of("deepseek_v3"), GRID["one"]
+    ((ok, norm, weights),) = ranks.run(_update, sizes, folder, "detached", True, world=world)
+    assert not ok and not np.isfinite(norm)
+    state = load_file(f"{folder}/model.safetensors")
+    assert torch.equal(weights["0:decoder.final_layernorm.weight"], state["model.norm.weight"])
+
+
+@pytest.mark.parametrize("mtp", ["detached", "attached"])
+def test_gradients_may_be_reduced_during_the_backward_pass(
+    ranks: RankPool, folder_of: Callable[[str], str], mtp: str
+) -> None:
+    """From the second step on Megatron reduces a bucket when all of its weights have had a gradient: the last stage's embedding, too."""
+    folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
+    late = ranks.run(_update, sizes, folder, mtp, world=world)
+    for (_, norm, weights), (ok, own, found) in zip(
+        late, ranks.run(_update, sizes, folder, mtp, False, True, world=world), strict=True
+    ):
+        assert ok and own == norm
+        assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -38,12 +38,14 @@ FRAGMENTS = 1024 * MIB
 
 @dataclass(frozen=True)
 class EngineRank:
-    """A rank of an engine on the GPU: the engine's ranks, its concurrent requests, and the relevant facts of its model."""
+    """A rank of an engine on the GPU: the engine's ranks, its concurrent requests, the relevant facts of its model, and the tokens of a request
+    for which a pass gives logits: the newest, and drafted ones."""
 
     tp: int
     requests: int
     vocab_size: int
     latent: bool
+    tokens: int = 1
 
 
 def communicators(layout: ParallelLayout) -> int:
@@ -78,7 +80,7 @@ def reserved(
         workspaces += CUBLAS + ENGINE_WORKSPACE
         graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
         graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS
-        sampling = SAMPLING * engine.requests * engine.vocab_size
+        sampling = SAMPLING * engine.requests * engine.tokens * engine.vocab_size
     return {
         f"CUDA contexts: {processes}": processes * CONTEXT,
         f"NCCL communicators: {groups}": round(groups * COMMUNICATOR),

@@ -221,7 +221,8 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
     rollout, model, engine = config.actor_rollout_ref.rollout, inputs.model, None
     if rollout.resource_pool == pool:
         tp, requests = rollout.tensor_model_parallel_size, rollout.max_num_seqs
-        engine = EngineRank(tp, requests, model.vocab_size, model.mla is not None)
+        drafted = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens
+        engine = EngineRank(tp, requests, model.vocab_size, model.mla is not None, 1 + drafted)
     # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
     actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)
     apart = rollout.resource_pool != actors

@@ -11,11 +11,13 @@ import torch
 from examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import Drafting, EngineConfig, SamplingParams, SpeculationConfig
 from tests.rollout.conftest import CONTEXT, TP, Model, make_qwen2
-from tests.rollout.invariance import OBSTACLE, needs_invariance
+from tests.rollout.invariance import OBSTACLE, needs_compiler, needs_invariance
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, assert_serves, hf_log_probs
 from tests.rollout.sglang.test_interruption import interrupt_often, take_off
+
+pytestmark = needs_compiler
 
 NGRAM = SpeculationConfig("ngram", 4)
 # Greedy and sampled, cut and not; random weights repeat themselves, so that much of what is drafted is right.

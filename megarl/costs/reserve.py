@@ -40,7 +40,7 @@ FRAGMENTS = 1024 * MIB
 class EngineRank:
     """A rank of an engine on the GPU: the engine's ranks, the rank's concurrent requests, and the relevant facts of its model.
 
-    attention_tp: ranks that cut attention.
+    attention_tp: ranks that cut attention. tokens: of a request, for which a pass gives logits: the newest, and drafted ones.
     """
 
     tp: int
@@ -48,6 +48,7 @@ class EngineRank:
     vocab_size: int
     latent: bool
     attention_tp: int = 1
+    tokens: int = 1
 
 
 def communicators(layout: ParallelLayout) -> int:
@@ -83,7 +84,7 @@ def reserved(
         workspaces += CUBLAS + ENGINE_WORKSPACE
         graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
         graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS
-        sampling = SAMPLING * engine.requests * engine.vocab_size
+        sampling = SAMPLING * engine.requests * engine.tokens * engine.vocab_size
     return {
         f"CUDA contexts: {processes}": processes * CONTEXT,
         f"NCCL communicators: {groups}": round(groups * COMMUNICATOR),

@@ -230,7 +230,9 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
     if rollout.resource_pool == pool:
         layout = engine_layout(rollout)
         requests, cut = rollout.max_num_seqs // layout.dp, layout.tp // layout.dp
-        engine = EngineRank(layout.tp, requests, model.vocab_size, model.mla is not None, cut)
+        drafted = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens
+        facts = (model.vocab_size, model.mla is not None)
+        engine = EngineRank(layout.tp, requests, *facts, cut, 1 + drafted)
     # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
     actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)
     apart = rollout.resource_pool != actors

@@ -142,7 +142,9 @@ def best_device_order(
     source_places: where the ranks of the trained model are.
     """
     source = megatron_layout(config, parallel, "lm", source_places)
-    served = sglang_layout(config, replace(engines, draft=False))  # a draft is a small part, if it is sent at all
+    served = sglang_layout(
+        config, replace(engines, draft=False)
+    )  # a draft is a small part, if it is sent at all
     return place_engines(source, served, devices, engines.tp)
 
 

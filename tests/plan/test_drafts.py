@@ -56,6 +56,14 @@ def test_the_layer_that_drafts_is_planned_with_its_cache() -> None:
     assert memory(f"{DRAFTING}.algorithm=ngram").owners == without.owners
 
 
+def test_a_pass_has_logits_of_all_tokens_that_it_checks() -> None:
+    def sampling(*keys: str) -> int:
+        config, inputs = read_inputs(RECIPE, [*keys], check=False)
+        return dict(plan_memory(config, inputs, 80 * GIB, None).reserved)["sampling"]
+
+    assert sampling(f"{DRAFTING}.algorithm=ngram", f"{DRAFTING}.num_draft_tokens=3") == 4 * sampling()
+
+
 def seconds(*keys: str) -> float:
     config, inputs = read_inputs(RECIPE, [*keys], check=False)
     machine = Machine(TABLE["H100"], Assumptions(), 8)

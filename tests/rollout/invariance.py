@@ -1,8 +1,14 @@
 """Whether engines on this machine's CPU can give a row the same bits in any company; tests of that skip elsewhere."""
 
+import shutil
+
 import pytest
 
 from megarl.sglang_cpu.batch_invariant import obstacle
 
 OBSTACLE = obstacle()
+needs_compiler = pytest.mark.skipif(
+    None in (shutil.which("c++"), shutil.which("ninja")),
+    reason="SGLang compiles its tree of n-grams by c++ and ninja",
+)
 needs_invariance = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))

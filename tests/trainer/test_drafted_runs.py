@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from tests.fixtures.runs import MEASURED, TWO_STEPS, on, steps, succeed
-from tests.rollout.invariance import needs_invariance
+from tests.rollout.invariance import needs_compiler, needs_invariance
 
 DRAFTED = "rollout/accept_length"
 
 
+@needs_compiler
 @needs_invariance
 def test_a_run_with_drafted_tokens_has_the_numbers_of_one_without(ppo_run, tmp_path: Path) -> None:
     """Bit by bit, but for how many tokens a pass gave."""

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -145,6 +146,13 @@ def _check_arguments(config: EngineConfig) -> None:
         given.append(f"rollout.speculative.algorithm={drafting.algorithm}")
     if given and config.device != "cuda":
         raise ValueError(f"{', '.join(given)}: for engines on GPUs, and there are none here; leave it out")
+    if drafting is not None and drafting.algorithm == "ngram":
+        missing = [name for name in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(name) is None]
+        if missing:
+            raise ValueError(
+                f"rollout.speculative.algorithm=ngram: SGLang compiles its tree of n-grams, and there is no {' and no '.join(missing)} "
+                "here; install it, or draft otherwise"
+            )
     if drafting is not None and drafting.draft_path is not None:
         draft = Path(drafting.draft_path) / "config.json"
         if not draft.is_file():

@@ -144,7 +144,7 @@ def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
 
 
 def test_only_gpus_have_the_hook() -> None:
-    code = "from megarl.rollout.sglang.process import hooks; print(*(set(hooks('cuda')) - set(hooks('cpu'))))"
+    code = "from megarl.rollout.sglang.process import hooks; print(*(set(hooks('cuda', 1)) - set(hooks('cpu', 1))))"
     environment = {**os.environ, **sglang_environment("cpu", 1)}  # with which SGLang can be imported here
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import Drafting, EngineConfig, SamplingParams, SpeculationConfig
 from tests.rollout.conftest import CONTEXT, TP, Model, make_qwen2
-from tests.rollout.invariance import OBSTACLE, needs_invariance
+from tests.rollout.invariance import OBSTACLE, needs_compiler, needs_invariance
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, assert_serves, hf_log_probs
 from tests.rollout.sglang.test_interruption import interrupt_often, take_off
+
+pytestmark = needs_compiler
 
 NGRAM = SpeculationConfig("ngram", 4)
 # Greedy and sampled, cut and not; random weights repeat themselves, so that much of what is drafted is right.
@@ -129,6 +132,32 @@ def test_penalties_are_refused(drafting, model_a, tmp_path) -> None:
     sampling = SamplingParams(repetition_penalty=1.1, max_new_tokens=4)
     with pytest.raises(ValueError, match="p/0: penalties and drafted tokens"):
         drafting.call("generate", [[1, 2]], ["p/0"], sampling)
+
+
+@needs_invariance
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_latent_attention_and_experts_give_the_same_bits(tmp_path, family: str) -> None:
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 3, "num_attention_heads": 4}
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
+    prompts = [[4, 5, 6, 7 + row % 4] * (1 + row % 5) for row in range(12)]
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=40, seed=3, ignore_eos=True)
+    found = []
+    for number, speculation in enumerate((None, NGRAM)):
+        config = EngineConfig(
+            str(tmp_path / "model"),
+            load_format="auto",
+            max_total_tokens=4096,
+            deterministic=True,
+            speculation=speculation,
+        )
+        engine = EngineProcess(config, tmp_path / f"{number}.log").start()
+        try:
+            answers = engine.call("generate", prompts, [f"p{row}/0" for row in range(12)], sampling)
+            drafted = engine.call("take_drafting")
+        finally:
+            engine.close()
+        found.append([(g.response_ids, g.log_probs) for g in answers])
+    assert found[0] == found[1] and drafted.tokens > drafted.passes > 0
 
 
 @pytest.fixture(scope="module")

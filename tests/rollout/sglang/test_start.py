@@ -112,6 +112,7 @@ def told_of_drafting(config, **keys):
 
 def test_arguments_of_drafting(tmp_path, monkeypatch):
     """Chains of tokens; weights of a draft from a folder, kept while memory is released."""
+    monkeypatch.setattr(sglang_start.shutil, "which", lambda name: name)
     assert not [name for name in server_arguments(GPU, {}) if name.startswith("speculative")]
     chains = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, **chains}
@@ -143,6 +144,17 @@ def test_arguments_of_drafting(tmp_path, monkeypatch):
     assert found == eagle | expected | {"enable_draft_weights_cpu_backup": False}
     for names in (ngram, found):
         assert [name for name in names if TABLE.why_refused(name) is None] == []
+
+
+def test_without_a_compiler_there_are_no_n_grams(monkeypatch):
+    monkeypatch.setattr(
+        sglang_start.shutil, "which", lambda name: None if name == "ninja" else f"/usr/bin/{name}"
+    )
+    with pytest.raises(
+        ValueError, match=r"algorithm=ngram: SGLang compiles its tree of n-grams, and there is no ninja here"
+    ):
+        told_of_drafting(GPU, algorithm="ngram", num_draft_tokens=3)
+    told_of_drafting(GPU, algorithm="mtp", num_draft_tokens=3)
 
 
 def test_drafts_with_weights_are_refused_on_a_cpu():

@@ -231,8 +231,9 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
         layout = engine_layout(rollout)
         requests, cut = rollout.max_num_seqs // layout.dp, layout.tp // layout.dp
         drafted = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens
-        facts = (model.vocab_size, model.mla is not None)
-        engine = EngineRank(layout.tp, requests, *facts, cut, 1 + drafted)
+        engine = EngineRank(
+            layout.tp, requests, model.vocab_size, model.mla is not None, attention_tp=cut, tokens=1 + drafted
+        )
     # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
     actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)
     apart = rollout.resource_pool != actors

@@ -57,12 +57,13 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
-    # a trained MTP layer; everything leaves the devices while it is not used
+    # a trained MTP layer; everything leaves the devices while it is not used; engines of two groups with requests of their own
     Case(
         "glm4_moe", 2,
         (
             *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
+            f"{ROLLOUT}.attention_data_parallel_size=2", f"{ROLLOUT}.data_parallel_lm_head=true",
             f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", f"{ACTOR}.grad_offload=true",
             f"{ACTOR}.optimizer_offload=true", "algorithm.rollout_correction.rollout_is=token",
             RECORDED, MTP,

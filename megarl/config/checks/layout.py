@@ -338,10 +338,9 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
         yield from _node_problems(key, rollout, pool, f"{per_node}={pool.n_gpus_per_node}")
     yield from attention_problems(key, rollout)
     if rollout.max_total_tokens is not None:
-        groups = max(1, rollout.attention_data_parallel_size)
-        parts = "" if groups == 1 else " / attention_data_parallel_size"
-        name, tokens = f"{key}.max_total_tokens{parts}", rollout.max_total_tokens // groups
-        yield from _budget_problems(name, tokens, config)
+        groups, name = max(1, rollout.attention_data_parallel_size), f"{key}.max_total_tokens"
+        name += " / attention_data_parallel_size" if groups > 1 else ""
+        yield from _budget_problems(name, rollout.max_total_tokens // groups, config)
     yield from _expert_kernel_problems(key, rollout)
     yield from engine_option_problems(f"{key}.engine_kwargs", rollout.engine_kwargs)
 

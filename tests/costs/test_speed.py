@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.costs.engine import ServedModel, _batches, _scale, generation, spread
-from megarl.costs.flops import ModelFlops, model_flops
+from megarl.costs.flops import ModelFlops, model_flops, prediction_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.speed import Machine, Passes, bubble, decode_kernels, launches, pass_time, pipeline_seconds
 from megarl.layout.grid import ParallelLayout
@@ -28,7 +28,7 @@ def model(name: str) -> tuple[ModelConfig, ModelFlops]:
 
 
 def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
-    names = ("trained", "recompute", "on_host", "itemsize", "fused")
+    names = ("trained", "recompute", "on_host", "itemsize", "fused", "predicted", "detached")
     how = {key: sizes.pop(key) for key in names if key in sizes}
     config, flops = model(name)
     return Passes(config, flops, ParallelLayout(**sizes), machine, **how)
@@ -53,6 +53,26 @@ def test_one_gpu_computes_and_sends_nothing() -> None:
     assert again - trained == pytest.approx(1000 * (flops.forward(pairs=50) - head) / 1e15)
     (adapted,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="adapters").stages(1000, 99)
     assert adapted == pytest.approx(1000 * (2 * 2 * flops.active + 3.5 * pairs) / 1e15)
+
+
+def test_layers_of_multi_token_prediction_are_of_the_last_stage() -> None:
+    """Each takes a layer's passes, the projection before it among its matrices, and the head's; detached, without the head's gradient."""
+    predicted = prediction_flops(read_model_config(str(MODELS / "deepseek-v3")))
+    how = {"world": 64, "pp": 4, "ep": 16, "first_layers": 16, "last_layers": 15, "trained": "weights"}
+    plain = passes("deepseek-v3", COMPUTES, **how)
+    further, whole = (
+        passes("deepseek-v3", COMPUTES, predicted=predicted, detached=detached, **how)
+        for detached in (True, False)
+    )
+    found = [run.stages(10**6, 99) for run in (plain, further, whole)]
+    assert found[0][:3] == found[1][:3] == found[2][:3]
+    head = 2 * 10**6 * plain.flops.head / 1e15
+    assert found[2][3] - found[1][3] == pytest.approx(head, rel=1e-3)
+    layer = plain._both(plain.layer(predicted[0], 10**6, 99))
+    again = (10**6 - 2**30 // (2 * 129280)) * 2 * plain.flops.head / 1e15
+    assert found[1][3] - found[0][3] == pytest.approx(layer + 2 * head + again, rel=1e-2)
+    # Its gradients are reduced and its states updated as others are, where that stage has more than any other.
+    assert further.stage_weights(lambda one: one.dense)[-1] > plain.stage_weights(lambda one: one.dense)[-1]
 
 
 def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megarl.costs.flops import causal_pairs, model_flops
+from megarl.costs.flops import causal_pairs, model_flops, prediction_flops
 from megarl.models import read_model_config
 from tests.costs.models import FAMILIES, make_models
 
@@ -52,6 +52,18 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
     assert counted(model, True) == 3 * (matrices + attention) + angles
     assert counted(model, False) == 2 * matrices + 3 * attention + angles
+
+
+def test_published_layers_of_multi_token_prediction() -> None:
+    """DeepSeek-V3's README_WEIGHTS.md: one module of 11.5B parameters, 2.4B of them active with the shared embedding and head of 0.9B
+    each. Both are the layer's, to three digits, without the projection before it."""
+    config = read_model_config(str(MODELS / "deepseek-v3"))
+    (layer,) = prediction_flops(config)
+    projection, shared = 2 * config.hidden_size**2, 2 * config.vocab_size * config.hidden_size
+    assert layer.dense + layer.experts - projection == pytest.approx(11.5e9, rel=2e-3)
+    assert layer.dense + layer.active - projection + shared == pytest.approx(2.4e9, rel=2e-2)
+    assert layer.is_moe and layer.shared and layer.pair == model_flops(config).layers[-1].pair
+    assert prediction_flops(read_model_config(str(MODELS / "qwen3-30b-a3b"))) == ()
 
 
 def test_published_models() -> None:

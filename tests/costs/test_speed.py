@@ -8,7 +8,7 @@ import pytest
 
 from megarl.costs.engine import Draft, EngineLoad, ServedModel, _batches, _scale, generation, spread
 from megarl.costs.floors import generation_floor
-from megarl.costs.flops import ModelFlops, model_flops
+from megarl.costs.flops import ModelFlops, model_flops, prediction_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.layer_kernels import decode_kernels, launches
 from megarl.costs.pipeline import bubble, pass_time, pipeline_seconds
@@ -41,6 +41,8 @@ def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
         "float8",
         "bf16_ends",
         "fsdp",
+        "predicted",
+        "detached",
     )
     how = {key: sizes.pop(key) for key in names if key in sizes}
     config, flops = model(name)
@@ -101,6 +103,26 @@ def test_a_gpu_without_float8_is_told() -> None:
         Passes(config, flops, ParallelLayout(world=1), Machine(TABLE["A100"], ALL, 8), float8=True).stages(
             9, 9
         )
+
+
+def test_layers_of_multi_token_prediction_are_of_the_last_stage() -> None:
+    """Each takes a layer's passes, the projection before it among its matrices, and the head's; detached, without the head's gradient."""
+    predicted = prediction_flops(read_model_config(str(MODELS / "deepseek-v3")))
+    how = {"world": 64, "pp": 4, "ep": 16, "first_layers": 16, "last_layers": 15, "trained": "weights"}
+    plain = passes("deepseek-v3", COMPUTES, **how)
+    further, whole = (
+        passes("deepseek-v3", COMPUTES, predicted=predicted, detached=detached, **how)
+        for detached in (True, False)
+    )
+    found = [run.stages(10**6, 99) for run in (plain, further, whole)]
+    assert found[0][:3] == found[1][:3] == found[2][:3]
+    head = 2 * 10**6 * plain.flops.head / 1e15
+    assert found[2][3] - found[1][3] == pytest.approx(head, rel=1e-3)
+    layer = plain._both(plain.layer(predicted[0], 10**6, 99))
+    again = (10**6 - 2**30 // (2 * 129280)) * 2 * plain.flops.head / 1e15
+    assert found[1][3] - found[0][3] == pytest.approx(layer + 2 * head + again, rel=1e-2)
+    # Its gradients are reduced and its states updated as others are, where that stage has more than any other.
+    assert further.stage_weights(lambda one: one.dense)[-1] > plain.stage_weights(lambda one: one.dense)[-1]
 
 
 def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:

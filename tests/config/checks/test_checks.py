@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import (
+    DPOConfig,
     EvalConfig,
     RMConfig,
     SFTConfig,
@@ -14,6 +15,7 @@ from megarl.config import (
     batch_summary,
     batch_table,
     check_config,
+    load_config,
     resolve,
 )
 from megarl.config.schema.algorithm import KL_KINDS
@@ -460,6 +462,14 @@ def test_fine_tuning(sft: Callable[..., SFTConfig], overrides: list[str], proble
 )
 def test_reward_models(rm: Callable[..., RMConfig], overrides: list[str], problem: str) -> None:
     assert problems(rm(*overrides)) == [problem]
+
+
+def test_preferences_train_no_prediction_layers(examples: list[str]) -> None:
+    """Of either response: one of them is not to be predicted."""
+    config = load_config(DPOConfig, None, [*examples, "model.mtp=train"])
+    assert problems(config) == [
+        "model.mtp=train: preferences have responses that are not to be predicted; give keep, and train the layers by megarl sft"
+    ]
 
 
 def test_reference_answers_without_a_use(rm: Callable[..., RMConfig], folder: Path) -> None:

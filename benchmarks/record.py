@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,12 +163,17 @@ def first(rows: Callable[[dict[str, Any]], Rows]) -> Callable[[dict[str, Any]], 
     return lambda report: list(rows(report))[:1]
 
 
-def head(report: dict[str, Any]) -> Rows:
+def both_heads(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:
+    """Each case with its figures by the kernels of the head, and by torch's code."""
     by_case: dict[str, dict[str, dict[str, float]]] = {}
     for result in report["results"]:
         by_case.setdefault(result["case"], {})[result["way"]] = result
     for case, ways in by_case.items():
-        ours, before = ways["kernels"], ways["torch"]
+        yield case, ways["kernels"], ways["torch"]
+
+
+def head(report: dict[str, Any]) -> Rows:
+    for case, ours, before in both_heads(report):
         yield (
             f"the head on a GPU, counted in a shadow run, forward and backward: {case} (the same by torch's code)",
             f"{ours['launches']} launches ({before['launches']}), {ours['collectives']} collectives ({before['collectives']}),"
@@ -178,11 +183,7 @@ def head(report: dict[str, Any]) -> Rows:
 
 
 def update(report: dict[str, Any]) -> Rows:
-    by_case: dict[str, dict[str, dict[str, float]]] = {}
-    for result in report["results"]:
-        by_case.setdefault(result["case"], {})[result["way"]] = result
-    for case, ways in by_case.items():
-        ours, before = ways["kernels"], ways["torch"]
+    for case, ours, before in both_heads(report):
         yield (
             f"a whole update of an actor's rank on a GPU, counted in a shadow run: {case} (the same with torch's code of the head)",
             f"{ours['launches']:,} launches ({before['launches']:,}), {ours['collectives']} collectives ({before['collectives']}),"

@@ -136,23 +136,21 @@ def read_blocks(
         for top in range(0, ROWS, STRIP):
             inside = (top + lane_1 < rows) & (lane_2 < columns)
             offset = (top + lane_1) * stride_1 + lane_2 * stride_2
-            if COMPUTED:
-                values = computed(
-                    row,
-                    address,
-                    origin,
-                    offset,
-                    first_1 + top,
-                    first_2,
-                    inside,
-                    kind,
-                    STRIP,
-                    WIDTH,
-                    RANK,
-                    PRECISION,
-                )
-            else:
-                values = load_float(address, origin, offset, inside, kind)
+            values = strip_values(
+                row,
+                address,
+                origin,
+                offset,
+                first_1 + top,
+                first_2,
+                inside,
+                kind,
+                STRIP,
+                WIDTH,
+                COMPUTED,
+                RANK,
+                PRECISION,
+            )
             # Without their signs, floats are ordered as their bits are, NaN last, as torch's amax has it.
             largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         amax = tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True)
@@ -176,23 +174,21 @@ def read_blocks(
             line = top + lane_1
             inside = (line >= low_1) & (line < rows) & (lane_2 >= low_2) & (lane_2 < columns)
             offset = line * stride_1 + lane_2 * stride_2
-            if COMPUTED:
-                values = computed(
-                    row,
-                    address,
-                    origin,
-                    offset,
-                    first_1 + top,
-                    first_2,
-                    inside,
-                    kind,
-                    STRIP,
-                    WIDTH,
-                    RANK,
-                    PRECISION,
-                )
-            else:
-                values = load_float(address, origin, offset, inside, kind)
+            values = strip_values(
+                row,
+                address,
+                origin,
+                offset,
+                first_1 + top,
+                first_2,
+                inside,
+                kind,
+                STRIP,
+                WIDTH,
+                COMPUTED,
+                RANK,
+                PRECISION,
+            )
             if kind_out == QUANTISED_OUT:
                 bits = e4m3_bits(tl.div_rn(values, tl.zeros([STRIP, WIDTH], tl.float32) + scale))
             else:
@@ -202,6 +198,32 @@ def read_blocks(
             # Zeros outside, which add nothing; rounded zeros are zeros.
             found += hashed(tl.where(inside, bits, 0), (first_place + place) << size_bits)
         tl.atomic_add(checksums + number, tl.sum(tl.sum(found, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def strip_values(
+    row: tl.tensor,
+    address: tl.tensor,
+    origin: tl.tensor,
+    offset: tl.tensor,
+    first_1: tl.tensor,
+    first_2: tl.tensor,
+    inside: tl.tensor,
+    kind: tl.tensor,
+    STRIP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """A strip of a weight as float32 numbers, from row `first_1` and column `first_2` on; zeros outside."""
+    if COMPUTED:
+        values = computed(
+            row, address, origin, offset, first_1, first_2, inside, kind, STRIP, WIDTH, RANK, PRECISION
+        )
+    else:
+        values = load_float(address, origin, offset, inside, kind)
+    return values
 
 
 @triton.jit
@@ -219,9 +241,9 @@ def computed(
     RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """A strip of a weight as float32 numbers, from row `first_1` and column `first_2` on; zeros outside.
+    """`strip_values` of a table with computed weights.
 
-    Where it is computed (`megarl.models.computed`), every product and every sum is rounded to the weight's type, as torch rounds it.
+    Where a weight is computed (`megarl.models.computed`), every product and every sum is rounded to the weight's type, as torch rounds it.
     """
     extent_2 = tl.load(row + 9)
     scales, scale_rows, scale_columns = tl.load(row + 19), tl.load(row + 20), tl.load(row + 21)

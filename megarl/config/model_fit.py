@@ -133,6 +133,11 @@ def fit_problems(
             problems.append(
                 f"{POLICY}.actor.router_replay={replayed}: the model has no experts; set it to null"
             )
+        coef = config.actor_rollout_ref.actor.router_z_loss_coef
+        if coef:
+            problems.append(
+                f"{POLICY}.actor.router_z_loss_coef={coef:g}: the model has no experts; leave it out"
+            )
     if isinstance(config, TrainConfig) and model is not None and not (model.moe and model.moe.expert_bias):
         rate = config.actor_rollout_ref.actor.expert_bias_update_rate
         if rate:

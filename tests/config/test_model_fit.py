@@ -289,6 +289,16 @@ def test_biases_that_move_need_routers_with_biases(train: Callable[..., TrainCon
     assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
 
 
+def test_a_router_z_loss_needs_routers_that_are_trained(train: Callable[..., TrainConfig]) -> None:
+    key = "actor_rollout_ref.actor.router_z_loss_coef=0.001"
+    found = lines_of(lambda: check_models(train(key), Facts()))
+    assert found == [f"{key}: the model has no experts; leave it out"]
+    check_models(train(key), Facts(moe=MOE))
+    lora = "actor_rollout_ref.model.lora.rank=4"
+    (line,) = problems(train(key, lora))
+    assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
+
+
 MTP = "actor_rollout_ref.model.mtp=train"
 
 

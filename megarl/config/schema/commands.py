@@ -85,6 +85,13 @@ class ActorConfig:
         ge=0,
         formula="b_e += rate sign(mean load - load_e)",
     )
+    router_z_loss_coef: float = option(
+        "For models with experts: of the router z-loss, which keeps the logits of routers small; a mean over the tokens that a mini-batch "
+        "learns from, for each layer.",
+        0.0,
+        ge=0,
+        formula="coef mean(logsumexp(logits)^2)",
+    )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)
     clip_ratio: float = option(

@@ -263,7 +263,7 @@ def _fits_fused_rotary(config: ModelConfig, tp: int) -> bool:
     """Whether latent attention's widths and the heads of a rank are powers of two (fused_mla_yarn_rope_apply.py).
 
     A Triton kernel's ranges have to be. A block of heads that reaches beyond the last one is not masked: it overwrites the first heads of
-    the next token (megatron-core 0.19.2; seen on an H100 with 3 heads in blocks of 2). Blocks are of 1 to 128 heads, chosen by speed.
+    the next token (megatron-core 0.19.2; seen on an H100 with 3 heads in blocks of 2). Blocks of 1 to 128 heads are tried for their speed.
     """
     mla = config.mla
     if mla is None:

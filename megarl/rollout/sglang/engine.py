@@ -110,7 +110,8 @@ class SGLangPart:
         """
         self._closing.set()
         if self._engine is not None:
-            children = multiprocessing.active_children()
+            pids = self.pids()
+            children = [child for child in multiprocessing.active_children() if child.pid in pids]
             self._engine.shutdown()
             self._engine = None
             for child in children:

@@ -164,7 +164,13 @@ def test_a_cpu_engine_needs_its_environment(model_a, monkeypatch):
 
 
 class EarlyReturn:
-    """SGLang's engine, whose processes end some time after `shutdown` has returned, as those on a GPU do."""
+    """SGLang's engine, whose process ends some time after `shutdown` has returned, as those on a GPU do."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def get_all_child_pids(self) -> list[int]:
+        return [self._pid]
 
     def shutdown(self) -> None:
         pass
@@ -172,8 +178,8 @@ class EarlyReturn:
 
 def test_a_shutdown_ends_with_the_last_thread_of_every_process(model_a) -> None:
     part = SGLangPart(EngineConfig(str(model_a.path)))
-    part._engine = EarlyReturn()
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.5,))
     process.start()
+    part._engine = EarlyReturn(process.pid)
     part.shutdown()
     assert process.exitcode == 0

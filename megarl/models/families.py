@@ -140,6 +140,46 @@ def _glm4_moe(hf: Fields) -> ModelConfig:
     return ModelConfig(family="glm4_moe", **biases, **_mixture(hf), **decoder_facts(hf, rotary=0.5))
 
 
+def _minimax_m2(hf: Fields) -> ModelConfig:
+    """MiniMax-M2 (M2.1, M2.5, M2.7): grouped-query attention that rotates a part of each head and norms queries and keys over all heads
+    together; sigmoid-scored experts in every layer, none shared. `num_mtp_modules` count layers that the published checkpoints do not have."""
+    accepted = {
+        # By layer: 1 is attention to all positions before; MiniMax-M1 has linear attention, too.
+        "attn_type_list": ([1] * hf.count("num_hidden_layers"), None),
+        "qk_norm_type": ("per_layer",),
+        "router_jitter_noise": (0, 0.0),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0, None),
+        "sliding_window": (None,),
+        # SGLang 0.5.21 never ties this model's head to its embedding.
+        "tie_word_embeddings": (False,),
+        # Transformers 5.12.1 has these parts whatever the config says; SGLang has them only where it says so.
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    }
+    refuse_unsupported(hf, DECODER | accepted)
+    needed = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+    hf.require(*needed, "rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias")
+    experts = num_experts(hf, "num_local_experts")
+    moe = MoEConfig(
+        num_experts=experts,
+        top_k=hf.count("num_experts_per_tok", most=experts),
+        ffn_hidden_size=hf.count("intermediate_size"),
+        scoring="sigmoid",
+        expert_bias=True,
+    )
+    # SGLang reads rotary_dim alone, Hugging Face the share alone.
+    head = hf.count("head_dim")
+    share = hf.count("rotary_dim", most=head) / head
+    facts = decoder_facts(hf, rotary=share)
+    if facts["rotary_percent"] != share:
+        raise ValueError(
+            f"{hf.file}: partial_rotary_factor={facts['rotary_percent']:g} is not rotary_dim / head_dim, {share:g}"
+        )
+    norms = {"qk_norm": True, "qk_norm_all_heads": True}
+    return ModelConfig(family="minimax_m2", qkv_bias=False, moe=moe, **norms, **facts)
+
+
 FAMILIES = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -148,5 +188,6 @@ FAMILIES = {
     "deepseek_v3": _latent("deepseek_v3"),
     "glm4_moe": _glm4_moe,
     "kimi_k2": _latent("kimi_k2"),
+    "minimax_m2": _minimax_m2,
 }
 """By `model_type` of config.json: reads a model's facts; raises ValueError for a field that is missing or not supported."""

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
+    MiniMaxM2ForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
@@ -80,6 +81,7 @@ FAMILIES = {
         {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
+    "minimax_m2": Family("minimax_m2", MiniMaxM2ForCausalLM, {"num_experts_per_tok": 3}),
 }
 
 
@@ -192,6 +194,7 @@ TRAINED = [
     *[("deepseek_v3", layout) for layout in EXPERT_GRID],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
+    *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     ("qwen3_moe with plain scores", "ep2"),
     ("deepseek_v3 without low rank queries", "tp2_sp_ep2"),
 ]
@@ -205,6 +208,7 @@ SELDOM = [
     ],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
     ("glm4_moe", "tp2_sp_ep2"),
+    ("minimax_m2", "tp2_sp_cp2_ep4"),
 ]
 
 
@@ -232,7 +236,7 @@ def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> lis
 
 GRADIENTS = [
     (name, layout)
-    for name in ("deepseek_v3", "qwen3_moe", "glm4_moe")
+    for name in ("deepseek_v3", "qwen3_moe", "glm4_moe", "minimax_m2")
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
 ]
 

@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -53,6 +55,7 @@ _FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -62,7 +65,7 @@ _CLASSIFIERS = {
     "llama": LlamaForSequenceClassification,
     "qwen3": Qwen3ForSequenceClassification,
 }
-_LATENT = ("deepseek_v3", "kimi_k2")
+_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
@@ -81,7 +84,7 @@ def make_tiny_model(
     tie_word_embeddings: bool = False,
     max_position_embeddings: int = 1024,
     family: Literal[
-        "qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2", "minimax_m2"
+        "qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2"
     ] = "qwen2",
     num_mtp_layers: int = 0,
     head: Literal["lm", "score"] = "lm",
@@ -190,6 +193,8 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         "qk_rope_head_dim": head_dim // 2,
         "v_head_dim": 3 * head_dim // 2,
     }
+    if family == "glm4_moe_lite":  # a scaling of 1e-6 is what transformers' norms of latent vectors have
+        return {**grouped, **latent, "rms_norm_eps": 1e-6}
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,

@@ -147,12 +147,17 @@ def optimizer_settings() -> SimpleNamespace:
 def gradients_by_file_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A Hugging Face model's gradients under the names in its files, which have a tensor for each expert."""
     found = {}
+    mixtral = model.config.model_type == "minimax_m2"  # its files have Mixtral's names
     for name, parameter in model.named_parameters():
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         layer, fused, kind = name.rpartition("experts.")
         if kind not in ("gate_up_proj", "down_proj"):
             found[name] = parameter.grad
             continue
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        if mixtral:
+            parts = ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
         for expert, grad in enumerate(parameter.grad):
             for part, rows in zip(parts, grad.chunk(len(parts)), strict=True):
                 found[f"{layer}{fused}{expert}.{part}.weight"] = rows

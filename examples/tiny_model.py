@@ -84,7 +84,15 @@ def make_tiny_model(
     tie_word_embeddings: bool = False,
     max_position_embeddings: int = 1024,
     family: Literal[
-        "qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "minimax_m2"
+        "qwen2",
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "kimi_k2",
+        "minimax_m2",
     ] = "qwen2",
     num_mtp_layers: int = 0,
     head: Literal["lm", "score"] = "lm",

@@ -226,7 +226,11 @@ def _fp8_block(hf: Fields) -> tuple[int, int] | None:
         return None
     how = hf.object("quantization_config")
     where = f"{hf.file}: quantization_config"
-    accepted = {"quant_method": ("fp8",), "fmt": ("e4m3", "float8_e4m3fn", None), "activation_scheme": ("dynamic", None)}
+    accepted = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "activation_scheme": ("dynamic", None),
+    }
     for key, values in accepted.items():
         if how.values.get(key) not in values:
             raise ValueError(

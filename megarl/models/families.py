@@ -148,7 +148,9 @@ def _glm4_moe_lite(hf: Fields) -> ModelConfig:
     Its `rms_norm_eps` is 1e-5. The norms of latent queries, keys and values take it, too, as SGLang's do; those of transformers 5.12.1 take
     1e-6 whatever the config says, as its code for DeepSeek-V3 does.
     """
-    dense = hf.count("first_k_dense_replace", least=0)  # SGLang's field; transformers 5 writes `mlp_layer_types`
+    dense = hf.count(
+        "first_k_dense_replace", least=0
+    )  # SGLang's field; transformers 5 writes `mlp_layer_types`
     layers = hf.count("num_hidden_layers")
     types, expected = hf.texts("mlp_layer_types"), ["dense"] * dense + ["sparse"] * (layers - dense)
     if types and types != expected[:layers]:

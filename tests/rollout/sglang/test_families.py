@@ -31,7 +31,11 @@ EXPERT_PARALLEL = {
     "glm4_moe_lite": 2,
     "minimax_m2": 2,
 }
-ALWAYS = ("qwen3_moe", "deepseek_v3", "minimax_m2")  # all that is special in the others is in one of these, too
+ALWAYS = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "minimax_m2",
+)  # all that is special in the others is in one of these, too
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
 UIDS = [f"p{index}" for index in range(len(PROMPTS))]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)

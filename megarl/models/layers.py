@@ -118,6 +118,21 @@ def _mixture_name(config: ModelConfig) -> str:
     return "block_sparse_moe." if config.family == "minimax_m2" else "mlp."
 
 
+def expert_projections(config: ModelConfig) -> tuple[str, str, str]:
+    """The names of an expert's gate, up and down projection."""
+    return _MIXTRAL if config.family == "minimax_m2" else _PROJECTIONS
+
+
+def name_in_files(config: ModelConfig, name: str) -> str:
+    """The logical name of what transformers 5 calls `name` in a model; they differ in MiniMax-M2's mixtures."""
+    return name.replace(".mlp.", f".{_mixture_name(config)}") if config.moe is not None else name
+
+
+def name_in_models(config: ModelConfig, name: str) -> str:
+    """The inverse of `name_in_files`."""
+    return name.replace(f".{_mixture_name(config)}", ".mlp.") if config.moe is not None else name
+
+
 def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     """The table of a layer's norm and MLP, or of its router and shared experts."""
     hidden, moe = config.hidden_size, config.moe
@@ -148,8 +163,8 @@ def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[
         experts = _mixture_name(config) + "experts."
         sglang = (experts + "w13_weight", experts + "w2_weight")
         name = f"{experts}{rank * count + index}."
-        projections = _MIXTRAL if config.family == "minimax_m2" else _PROJECTIONS
-        yield _gated(name, config.hidden_size, moe.ffn_hidden_size, megatron, sglang, projections)
+        sizes = config.hidden_size, moe.ffn_hidden_size
+        yield _gated(name, *sizes, megatron, sglang, expert_projections(config))
 
 
 def _gated(

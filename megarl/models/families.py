@@ -132,7 +132,7 @@ def _mixture(hf: Fields) -> dict[str, MoEConfig | int]:
 
 
 def _glm4_moe(hf: Fields) -> ModelConfig:
-    """GLM-4.5: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP."""
+    """GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP."""
     # SGLang 0.5.21 never ties this model's head to its embedding.
     refuse_unsupported(hf, DECODER | _MIXTURE | {"tie_word_embeddings": (False,)})
     hf.require("head_dim", "num_key_value_heads", "attention_bias", "use_qk_norm")

@@ -201,6 +201,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "use_qk_norm": False,
     },
+    # GLM-4.6 and 4.7 are GLM-4.5 with a longer context. GLM-4.6's files do not repeat the embedding and the head in the layer for MTP.
+    "GLM-4.7": {
+        **_GLM,
+        **_sizes(5120, 12288, 92, 96, moe_intermediate_size=1536, n_routed_experts=160),
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 202752,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
     "Kimi-K2-Instruct": {
         **_DEEPSEEK,
         "model_type": "kimi_k2",

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from math import prod
 
@@ -113,6 +114,8 @@ def test_facts_of_mixtures(tmp_path):
     qwen = read_published(tmp_path, "Qwen3-30B-A3B")
     assert (qwen.moe.scoring, qwen.moe.expert_bias, qwen.moe.top_k) == ("softmax", False, 8)
     assert qwen.moe.shared_ffn_hidden_size == 0 and qwen.qk_norm
+    glm = read_published(tmp_path, "GLM-4.7")
+    assert glm == dataclasses.replace(read_published(tmp_path, "GLM-4.5"), max_position_embeddings=202752)
     kimi = read_published(tmp_path, "Kimi-K2-Instruct")
     assert (kimi.family, kimi.architecture, kimi.num_mtp_layers) == ("kimi_k2", "DeepseekV3ForCausalLM", 0)
 

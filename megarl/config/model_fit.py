@@ -425,6 +425,10 @@ def _group_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
     if not model.data_parallel_attention:
         yield f"{key}.attention_data_parallel_size={dp}: SGLang has no data parallel attention for {model.family} models; set it to 1"
         return
+    if rollout.data_parallel_lm_head and model.family == "minimax_m2":
+        yield (
+            f"{key}.data_parallel_lm_head=true: SGLang's class for minimax_m2 models (0.5.21) cuts the output layer over all ranks; set it to false"
+        )
     heads, ranks = {"num_attention_heads": sizes.pop("num_attention_heads")}, tp // dp
     name = f"{key}.tensor_model_parallel_size / attention_data_parallel_size={ranks}"
     yield from _undivided_heads(name, ranks, heads, model)

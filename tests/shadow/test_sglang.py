@@ -73,7 +73,8 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: P
 
 
 @pytest.mark.parametrize(
-    ("family", "float8"), [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False)]
+    ("family", "float8"),
+    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("glm4_moe_lite", False)],
 )
 def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, float8: bool
@@ -81,7 +82,7 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     """SGLang's model of the layer for further tokens, TP2 EP2, beside the model whose embedding and head it has."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
     fields = {"num_nextn_predict_layers": 1}
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         fields |= {
             "q_lora_rank": 64,
             "kv_lora_rank": 64,
@@ -100,6 +101,21 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
         *([f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"] if float8 else []),
     ]
     plan, report = shadow(RECIPE, keys, 1)
+    check(plan, report, 0.05)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_minimax_m2_has_the_parameters_that_a_sync_fills(machine, tmp_path: Path, float8: bool) -> None:
+    """TP2 EP2; norms of queries and keys are cut with the heads."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    make_tiny_model(tmp_path / "model", ["two words"], family="minimax_m2", **sizes)
+    keys = [
+        *expert_overrides(tmp_path / "model"),
+        *(f"{ROLLOUT}.expert_parallel_size=2", f"{ROLLOUT}.dtype=bfloat16"),
+        *(FP8 if float8 else []),
+    ]
+    plan, report = shadow(RECIPE, keys, 1)
+    assert report["model"] == "MiniMaxM2ForCausalLM"
     check(plan, report, 0.05)
 
 

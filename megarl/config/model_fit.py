@@ -376,6 +376,8 @@ def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
             f"{name}=mtp: the model has {model.num_mtp_layers} layers for further tokens (num_nextn_predict_layers), and SGLang drafts with one; "
             "use ngram, or eagle3 with a draft model"
         )
+    if algorithm == "mtp" and model.family == "glm4_moe_lite":
+        yield f"{name}=mtp: with this family's own layer no engine has drafted, nor the shadow of one; use ngram, or eagle3 with a draft model"
     served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
     if algorithm == "mtp" and model.num_mtp_layers == 1 and served != model.fp8_block:
         yield (

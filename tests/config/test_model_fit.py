@@ -426,6 +426,8 @@ def test_layers_that_draft_are_loaded_from_the_models_folder_as_they_are_there()
     assert drafting("ngram", Facts()) == drafting("mtp", Facts(**sizes)) == drafting("eagle3", Facts()) == []
     (line,) = drafting("mtp", Facts())
     assert "algorithm=mtp: the model has 0 layers for further tokens (num_nextn_predict_layers)" in line
+    (line,) = drafting("mtp", Facts(family="glm4_moe_lite", **sizes))
+    assert "no engine has drafted" in line
     in_float8 = Facts(fp8_block=(128, 128), **sizes)
     assert drafting("mtp", in_float8, quantization="fp8") == []
     (line,) = drafting("mtp", in_float8)

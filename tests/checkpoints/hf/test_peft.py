@@ -190,7 +190,9 @@ def test_a_merged_model_is_what_peft_makes_of_both(tmp_path, models, family, kin
     base = weights(model)
     assert found.keys() == expected.keys()
     changed = {name for name, tensor in expected.items() if not torch.equal(tensor, base[name])}
-    assert any(".experts." in name for name in changed)
+    # The names of projections are not those of MiniMax-M2's experts (w1, w2, w3).
+    named = (family, kind) != ("minimax_m2", "names")
+    assert any(".experts." in name for name in changed) == named
     assert ("all-linear" in KINDS[kind].values()) == any(name.endswith(".gate.weight") for name in changed)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)

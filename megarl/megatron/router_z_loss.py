@@ -23,26 +23,30 @@ from megarl.megatron.routers import RouterPass, routed_layers
 
 
 class RouterZLoss:
-    """Adds the loss to the routers of a rank's layers.
-
-    Attributes:
-        weight: of a token's value in a layer: the coefficient over the number of tokens that the update learns from, on all ranks.
-    """
+    """Adds the loss to the routers of a rank's layers."""
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
         """
         Args:
             chunks: without their wrapping.
         """
-        self.weight = 0.0
+        self._weight = 0.0
         self._sums = torch.zeros(2, dtype=torch.float64, device=platform.device())
         for layer in routed_layers(chunks):
             layer.mlp.router.apply_z_loss = partial(self._add, RouterPass(layer))
 
-    def take(self) -> float:
-        """The mean over layers and tokens since the last call, without the coefficient. Collective over all ranks."""
-        sums = self._sums.clone()
+    def begin(self, weight: float) -> None:
+        """Before an update: set the weight of a token's value in a layer, and forget the values of another update.
+
+        Args:
+            weight: the coefficient over the number of tokens that the update learns from, on all ranks; 0: there is no such loss.
+        """
+        self._weight = weight
         self._sums.zero_()
+
+    def mean(self) -> float:
+        """The mean over layers and tokens of the update, without the coefficient. Collective over all ranks."""
+        sums = self._sums.clone()
         dist.all_reduce(sums)
         total, count = sums.tolist()
         return total / count if count else 0.0
@@ -50,11 +54,11 @@ class RouterZLoss:
     def _add(self, router_pass: RouterPass, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The logits, [this rank's tokens, experts], whose gradient has the loss's in addition."""
         if not (
-            self.weight and torch.is_grad_enabled()
-        ):  # of a layer that is computed again: the second pass
+            self._weight and torch.is_grad_enabled()
+        ):  # as in the first pass of a layer that is computed again
             return logits
         assert router_pass.bounds is not None
         mask = router_pass.own_part(router_pass.bounds.mask)
         total = (logits.float().logsumexp(-1).square() * mask).sum()
         self._sums += torch.stack([total.detach(), mask.sum()])
-        return MoEAuxLossAutoScaler.apply(logits, total * self.weight)
+        return MoEAuxLossAutoScaler.apply(logits, total * self._weight)

@@ -214,13 +214,13 @@ class ActorWorker(ModelWorker):
                 self.loads.forget()
             learnt = count.tokens + (0 if ptx is None else ptx.counts[number])
             if self.z_loss is not None:
-                self.z_loss.weight = how.router_z_loss_coef / learnt
+                self.z_loss.begin(how.router_z_loss_coef / learnt)
             result = self.train(batches, head, loss, names, more=True, learnt=learnt)
             routing = self._routing_counts() | self._balance(
                 how.expert_bias_update_rate if result.ok else 0.0
             )
             if self.z_loss is not None and how.router_z_loss_coef:
-                routing[ROUTER_Z_LOSS] = self.z_loss.take()
+                routing[ROUTER_Z_LOSS] = self.z_loss.mean()
             steps.append({**result.stats, **result.numbers(), **routing})
             if first is not None:
                 steps[-1] |= reported_difference(

@@ -27,6 +27,7 @@ ADAPTER = "lora"  # the submodule of a linear layer that holds its adapters
 _LINEAR = (
     "_proj",
     "_proj_with_mqa",
+    *(".w1", ".w2", ".w3"),
 )  # how the names of all families' linear layers end, but for heads and routers
 
 
@@ -79,7 +80,7 @@ def linear_weights(config: ModelConfig) -> Shapes:
 
 def adaptable_weights(config: ModelConfig) -> Shapes:
     """The weights that may have adapters: linear layers' and routers'."""
-    linear, end = linear_weights(config), f".mlp.{_ROUTER}.weight"
+    linear, end = linear_weights(config), f".{_ROUTER}.weight"
     return {
         name: shape for name, shape in logical_tensors(config).items() if name in linear or name.endswith(end)
     }

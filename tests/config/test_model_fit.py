@@ -181,6 +181,9 @@ def test_data_parallel_attention_cuts_heads_within_groups_and_all_else_over_all_
     assert groups(12, 12, Facts()) == [
         "rollout.tensor_model_parallel_size=12 does not divide ffn_hidden_size=64; possible: 1,2,4,8,16,32,64"
     ]
+    minimax = Facts(family="minimax_m2")
+    (line,) = groups(2, 2, minimax, data_parallel_lm_head=True)
+    assert line.startswith("rollout.data_parallel_lm_head=true: SGLang's class for minimax_m2 models")
     assert groups(2, 2, Facts(family="llama", data_parallel_attention=False)) == [
         "rollout.attention_data_parallel_size=2: SGLang has no data parallel attention for llama models; set it to 1"
     ]
@@ -423,6 +426,8 @@ def test_layers_that_draft_are_loaded_from_the_models_folder_as_they_are_there()
     assert drafting("ngram", Facts()) == drafting("mtp", Facts(**sizes)) == drafting("eagle3", Facts()) == []
     (line,) = drafting("mtp", Facts())
     assert "algorithm=mtp: the model has 0 layers for further tokens (num_nextn_predict_layers)" in line
+    (line,) = drafting("mtp", Facts(family="glm4_moe_lite", **sizes))
+    assert "no engine has drafted" in line
     in_float8 = Facts(fp8_block=(128, 128), **sizes)
     assert drafting("mtp", in_float8, quantization="fp8") == []
     (line,) = drafting("mtp", in_float8)

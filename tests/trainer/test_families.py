@@ -79,6 +79,22 @@ CASES = [
             f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.num_engines=2",
         ),
     ),
+    # norms over the heads of all tensor parallel ranks, replayed routing
+    Case(
+        "minimax_m2", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
+        ),
+    ),
+    # latent attention over pipeline stages
+    Case(
+        "glm4_moe_lite", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
+            f"{ACTOR}.pipeline_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
+        ),
+    ),
     # a critic that shares its weights over data parallel ranks
     Case(
         "qwen3", 2,

@@ -115,7 +115,8 @@ class ActorConfig:
     tau_pos: float = option("sapo: sharpness of the gate at positive advantages.", 1.0, gt=0)
     tau_neg: float = option("sapo: at negative ones.", 1.05, gt=0)
     loss_agg_mode: str | None = option(
-        "What the loss is a mean of; null: token-mean, of gspo, gmpo and sapo seq-mean-token-mean. token-sum: no mean. "
+        "What the loss is a mean of; null: token-mean, of gspo, gmpo and sapo seq-mean-token-mean, of topr "
+        "seq-mean-token-sum. token-sum: no mean. "
         "seq-mean-token-sum-norm: the mean over trajectories of their sums, divided by loss_scale_factor.",
         None,
         choices=LOSS_AGG_MODES,

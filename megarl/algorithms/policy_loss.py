@@ -340,7 +340,7 @@ def gpg(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> 
 
 @register_policy_loss("topr")
 def topr(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
-    """-A log pi where A >= 0, else -sg[min(1, pi / pi_old of the trajectory)] A log pi (TOPR, arXiv:2503.14286 eq. 6).
+    """-A log pi where A >= 0, else -sg[min(1, pi / pi_old of the trajectory)] A log pi (TOPR, arXiv:2503.14286).
 
     A trajectory that the policy has left is unlearnt no further, and a good one is learnt however unlikely it is. The paper sums over a
     trajectory's tokens, as the default of loss_agg_mode does.

@@ -77,7 +77,9 @@ class PolicyTokens:
     old_log_probs: Tensor
     advantages: Tensor
     ref_log_probs: Tensor | None = None  # needed for the KL loss, but for "full"
-    full_kl: Tensor | None = None  # with gradient, the exact KL to the reference: for the KL loss "full"
+    full_kl: Tensor | None = (
+        None  # with gradient, the exact divergence from the reference: for the KL loss "full"
+    )
     rollout_is_weights: Tensor | None = None  # of the policy loss alone (see rollout_correction)
     selected: Tensor | None = None  # bool; the tokens that clip_cov and kl_cov treat apart (see covariance)
     sequences: Sequences | None = None  # needed by losses of whole trajectories
@@ -91,6 +93,8 @@ class PolicyLossOptions:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str | None = None  # one of kl.KL_KINDS, or kl.FULL_KL; None: no KL loss
+    kl_beta: float = 1.0  # of kl.FULL_KL: which divergence (megarl.megatron.heads.token_divergence)
+    pg_coef: float = 1.0
     loss_mode: str = "vanilla"  # a name of POLICY_LOSSES
     tau_pos: float = 1.0  # sapo
     tau_neg: float = 1.05  # sapo
@@ -113,12 +117,13 @@ register_policy_loss = POLICY_LOSSES.register
 def actor_loss(
     log_probs: Tensor, entropy: Tensor | None, tokens: PolicyTokens, options: PolicyLossOptions
 ) -> tuple[Tensor, Sums]:
-    """The actor's whole loss: the policy loss, minus the entropy bonus, plus the KL loss.
+    """The actor's whole loss: the policy loss, minus the entropy bonus, plus the KL loss, each with its coefficient.
 
     Args: log_probs [tokens] and entropy [tokens] (or None: not measured; only with entropy_coef 0) carry the
     gradient. Returns: the loss as a scalar sum, ready for backward(), and the sums for the metrics.
     """
     loss, sums = policy_loss(log_probs, tokens, options)
+    loss = options.pg_coef * loss
     if entropy is not None:
         bonus, entropy_sums = entropy_bonus(entropy, tokens.mask, tokens.weights)
         sums |= entropy_sums

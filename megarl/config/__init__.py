@@ -36,6 +36,7 @@ from megarl.config.resolve import (
     evaluates,
     full_kl_in_loss,
     full_kl_in_reward,
+    has_teacher,
     is_single_update,
     needs_old_log_probs,
     needs_ref_log_probs,
@@ -44,6 +45,7 @@ from megarl.config.resolve import (
     overlaps,
     pool_devices,
     reference_in_actor,
+    reference_is_actor,
     resolve,
 )
 from megarl.config.schema.algorithm import (
@@ -129,6 +131,7 @@ __all__ = [
     "fit_problems",
     "full_kl_in_loss",
     "full_kl_in_reward",
+    "has_teacher",
     "is_single_update",
     "load_config",
     "needs_old_log_probs",
@@ -139,6 +142,7 @@ __all__ = [
     "pool_devices",
     "position_warnings",
     "reference_in_actor",
+    "reference_is_actor",
     "resolve",
     "resolve_batches",
     "save_batch_plan",

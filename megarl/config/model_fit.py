@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
-from megarl.config.resolve import megatron_sections
+from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, megatron_sections
 from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.models import FLOAT8_TOKENS
 from megarl.config.schema.supervised import TuningConfig
@@ -80,6 +80,7 @@ def check_models(
     model: ModelFacts,
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
+    teacher: ModelFacts | None = None,
 ) -> None:
     """`check_model` for every role of a run, and the lengths that the engines are asked for; all problems in one ValueError.
 
@@ -88,9 +89,11 @@ def check_models(
         model: facts of the model that is trained or evaluated.
         critic: those of critic.model.path; None: the same.
         reward_model: those of reward_model.model.path; None: it is not checked.
+        teacher: those of actor_rollout_ref.ref.model.path; None: the policy's own.
     """
     raise_if_any(
-        "the model does not fit its layout", fit_problems(config, model, critic or model, reward_model)
+        "the model does not fit its layout",
+        fit_problems(config, model, critic or model, reward_model, teacher),
     )
 
 
@@ -99,6 +102,7 @@ def fit_problems(
     model: ModelFacts | None,
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
+    teacher: ModelFacts | None = None,
 ) -> list[str]:
     """The problems that `check_models` raises, a line each, of the models whose facts are given.
 
@@ -110,11 +114,12 @@ def fit_problems(
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
         policy, own = config.actor_rollout_ref, {"critic": critic, "reward_model": reward_model}
+        own |= {} if teacher is None else {f"{POLICY}.ref": teacher}
         megatrons = [
             (f"{key}.megatron", section.megatron, own.get(key, model))
             for key, section in megatron_sections(config).items()
             if not (
-                key == f"{POLICY}.ref" and section.megatron == policy.actor.megatron
+                key == f"{POLICY}.ref" and section.megatron == policy.actor.megatron and teacher is None
             )  # the actor's problem
         ]
         rollout = (ROLLOUT_KEY, policy.rollout)
@@ -125,6 +130,8 @@ def fit_problems(
         assert megatron is not None, "resolved"
         if facts is not None and _positive(megatron):
             problems += _megatron_problems(key, megatron, facts)
+    if isinstance(config, TrainConfig) and teacher is not None and model is not None:
+        problems += _teacher_problems(config, model, teacher)
     if rollout is not None and model is not None and _positive(rollout[1]):
         problems += _rollout_problems(*rollout, model)
     if isinstance(config, TrainConfig) and model is not None and model.moe is None:
@@ -148,6 +155,18 @@ def fit_problems(
         problems += _context_problems(config, model)
         problems += _prediction_problems(config, model)
     return problems
+
+
+def _teacher_problems(config: TrainConfig, model: ModelFacts, teacher: ModelFacts) -> Iterator[str]:
+    """A teacher judges every token that the policy may sample; whole distributions are over the same tokens."""
+    given, known = f"{POLICY}.ref.model.path", f"{model.vocab_size:,} tokens (vocab_size)"
+    if teacher.vocab_size < model.vocab_size:
+        yield f"{given}: the teacher has {teacher.vocab_size:,} of the policy's {known}; give one with all of them"
+    elif teacher.vocab_size > model.vocab_size and (full_kl_in_loss(config) or full_kl_in_reward(config)):
+        yield (
+            f"{given}: the exact KL compares distributions over the same tokens, and the teacher has {teacher.vocab_size:,}, the policy {known}; "
+            "choose an estimate (low_var_kl, k2)"
+        )
 
 
 def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:

@@ -170,6 +170,17 @@ def reference_in_actor(config: TrainConfig) -> bool:
     return ref.megatron == actor.megatron and ref.resource_pool == actor.resource_pool
 
 
+def has_teacher(config: TrainConfig) -> bool:
+    """Whether the reference (of a resolved configuration) is another model than the policy."""
+    return config.actor_rollout_ref.ref.model.path != config.actor_rollout_ref.model.path
+
+
+def reference_is_actor(config: TrainConfig) -> bool:
+    """Whether the reference is the actor itself, its adapters switched off."""
+    adapted = config.actor_rollout_ref.model.lora.rank > 0
+    return adapted and reference_in_actor(config) and not has_teacher(config)
+
+
 def needs_rules(config: TrainConfig | EvalConfig) -> bool:
     """Whether scores are made by rules or the user's reward function, alone or together with a reward model's."""
     return not (
@@ -205,7 +216,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
             policy,
             model=_with_tokenizer(model),
             actor=actor,
-            ref=_resolve_ref(policy.ref, actor, longest),
+            ref=_resolve_ref(policy.ref, actor, model.path, longest),
             rollout=_with_engines(rollout, pools.get(rollout.resource_pool or "")),
         ),
         critic=None if critic is None else _resolve_critic(critic, actor, model.path, longest),
@@ -247,7 +258,7 @@ def _resolve_actor(config: TrainConfig, pools: dict[str, PoolConfig]) -> ActorCo
     )
 
 
-def _resolve_ref(ref: RefConfig, actor: ActorConfig, longest: int) -> RefConfig:
+def _resolve_ref(ref: RefConfig, actor: ActorConfig, actor_model: str, longest: int) -> RefConfig:
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     tokens, trajectories = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
     if dynamic is False:
@@ -258,6 +269,7 @@ def _resolve_ref(ref: RefConfig, actor: ActorConfig, longest: int) -> RefConfig:
     tokens, trajectories = _chosen(dynamic, (tokens, trajectories), longest)
     return replace(
         ref,
+        model=replace(ref.model, path=ref.model.path or actor_model),
         log_prob_use_dynamic_bsz=dynamic,
         log_prob_max_token_len_per_gpu=tokens,
         log_prob_micro_batch_size_per_gpu=trajectories,

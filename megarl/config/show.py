@@ -48,7 +48,7 @@ _SOURCES: Mapping[str, str] = {
     r"max_token_len_per_gpu": "data.max_length",
     r"critic\.(ppo_m\w+_per_gpu|use_dynamic_bsz)": "critic.use_dynamic_bsz and actor_rollout_ref.actor.{0}",
     r"critic\.(ppo_mini_batch_size|ppo_epochs|resource_pool)": "actor_rollout_ref.actor.{0}",
-    r"critic\.model\.path": "actor_rollout_ref.model.path",
+    r"(?:critic|actor_rollout_ref\.ref)\.model\.path": "actor_rollout_ref.model.path",
     r"actor_rollout_ref\.ref\.log_prob_\w+": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz and the actor's micro-batches",
     r"reward_model\.m\w+_per_gpu": "the actor's micro-batches",
     r"reward_model\.max_length": "data.max_prompt_length + data.max_response_length",

@@ -23,6 +23,7 @@ from megarl.config import (
     TuningConfig,
     config_problems,
     fit_problems,
+    has_teacher,
     resolve,
 )
 from megarl.config.checks.data import file_problems
@@ -82,7 +83,7 @@ def preflight(config: Config) -> None:
 
 
 def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
-    """The facts of the trained or evaluated model, the critic and the reward model (None: none readable), and the problems."""
+    """The facts of the trained or evaluated model, the critic, the reward model and the teacher (None: none readable), and the problems."""
     facts: dict[str, ModelConfig | str] = {}  # by folder; a str is its problem
     models: list[ModelConfig | None] = []
     for key, path in _model_paths(config).items():
@@ -101,7 +102,7 @@ def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
 
 
 def _model_paths(config: Config) -> dict[str, str | None]:
-    """The keys of the trained or evaluated model, the critic and the reward model, with their paths; None: there is none."""
+    """The keys of the trained or evaluated model, the critic, the reward model and the teacher, with their paths; None: there is none."""
     if not isinstance(config, TrainConfig):
         return {"model.path": config.model.path}
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
@@ -109,6 +110,7 @@ def _model_paths(config: Config) -> dict[str, str | None]:
         "actor_rollout_ref.model.path": policy.model.path,
         "critic.model.path": None if critic is None else critic.model.path,
         "reward_model.model.path": reward.model.path if reward.enable else None,
+        "actor_rollout_ref.ref.model.path": policy.ref.model.path if has_teacher(config) else None,
     }
 
 

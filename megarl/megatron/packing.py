@@ -41,11 +41,13 @@ class OtherHead:
 
     Attributes:
         hidden: [live, hidden]; its last hidden states.
-        weight: [padded vocab/tp, hidden]; this rank's rows of its output weight.
+        weight: [padded vocab/tp, its hidden]; this rank's rows of its output weight.
+        beta: which divergence of the two is computed (`heads.token_divergence`).
     """
 
     hidden: Tensor
     weight: Tensor
+    beta: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from megarl.config import (
     TrainConfig,
     TuningConfig,
     check_config,
+    has_teacher,
     load_config,
     needs_old_log_probs,
     needs_ref_log_probs,
@@ -48,6 +49,7 @@ class PlanInputs:
     model: ModelConfig
     critic: ModelConfig | None = None
     reward: ModelConfig | None = None
+    teacher: ModelConfig | None = None
     tables: dict[object, StageTensors] = field(default_factory=dict)
     _known: dict[object, Any] = field(default_factory=dict)
 
@@ -56,11 +58,12 @@ class PlanInputs:
         """The facts of a resolved configuration's models, whose folders are here."""
         if not isinstance(config, TrainConfig):
             return cls(read_model_config(config.model.path))
-        critic, reward = config.critic, config.reward_model
+        policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
         return cls(
-            read_model_config(config.actor_rollout_ref.model.path),
+            read_model_config(policy.model.path),
             None if critic is None else read_model_config(critic.model.path),
             read_model_config(reward.model.path) if reward.enable else None,
+            read_model_config(policy.ref.model.path) if has_teacher(config) else None,
         )
 
     def once(self, key: object, make: Callable[[], T]) -> T:
@@ -138,7 +141,7 @@ class RoleFacts:
         section: of the configuration; its `optim` exists if the role is trained.
         most: tokens, or texts, of a micro-batch; the one that is not given is None.
         longest: tokens of a text.
-        base_block: as in `ModelUse`; a reference's weights are held as the actor's are.
+        base_block: as in `ModelUse`; a reference's weights are held as the actor's are, but for a teacher's.
     """
 
     head: str
@@ -173,6 +176,8 @@ def role_facts(config: TrainConfig, inputs: PlanInputs, role: str) -> RoleFacts:
         return RoleFacts("value", inputs.critic or inputs.model, critic, most, longest, True, own, blocks)
     if role == "ref":
         most = (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+        if inputs.teacher is not None:
+            return RoleFacts("lm", inputs.teacher, ref, most, longest)
         return RoleFacts("lm", inputs.model, ref, most, longest, base_block=lora.blocks)
     assert role == "reward_model", role
     most = (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)

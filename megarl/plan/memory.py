@@ -20,6 +20,7 @@ from megarl.config import (
     needs_reference,
     pool_devices,
     reference_in_actor,
+    reference_is_actor,
     resolve,
 )
 from megarl.config.loading.hub import fetch_models
@@ -188,10 +189,8 @@ def plan_memory(
     owners = [*_trained(config, inputs, "actor", needs)]
     if config.critic is not None:
         owners += _trained(config, inputs, "critic", needs)
-    # A reference in the actor's processes is the actor itself if that has adapters.
-    inside, adapted = reference_in_actor(config), config.actor_rollout_ref.model.lora.rank
-    if needs_reference(config) and not (inside and adapted):
-        owners += _evaluated(config, inputs, "ref", "actor" if inside else "ref", needs)
+    if needs_reference(config) and not reference_is_actor(config):
+        owners += _evaluated(config, inputs, "ref", "actor" if reference_in_actor(config) else "ref", needs)
     if config.reward_model.enable:
         owners += _evaluated(config, inputs, "reward_model", "reward_model", needs)
     served, kv_tokens, token = engine_owners(config, inputs, needs, limit)
@@ -316,7 +315,8 @@ def _evaluated(
     movable = leaves(config, section.megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owner(f"{name}_weights", role, pool, weights, there if movable else None)
-    if role != "actor":  # these passes and the actor's own are one after the other
+    # In the actor's processes these passes and its own are one after the other; a teacher's may take more.
+    if role != "actor" or inputs.teacher is not None:
         yield Owner(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
 
 

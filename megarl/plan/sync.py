@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, has_teacher
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.schema.models import MegatronConfig
@@ -231,7 +231,9 @@ def _from_recipe(options: argparse.Namespace) -> tuple[SyncPlan, int]:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
     config = read_config(TrainConfig, options.recipe, options.overrides)
     model = read_model_config(config.actor_rollout_ref.model.path)
-    check_models(config, model, critic=model)
+    reference = config.actor_rollout_ref.ref.model.path
+    teacher = read_model_config(reference) if has_teacher(config) else None
+    check_models(config, model, critic=model, teacher=teacher)
     over = {
         "dtype": options.dtype,
         "quantization": "fp8" if options.fp8 else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,9 +46,7 @@ Config = TrainConfig | TuningConfig
 class _SingleRank:
     """A rank whose tensors are not filled, and which gets no sums from a last stage."""
 
-    def read_weights(
-        self, path: str, head: str, parameters: Mapping[str, torch.Tensor], mtp: bool = False
-    ) -> None: ...
+    def read_weights(self, *given: Any, **named: Any) -> None: ...
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None: ...
 

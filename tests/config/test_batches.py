@@ -9,8 +9,10 @@ from megarl.config import (
     TrainConfig,
     batch_summary,
     batch_table,
+    has_teacher,
     needs_reference,
     reference_in_actor,
+    reference_is_actor,
     resolve,
     save_batch_plan,
 )
@@ -165,6 +167,16 @@ def test_where_the_reference_lives(train: Train) -> None:
     assert not reference_in_actor(resolve(train("actor_rollout_ref.ref.megatron={}")))
     pools = "resource_pools={global: {n_gpus_per_node: 4}, r: {n_gpus_per_node: 4}}"
     assert not reference_in_actor(resolve(train(pools, "actor_rollout_ref.ref.resource_pool=r")))
+
+
+def test_a_teacher_is_a_model_of_its_own(train: Train) -> None:
+    adapted, teacher = "actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.ref.model.path=other"
+    plain = resolve(train())
+    assert not has_teacher(plain) and not reference_is_actor(plain)
+    assert plain.actor_rollout_ref.ref.model.path == plain.actor_rollout_ref.model.path
+    assert reference_is_actor(resolve(train(adapted)))
+    taught = resolve(train(adapted, teacher))
+    assert has_teacher(taught) and reference_in_actor(taught) and not reference_is_actor(taught)
 
 
 def test_evaluation_uses_all_devices(evaluation: Callable[..., EvalConfig]) -> None:

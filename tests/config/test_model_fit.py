@@ -330,6 +330,20 @@ def test_layers_that_cannot_be_trained(
     check_models(train(MTP), Facts(num_mtp_layers=1, moe=MOE), critic=Facts())
 
 
+def test_a_teacher_is_checked_by_its_own_facts(train: Callable[..., TrainConfig]) -> None:
+    keys = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.model.path=teacher")
+    full = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full")
+    check_models(train(*keys, *full), Facts(), Facts(), teacher=Facts(num_layers=2))
+    (line,) = lines_of(lambda: check_models(train(*keys), Facts(), Facts(), teacher=Facts(num_layers=3)))
+    assert line.startswith("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2")
+    more = Facts(vocab_size=Facts().vocab_size + 64)
+    check_models(train(*keys), Facts(), Facts(), teacher=more)
+    (line,) = lines_of(lambda: check_models(train(*keys, *full), Facts(), Facts(), teacher=more))
+    assert "the exact KL compares distributions over the same tokens" in line
+    (line,) = lines_of(lambda: check_models(train(*keys), more, more, teacher=Facts()))
+    assert line.startswith("actor_rollout_ref.ref.model.path: the teacher has ")
+
+
 def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> None:
     check_models(train(), Facts())
     config = train("actor_rollout_ref.ref.megatron={tensor_model_parallel_size: 4}")

@@ -1,7 +1,13 @@
-"""The exact KL to another model's distribution, against Hugging Face's whole logits and torch's autograd."""
+"""The exact divergence from another model's distribution, against Hugging Face's whole logits, TRL's divergence and torch's autograd."""
 
+import ast
+import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +19,7 @@ from transformers import PreTrainedModel
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.heads import head_weight, hidden_head, lm_head, token_full_kl
+from megarl.megatron.heads import head_weight, hidden_head, lm_head, token_divergence
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import OtherHead, PackedBatch
 from megarl.megatron.parallel import coords
@@ -40,14 +46,36 @@ def other_head() -> tuple[Tensor, Tensor]:
     return near[0], near[1]
 
 
-def expected(temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens, 2], gradients of hidden and weight, from whole logits in float64 by torch's own KL."""
+@cache
+def generalized_jsd_loss() -> Callable[..., Tensor]:
+    """That of TRL's GKDTrainer, from its source: to import the trainer takes packages that are not installed."""
+    (folder,) = importlib.util.find_spec("trl").submodule_search_locations
+    source = Path(folder, "experimental/gkd/gkd_trainer.py").read_text(encoding="utf-8")
+    (function,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "generalized_jsd_loss"
+    )
+    function.decorator_list = []
+    found: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    exec(compile(ast.Module([function], []), "trl", "exec"), found)
+    return found["generalized_jsd_loss"]
+
+
+def expected(temperature: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[tokens, 2], gradients of hidden and weight, from whole logits in float64 by TRL's divergence."""
     hidden, weight, labels = hugging_face_head()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     other_hidden, other_weight = (tensor.double() for tensor in other_head())
-    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
-    log_q = (other_hidden @ other_weight.t() / temperature).log_softmax(-1)
-    kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    p, q = hidden @ weight.t(), other_hidden @ other_weight.t()
+    log_q = (q / temperature).log_softmax(-1)
+    # Its reductions leave tokens together, so it gets one at a time.
+    kl = torch.stack(
+        [
+            generalized_jsd_loss()(p[None, row], q[None, row], beta=beta, temperature=temperature)
+            for row in (slice(number, number + 1) for number in range(TOKENS))
+        ]
+    )
     (kl * upstream().double()).sum().backward()
     output = torch.stack([kl, log_q.gather(1, labels[:, None])[:, 0]], dim=1)
     return output.detach(), hidden.grad, weight.grad
@@ -58,11 +86,13 @@ def upstream() -> Tensor:
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(8))
 
 
-def _kl(rank: int, world: int, temperature: float, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _kl(
+    rank: int, world: int, temperature: float, chunk_tokens: int, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, labels = hugging_face_head()
     other_hidden, other_weight = other_head()
     hidden, share = hidden.requires_grad_(), share_of(weight, rank, world).requires_grad_()
-    output = token_full_kl(
+    output = token_divergence(
         hidden,
         share,
         other_hidden,
@@ -72,21 +102,23 @@ def _kl(rank: int, world: int, temperature: float, chunk_tokens: int) -> tuple[T
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         tp_group=dist.group.WORLD,
+        beta=beta,
     )
     (output[:, 0] * upstream()).sum().backward()
     dist.all_reduce(hidden.grad)
     return output.detach(), hidden.grad, share.grad
 
 
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.3, 0.9])
 @pytest.mark.parametrize(
     ("world", "chunk_tokens", "temperature"),
     [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # of 4, one holds padding only
 )
 def test_equals_whole_logits_and_autograd(
-    ranks: RankPool, world: int, chunk_tokens: int, temperature: float
+    ranks: RankPool, world: int, chunk_tokens: int, temperature: float, beta: float
 ) -> None:
-    results = ranks.run(_kl, temperature, chunk_tokens, world=world)
-    output, grad_hidden, grad_weight = expected(temperature)
+    results = ranks.run(_kl, temperature, chunk_tokens, beta, world=world)
+    output, grad_hidden, grad_weight = expected(temperature, beta)
     assert output[:, 0].min() > 0.01
     whole = torch.cat([grad for _, _, grad in results])
     for local_output, local_grad_hidden, _ in results:
@@ -103,7 +135,7 @@ def _by_hand(rank: int, world: int) -> tuple[Tensor, Tensor]:
     other = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     weight = torch.eye(2).chunk(world)[rank]
     settings = {"vocab_size": 2, "temperature": 1.0, "chunk_tokens": 9, "tp_group": dist.group.WORLD}
-    output = token_full_kl(hidden, weight, other, weight, torch.tensor([0, 1]), **settings)
+    output = token_divergence(hidden, weight, other, weight, torch.tensor([0, 1]), **settings)
     output[:, 0].sum().backward()
     dist.all_reduce(hidden.grad)
     return output.detach(), hidden.grad
@@ -123,7 +155,7 @@ def _same(rank: int, world: int) -> tuple[Tensor, Tensor]:
     hidden, weight, labels = hugging_face_head()
     hidden, share = hidden.half().requires_grad_(), share_of(weight, rank, world).half()
     settings = {"vocab_size": VOCAB, "temperature": 0.9, "chunk_tokens": 4, "tp_group": dist.group.WORLD}
-    output = token_full_kl(hidden, share, hidden, share, labels, **settings)
+    output = token_divergence(hidden, share, hidden, share, labels, **settings)
     output[:, 0].sum().backward()
     return output[:, 0].detach(), hidden.grad
 
@@ -141,7 +173,7 @@ def _largest(rank: int, world: int) -> int:
     labels = torch.zeros(tokens, dtype=torch.long)
     settings = {"vocab_size": vocab, "temperature": 1.0, "chunk_tokens": 16, "tp_group": dist.group.WORLD}
     with LargestTensor() as largest:
-        token_full_kl(hidden, weight, *other, labels, **settings)[:, 0].sum().backward()
+        token_divergence(hidden, weight, *other, labels, **settings)[:, 0].sum().backward()
     return largest.numel
 
 

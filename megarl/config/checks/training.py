@@ -8,7 +8,13 @@ from typing import Any
 
 from megarl.config.batches import trajectories_per_step
 from megarl.config.checks.values import given_keys, registered_problems
-from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, reference_in_actor
+from megarl.config.resolve import (
+    full_kl_in_loss,
+    full_kl_in_reward,
+    has_teacher,
+    needs_reference,
+    reference_in_actor,
+)
 from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from megarl.config.schema.commands import (
     POLICY,
@@ -75,6 +81,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     yield from _replay_problems(config.actor_rollout_ref.actor)
     yield from _frozen_router_problems(config.actor_rollout_ref)
     yield from _full_kl_problems(config)
+    yield from _reference_problems(config)
     yield from _health_problems(config)
     lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
     actor = config.actor_rollout_ref.actor
@@ -149,6 +156,13 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
             control,
             ("end_kl_coef", "schedule_steps"),
             "type=linear",
+        ),
+        (
+            not full_kl_in_loss(config),
+            actor_key,
+            actor,
+            ("kl_loss_beta",),
+            "use_kl_loss=true and kl_loss_type=full",
         ),
         (not actor.use_kl_loss, actor_key, actor, ("kl_loss_end_coef",), "use_kl_loss=true"),
         (actor.kl_loss_end_coef is None, actor_key, actor, ("kl_loss_schedule_steps",), "kl_loss_end_coef"),
@@ -253,6 +267,17 @@ def _full_kl_problems(config: TrainConfig) -> Iterator[str]:
             "algorithm.kl_penalty='full' needs the policy's forward pass, which "
             "algorithm.rollout_correction.bypass_mode=true leaves out; choose low_var_kl, or leave bypass_mode out"
         )
+
+
+def _reference_problems(config: TrainConfig) -> Iterator[str]:
+    actor, given = config.actor_rollout_ref.actor, f"{POLICY}.ref.model.path"
+    if has_teacher(config) and not needs_reference(config):
+        yield (
+            f"{given}: nothing compares the policy with a reference; set {POLICY}.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, "
+            "or leave it out"
+        )
+    if not (actor.pg_loss_coef or actor.use_kl_loss or actor.entropy_coeff or actor.ptx_coef):
+        yield f"{POLICY}.actor.pg_loss_coef=0: the policy would learn from nothing; set use_kl_loss=true beside it, or leave it out"
 
 
 def _health_problems(config: TrainConfig) -> Iterator[str]:

@@ -13,7 +13,10 @@ from megarl.config.schema.supervised import TuningConfig
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
 # Which keys name a model, and which a tokenizer alone; a command has some of them.
-MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
+MODEL_KEYS = (
+    *("model.path", "actor_rollout_ref.model.path", "actor_rollout_ref.ref.model.path"),
+    *("critic.model.path", "reward_model.model.path"),
+)
 TOKENIZER_KEYS = (
     "model.tokenizer_path",
     "actor_rollout_ref.model.tokenizer_path",
@@ -70,6 +73,7 @@ def fetch_models(config: C, weights: bool = True) -> C:
     Raises:
         ValueError: names the key and the id, and what to do.
     """
+    folders: dict[tuple[str, tuple[str, ...]], str] = {}
     for key in (*MODEL_KEYS, *TOKENIZER_KEYS):
         path = value_at(config, key)
         if key.startswith("reward_model.") and not value_at(config, "reward_model.enable"):
@@ -77,8 +81,10 @@ def fetch_models(config: C, weights: bool = True) -> C:
         if path is not None and is_hub_id(path):
             model = value_at(config, "actor_rollout_ref.model") or value_at(config, "model")
             texts = (*_TEXTS, *_CODE) if model.trust_remote_code else _TEXTS
-            patterns = (*texts, *_WEIGHTS) if weights and key in MODEL_KEYS else texts
-            config = with_value(config, key, _download(key, path, patterns))
+            wanted = (path, (*texts, *_WEIGHTS) if weights and key in MODEL_KEYS else texts)
+            if wanted not in folders:
+                folders[wanted] = _download(key, *wanted)
+            config = with_value(config, key, folders[wanted])
     return config
 
 

@@ -130,9 +130,13 @@ class ActorConfig:
         None,
         gt=0,
     )
-    entropy_coeff: float = option(
-        "Weight of the entropy bonus.", 0.0, formula="loss - entropy_coeff entropy + kl_loss_coef KL"
+    pg_loss_coef: float = option(
+        "Weight of the policy loss; 0: it does not count, as where a teacher alone is learnt from.",
+        1.0,
+        ge=0,
+        formula="pg_loss_coef policy loss - entropy_coeff entropy + kl_loss_coef KL",
     )
+    entropy_coeff: float = option("Weight of the entropy bonus.", 0.0)
     use_kl_loss: bool = option("Add the KL to the reference policy to the loss.", False)
     kl_loss_coef: float = option("Its weight.", 0.001, ge=0)
     kl_loss_end_coef: float | None = option(
@@ -140,6 +144,14 @@ class ActorConfig:
     )
     kl_loss_schedule_steps: int | None = option("Steps of that line; null: the run.", None, ge=1)
     kl_loss_type: str = option("Its estimator.", "low_var_kl", choices=KL_KINDS)
+    kl_loss_beta: float = option(
+        "full: which divergence over the whole vocabulary. 1: KL(policy || reference), which seeks one of its modes; 0: KL(reference || policy), which "
+        "covers all of them; between: the generalised Jensen-Shannon divergence.",
+        1.0,
+        ge=0,
+        le=1,
+        formula="beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (arXiv:2306.13649, equation 1; p the policy, q the reference)",
+    )
     ptx_coef: float = option(
         "Weight of the likelihood of the texts in data.ptx (PPO-ptx, arXiv:2203.02155, equation 2); 0: none.",
         0.0,
@@ -153,9 +165,22 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefConfig:
-    """The reference policy, made where a KL to it is used: the actor's weights before the run, without adapters."""
+class RefModelConfig:
+    """The model of the reference policy."""
 
+    path: str | None = option(
+        "Folder of another model, a teacher for on-policy distillation, or its id on the Hub; it has the policy's tokens, and any size. null: the "
+        "policy's own.",
+        None,
+        is_path=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    """The reference policy, made where a KL to it is used: the actor's weights before the run, without adapters, or a teacher."""
+
+    model: RefModelConfig = section("The model.", RefModelConfig)
     strategy: str = option("What runs it.", "megatron", choices=("megatron",), refused=NO_OTHER_STRATEGY)
     log_prob_max_token_len_per_gpu: int | None = option(
         "Tokens of a micro-batch; null here and in the next key: as many as one of the actor may have.",

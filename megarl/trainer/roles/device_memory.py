@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.cluster import WorkerLost
+from megarl.config import reference_is_actor
 from megarl.costs.phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
 from megarl.util.files import whole_file
 
@@ -290,7 +291,7 @@ def device_memory(
     owners = _trained(config, gpus, "actor", actor, policy.actor, adapted)
     if not trains:
         owners = [owner for owner in owners if owner.part == "weights"]
-    if ref is not None and not (adapted and ref.group is actor.group):  # else it is the actor itself
+    if ref is not None and not reference_is_actor(config):
         part = "reference" if ref.group is actor.group else "weights"
         owners.append(weights("ref_weights", ref, part, policy.ref))
     if critic is not None:

@@ -10,12 +10,15 @@ from megarl.cluster import ResourcePool, WorkerGroup, group_kind
 from megarl.config import (
     ActorConfig,
     CriticConfig,
+    LoraConfig,
     MegatronConfig,
     OptimConfig,
     TrainConfig,
+    has_teacher,
     needs_old_log_probs,
     needs_reference,
     reference_in_actor,
+    reference_is_actor,
     trajectories_per_mini_batch,
     updates_per_step,
 )
@@ -52,7 +55,9 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
     arguments: dict[str, Any] = {
         "spec": spec,
         "temperature": policy.rollout.temperature,
-        "reference_path": policy.model.path if shared_reference and not spec.adapted else None,
+        "reference_path": policy.ref.model.path
+        if shared_reference and not reference_is_actor(config)
+        else None,
     }
     if trains and config.critic is not None and config.critic.model.share_base:
         arguments["critic"] = critic_spec(config, num_steps)
@@ -75,9 +80,11 @@ def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
 
 
 def reference_spec(config: TrainConfig) -> ModelSpec:
-    """The spec of a reference with processes of its own. It has no adapters, but its weights are stored as the actor's are (`lora`)."""
-    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.ref.megatron
-    return _spec(config, model.path, "lm", megatron, lora=model.lora, share_prompts=_share_prompts(config))
+    """The spec of a reference with processes of its own. It has no adapters, but, unless it is a teacher, its weights are stored as the
+    actor's are (`lora`)."""
+    policy, share = config.actor_rollout_ref, _share_prompts(config)
+    lora = LoraConfig() if has_teacher(config) else policy.model.lora
+    return _spec(config, policy.ref.model.path, "lm", policy.ref.megatron, lora=lora, share_prompts=share)
 
 
 def reward_model_spec(config: TrainConfig) -> ModelSpec:
@@ -154,7 +161,8 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
         share_prompts=policy.actor.share_prompts,
     )
     if reference_in_actor(config):
-        return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
+        pair_share = model_flops(read_model_config(policy.ref.model.path), "lm").pair_share
+        return Role(actor.group, actor.layout, replace(batching, pair_share=pair_share))
     kwargs = {"spec": reference_spec(config), "temperature": policy.rollout.temperature}
     return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, kwargs, batching)
 

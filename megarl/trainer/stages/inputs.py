@@ -14,6 +14,7 @@ from megarl.config import (
     DataConfig,
     TrainConfig,
     check_models,
+    has_teacher,
     needs_rules,
     position_warnings,
 )
@@ -83,15 +84,35 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
     model = read_model_config(model_path.path)
     critic = read_model_config(config.critic.model.path) if config.critic is not None else None
     reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
-    check_models(config, model, critic, reward)
+    teacher = config.actor_rollout_ref.ref.model.path if has_teacher(config) else None
+    taught_by = None if teacher is None else read_model_config(teacher)
+    check_models(config, model, critic, reward, taught_by)
     check_adapters(config, model, critic)
     mtp = model_path.mtp
     check_hf_weights(model_path.path, model, mtp=mtp != "drop", copies=mtp == "train")
     if critic is not None:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
+    if teacher is not None:
+        assert taught_by is not None
+        check_hf_weights(teacher, taught_by)
+        check_teacher(tokenizer, load_tokenizer(teacher, model_path.trust_remote_code), teacher)
     reward_model = load_reward_model(config.reward_model, tokenizer) if config.reward_model.enable else None
     return ModelInputs(tokenizer, model, reward_model, tuple(position_warnings(config, model, critic)))
+
+
+def check_teacher(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str) -> None:
+    """ValueError: the teacher, whose tokenizer is `other`, has other tokens: its log-probs would be those of other texts."""
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    differing = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)
+    if differing:
+        number, token = differing[0]
+        there = theirs.get(token)
+        raise ValueError(
+            f"actor_rollout_ref.ref.model.path: {teacher} has another tokenizer than the policy: {len(differing):,} of {len(ours):,} tokens "
+            f"differ, such as {token!r}, which is {number} here and {'not' if there is None else there} there; a teacher must have the "
+            "policy's tokens, with their numbers"
+        )
 
 
 def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:

@@ -220,6 +220,8 @@ def policy_update(actor: ActorConfig, controls: Controls, seed: int) -> PolicyUp
         entropy_coef=actor.entropy_coeff,
         kl_coef=controls.kl_loss.coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type if actor.use_kl_loss else None,
+        kl_beta=actor.kl_loss_beta,
+        pg_coef=actor.pg_loss_coef,
         loss_mode=loss.loss_mode,
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,

@@ -32,6 +32,7 @@ from megarl.megatron.router_replay import take_counts
 from megarl.megatron.router_z_loss import RouterZLoss
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
+from megarl.models import read_model_config
 from megarl.trainer.workers.dispatch import EXPERT_VIOLATION, ROUTER_Z_LOSS, ModelSpec, PolicyUpdate
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 class ActorWorker(ModelWorker):
     """A rank of the policy; with `reference_path` also of the reference policy in the same layout.
 
-    With adapters the model without them is the reference: it is there anyway, and nothing is loaded for it.
+    With adapters and no path the model without them is the reference: it is there anyway, and nothing is loaded for it.
     """
 
     sums_prefix = "actor/"
@@ -69,12 +70,13 @@ class ActorWorker(ModelWorker):
         self.outbox: Outbox | None = None
         self.slots = Slots(platform.device().type)
         self.reference: list[GPTModel] | None = None
-        if spec.adapted:
-            assert reference_path is None, "the reference is the model without its adapters"
-            self.reference = unwrap(self.chunks)
-        elif reference_path is not None:
+        self.reference_config = self.config
+        if reference_path is not None:
+            self.reference_config = read_model_config(reference_path)
             self.reference = self.load(reference_path, "lm", trainable=False)
             self.parts["reference"] = weights_of(self.reference, constant=True)
+        elif spec.adapted:
+            self.reference = unwrap(self.chunks)
 
     def memory(self) -> list[dict[str, int]]:
         (found,) = super().memory()
@@ -89,7 +91,8 @@ class ActorWorker(ModelWorker):
     def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The reference's log-probs of the responses as `column`, at the sampling temperature; its routers choose themselves."""
         assert self.reference is not None
-        head, pack = self.lm_head(temperature=self.temperature), partial(self.pack_share, replayed=False)
+        head = self.lm_head(self.reference_config.vocab_size, temperature=self.temperature)
+        pack = partial(self.pack_share, replayed=False)
         with self._without_adapters():
             return self.compute_columns(table, shares, pack, head, [column], self.reference)
 
@@ -119,8 +122,9 @@ class ActorWorker(ModelWorker):
     def _pack_with_reference(self, table: pa.Table, share: Share) -> Sequence[PackedBatch]:
         return self.with_reference_head(self._pack_policy(table, share))
 
-    def with_reference_head(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
-        """The batches with the reference's hidden states and head, from which the exact KL to it is computed with the log-probs."""
+    def with_reference_head(self, batches: Sequence[PackedBatch], beta: float = 1.0) -> Sequence[PackedBatch]:
+        """The batches with the reference's hidden states and head, from which the exact divergence from it (of `beta`) is computed with
+        the log-probs."""
         assert self.reference is not None
         assert_resident(self.reference)
         # Its routers choose themselves, also where it is the policy's own model without adapters.
@@ -131,13 +135,13 @@ class ActorWorker(ModelWorker):
             return batches
         weight = head_weight(self.reference[-1])
         return [
-            replace(batch, other=OtherHead(states, weight))
+            replace(batch, other=OtherHead(states, weight, beta))
             for batch, states in zip(batches, hidden, strict=True)
         ]
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         """While this is active, the model with adapters is the reference."""
-        return only_adapters(self.reference, None) if self.spec.adapted else nullcontext()
+        return nullcontext() if "reference" in self.parts else only_adapters(self.reference, None)
 
     def update_policy(
         self,
@@ -205,7 +209,7 @@ class ActorWorker(ModelWorker):
                 source = with_selection(table, rows, how.select, seed=how.seed * 4096 + number)
             batches = pack_weighted(self, source, shares[self.coords.dp], fields, how.aggregation, count)
             if full_kl:
-                batches = self.with_reference_head(batches)
+                batches = self.with_reference_head(batches, how.options.kl_beta)
             if ptx is not None:
                 assert examples is not None
                 batches = [*batches, *pack_ptx(self, examples, ptx, number)]

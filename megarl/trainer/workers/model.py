@@ -96,7 +96,7 @@ from megarl.megatron.router_replay import (
 )
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step, with_predictions
-from megarl.models import COMPANIONS, read_model_config
+from megarl.models import COMPANIONS, ModelConfig, read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.trainer.workers.dispatch import ModelSpec
 from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source
@@ -247,12 +247,14 @@ class ModelWorker:
         return MergedParameters(self.chunks, self.adapter)
 
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
-        """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
-        mtp = None
+        """A model's chunks on this rank, with the weights of the Hugging Face folder `path`: this rank's own model, or another one."""
+        own = path == self.spec.path
+        config = self.config if own else read_model_config(path)
+        blocks, mtp = self.spec.lora.blocks if own else None, None
         if trainable and self.spec.mtp is not None:
             mtp = "detached" if self.spec.mtp.detached else "attached"
         chunks = build_model(
-            self.config,
+            config,
             self.layout,
             head=head,
             dtype=self.dtype,
@@ -260,11 +262,11 @@ class ModelWorker:
             recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
             recompute_modules=self.spec.megatron.recompute_modules if trainable else None,
             overrides=self._overrides(),
-            base_block=self.spec.lora.blocks,
+            base_block=blocks,
             mtp=mtp,
             seed=self.spec.megatron.seed,
         )
-        self.read_weights(path, head, local_parameters(chunks), mtp=mtp is not None)
+        self.read_weights(path, config, head, local_parameters(chunks), blocks, mtp=mtp is not None)
         if self.store is not None:
             # Before anything collective: ranks read a large model from shared files at very different speeds.
             world, limit = self.info.world_size, LOAD_TIMEOUTS * self.spec.timeout
@@ -282,11 +284,16 @@ class ModelWorker:
         return given if self.spec.router_replay is None else {**given, "moe_router_fusion": False}
 
     def read_weights(
-        self, path: str, head: str, parameters: Mapping[str, torch.Tensor], mtp: bool = False
+        self,
+        path: str,
+        config: ModelConfig,
+        head: str,
+        parameters: Mapping[str, torch.Tensor],
+        blocks: int | None,
+        mtp: bool = False,
     ) -> None:
-        """Fill this rank's local tensors from a Hugging Face folder. `mtp`: those of multi-token prediction layers, too."""
-        blocks = self.spec.lora.blocks
-        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks, mtp)
+        """Fill this rank's local tensors of a model from its Hugging Face folder; `blocks`, `mtp`: as in `load_hf_weights`."""
+        load_hf_weights(path, config, self.layout, self.info.rank, parameters, head, blocks, mtp)
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None:
         """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
@@ -339,9 +346,12 @@ class ModelWorker:
         """The context parallel group; None: there is one rank."""
         return context_parallel_group() if self.layout.cp > 1 else None
 
-    def lm_head(self, *, temperature: float = 1.0, with_entropy: bool = False) -> Callable:
+    def lm_head(
+        self, vocab_size: int | None = None, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> Callable:
+        """The head of this rank's model; of another one with `vocab_size` tokens."""
         return lm_head(
-            vocab_size=self.config.vocab_size,
+            vocab_size=vocab_size or self.config.vocab_size,
             temperature=temperature,
             chunk_tokens=self.spec.megatron.log_prob_chunk_tokens,
             with_entropy=with_entropy,

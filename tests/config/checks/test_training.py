@@ -1,5 +1,6 @@
 """What models need that are trained: estimators, losses, controllers, corrections, float16, the exact KL, adapters, trackers, health."""
 
+import shutil
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -119,6 +120,7 @@ def test_what_does_not_fit(train: Train, overrides: list[str], problem: str) -> 
         ("algorithm.kl_ctrl.end_kl_coef=0.1", "type=linear"),
         ("algorithm.kl_ctrl.schedule_steps=4", "type=linear"),
         (f"{ACTOR}.kl_loss_end_coef=0.1", "use_kl_loss=true"),
+        (f"{ACTOR}.kl_loss_beta=0.5", "use_kl_loss=true and kl_loss_type=full"),
         (f"{ACTOR}.kl_loss_schedule_steps=4", "kl_loss_end_coef"),
         (f"{ACTOR}.loss_scale_factor=8", "loss_agg_mode=seq-mean-token-sum-norm"),
         (f"{CORRECTION}.rollout_rs_threshold=3", "rollout_rs"),
@@ -223,6 +225,16 @@ def test_the_exact_kl_needs_the_reference_beside_the_actor(train: Train) -> None
     assert "policy and reference must be in the same processes" in found[0]
     # What is not used may be anywhere.
     check_config(train(f"{ACTOR}.kl_loss_type=full", "algorithm.kl_penalty=full", apart))
+
+
+def test_a_teacher_or_something_else_is_learnt_from(grpo: Train, folder: Path) -> None:
+    teacher, alone = f"actor_rollout_ref.ref.model.path={folder}/teacher", f"{ACTOR}.pg_loss_coef=0"
+    shutil.copytree(folder / "model", folder / "teacher")
+    (found,) = problems(grpo(teacher))
+    assert found.startswith("actor_rollout_ref.ref.model.path: nothing compares the policy with a reference")
+    (found,) = problems(grpo(alone))
+    assert found.startswith(f"{ACTOR}.pg_loss_coef=0: the policy would learn from nothing")
+    check_config(grpo(teacher, alone, f"{ACTOR}.use_kl_loss=true"))
 
 
 def test_the_exact_kl_in_the_reward_needs_a_forward_pass(train: Train) -> None:

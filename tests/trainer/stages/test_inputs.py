@@ -1,5 +1,6 @@
 """What a run reads before it starts."""
 
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.arithmetic import write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl.config import EvalConfig, TrainConfig, load_config, resolve
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.processes.scorer import RewardSpec, Scorer
@@ -61,3 +63,25 @@ def test_a_prompt_without_what_its_rule_compares_with(task: Path, tmp_path: Path
     keys = [*ppo, *on(task, tmp_path), f"data.train_files={path}"]
     with pytest.raises(ValueError, match="prompt train:3: the reward rule 'gsm8k' of data_source"):
         sets(load_config(TrainConfig, REPOSITORY / recipe, keys))
+
+
+def test_a_teacher_has_the_policys_tokens(task: Path, tmp_path: Path) -> None:
+    """Its files are looked at, too, before anything starts."""
+    other = make_tiny_model(tmp_path / "other", ["three other words"], num_layers=2)
+    same = tmp_path / "same"
+    shutil.copytree(task / "model", same)
+    recipe, *ppo = PPO
+    keys = [*ppo, *on(task, tmp_path)]
+
+    def read(teacher: Path) -> dict[str, int]:
+        path = f"actor_rollout_ref.ref.model.path={teacher}"
+        return sets(load_config(TrainConfig, REPOSITORY / recipe, [*keys, path]))
+
+    assert read(same)
+    with pytest.raises(
+        ValueError, match=r"ref\.model\.path: .* has another tokenizer than the policy: .* tokens\s+differ"
+    ):
+        read(other)
+    (same / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="same"):
+        read(same)

@@ -1,0 +1,147 @@
+"""A reference of another folder: a teacher of any size, in the actor's processes or in its own, against Hugging Face's model."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from megarl.algorithms.aggregate import LossAggregation
+from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.policy_loss import PolicyLossOptions
+from megarl.cluster.ranks import RankInfo
+from megarl.config import LoraConfig, MegatronConfig, OptimConfig
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
+from tests.megatron.hf import VOCAB, make_table, save_model
+from tests.megatron.test_full_kl import generalized_jsd_loss
+from tests.ranks import RankPool
+from tests.trainer.workers.test_actor import (
+    TEMPERATURE,
+    hugging_face,
+    plan_of,
+    with_old_log_probs,
+)
+
+SHARE = [[0, 3, 5], [6, 1, 2, 4, 7]]
+LORA = LoraConfig(rank=4, alpha=8.0)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def save_teacher(folder: Path, vocab_size: int = VOCAB) -> PreTrainedModel:
+    """Of another family than the policy, wider, with other heads and fewer layers, its head its embedding."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, PreTrainedModel]]:
+    """Policy and teacher: folder and model."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("policy", "teacher")]
+    return [(str(folders[0]), save_model(folders[0])), (str(folders[1]), save_teacher(folders[1]))]
+
+
+def make(
+    rank: int, world: int, folders: list[str], megatron: dict[str, Any], lora: LoraConfig
+) -> ActorWorker:
+    info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
+    spec = ModelSpec(folders[0], "lm", MegatronConfig(**megatron), OptimConfig(lr=1e-3), 9, 60.0, lora=lora)
+    return ActorWorker(info, spec, TEMPERATURE, reference_path=folders[1])
+
+
+def _judge(
+    rank: int, world: int, folders: list[str], megatron: dict[str, Any], lora: LoraConfig, beta: float
+) -> tuple:
+    """What a teacher in the actor's processes says of responses; the metrics of an update that learns from it alone."""
+    table = with_old_log_probs(make_table())
+    worker = make(rank, world, folders, megatron, lora)
+    assert "reference" in worker.parts
+    columns = worker.compute_ref_log_probs(table, [SHARE], "ref_log_probs")
+    options = PolicyLossOptions(0.2, 0.2, None, kl_coef=0.5, kl_kind=FULL_KL, kl_beta=beta, pg_coef=0.0)
+    how = PolicyUpdate(LossAggregation("token-mean"), options, None, None, seed=0)
+    (step,) = worker.update_policy(table, *plan_of(SHARE), how)
+    # In turns with the policy: the next update goes on.
+    (later,) = worker.update_policy(table, *plan_of(SHARE), how)
+    return columns, step, later
+
+
+def divergence(models: list[tuple[str, PreTrainedModel]], beta: float) -> float:
+    """TRL's, a mean over the live tokens of all responses."""
+    total, count = 0.0, 0
+    for row in make_table().to_pylist():
+        ids, start = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"]) - 1
+        mask = torch.tensor(row["response_mask"])
+        with torch.no_grad():
+            p, q = (model(ids).logits[:, start:-1][:, mask] for _, model in models)
+        total += float(generalized_jsd_loss()(p, q, beta=beta, temperature=TEMPERATURE, reduction="sum"))
+        count += int(mask.sum())
+    return total / count
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_policy_learns_from_it_in_its_own_processes(
+    ranks: RankPool, models, name: str, lora: LoraConfig
+) -> None:
+    world, megatron = LAYOUTS[name]
+    beta = {"one": 1.0, "tp2": 0.3, "pp2": 0.0}[name]
+    folders = [folder for folder, _ in models]
+    results = ranks.run(_judge, folders, megatron, lora, beta, world=world)
+    wanted = hugging_face(models, with_old_log_probs(make_table()))["ref_log_probs"]
+    ((rows, columns),) = [found for found, _, _ in results if found is not None]
+    values, offsets = columns["ref_log_probs"]
+    for place, row in enumerate(rows):
+        found = values[offsets[place] : offsets[place + 1]]
+        np.testing.assert_allclose(found, wanted[row].numpy(), rtol=1e-4, atol=1e-5)
+    expected = divergence(models, beta)
+    for _, step, later in results:
+        assert step["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
+        assert step["actor/loss"] == pytest.approx(0.5 * expected, rel=1e-4)
+        assert later["actor/kl_loss"] < step["actor/kl_loss"]
+
+
+def _alone(rank: int, world: int, folder: str) -> Any:
+    """A teacher with processes of its own."""
+    table, spec = with_old_log_probs(make_table()), ModelSpec(folder, "lm", MegatronConfig(), None, 0, 60.0)
+    info = RankInfo(rank, world, rank, "localhost", 0, "ref", "", (), "")
+    return ActorWorker(info, spec, TEMPERATURE).compute_log_probs(table, [SHARE], "ref_log_probs")
+
+
+def test_more_tokens_of_a_teacher_take_their_share(ranks: RankPool, models, tmp_path: Path) -> None:
+    """Its distribution is its own: tokens that the policy lacks have probability, too, wherever the teacher is."""
+    teacher = save_teacher(tmp_path, VOCAB + 9)
+    wanted = hugging_face([("", teacher), ("", teacher)], with_old_log_probs(make_table()))["ref_log_probs"]
+    folders = [models[0][0], str(tmp_path)]
+    (inside,) = ranks.run(_sampled, folders, world=1)
+    (alone,) = ranks.run(_alone, folders[1], world=1)
+    for rows, columns in (inside, alone):
+        values, offsets = columns["ref_log_probs"]
+        for place, row in enumerate(rows):
+            found = values[offsets[place] : offsets[place + 1]]
+            np.testing.assert_allclose(found, wanted[row].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def _sampled(rank: int, world: int, folders: list[str]) -> Any:
+    worker = make(rank, world, folders, {}, LoraConfig())
+    return worker.compute_ref_log_probs(with_old_log_probs(make_table()), [SHARE], "ref_log_probs")

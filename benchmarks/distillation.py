@@ -5,7 +5,7 @@ the model (`sft`); both ways have the same prompts, samples a prompt, learning r
 of its sampling.
 
     make demo                                                                             # outputs/demo: data, models, the teacher
-    python benchmarks/distillation.py --out benchmarks/results/distillation.json            # 20 minutes on two cores
+    python benchmarks/distillation.py --out benchmarks/results/distillation.json            # 15 minutes on two cores
 """
 
 import argparse
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument(
         "--demo", type=Path, default=Path("outputs/demo"), metavar="FOLDER", help="of `make demo`"
     )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--samples", type=int, default=4, help="responses to a prompt")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=2, help="responses to a prompt")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=[*STARTS])
     parser.add_argument("--out", metavar="FILE", help="all curves, as JSON")

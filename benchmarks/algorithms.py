@@ -72,6 +72,15 @@ CASES = (
     Case("grpo", "kl_cov"),
     Case("gpg", "gpg"),
     Case("maxrl", "vanilla"),
+    Case(
+        "gdpo",
+        "vanilla",
+        (
+            "custom_reward_function.path=benchmarks/two_rewards.py",
+            "algorithm.reward_weights={score: 1.0, form: 0.5}",
+            "algorithm.use_kl_in_reward=false",
+        ),
+    ),
     Case("rloo", "topr", (f"{POLICY}.optim.lr=1e-4",)),
     Case("grpo", "dppo_tv", (f"{POLICY}.clip_ratio=0.15", f"{POLICY}.clip_ratio_c=20")),
     Case("grpo", "dppo_kl", (f"{POLICY}.clip_ratio=0.05", f"{POLICY}.clip_ratio_c=20")),

@@ -39,6 +39,7 @@ class AdvantageBatch:
     values: Tensor | None = None  # [tokens], the critic's; for estimators with a critic
     prompt_uids: Sequence[str] | None = None  # [n]; for estimators that compare answers to one prompt
     baselines: Tensor | None = None  # [n], the score of the prompt's greedy answer; for remax
+    parts: Tensor | None = None  # [n, parts], named rewards of a trajectory; for gdpo
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class AdvantageOptions:
     lam: float = 1.0  # gae
     whiten: bool = True  # gae, reinforce_plus_plus, reinforce_plus_plus_baseline
     norm_by_std: bool = True  # grpo, grpo_passk
+    part_weights: tuple[float, ...] = ()  # gdpo, [parts]
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,24 @@ def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advanta
     to_go = reward_to_go(rewards.double(), batch.mask, batch.offsets, gamma=1.0)
     difference = to_go - batch.baselines.double()[segment_ids(batch.offsets)]
     return AdvantageResult(torch.where(batch.mask, difference, 0.0).to(rewards.dtype), None)
+
+
+@register_advantage("gdpo")
+def _estimate_gdpo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    if batch.prompt_uids is None:
+        raise ValueError(
+            "algorithm.adv_estimator='gdpo' needs the prompt of each trajectory; the batch has none"
+        )
+    if batch.parts is None:
+        raise ValueError(
+            "algorithm.adv_estimator='gdpo' needs named rewards (algorithm.reward_weights); the batch has none"
+        )
+    trained = (segment_sum(batch.mask, batch.offsets) > 0).nonzero().squeeze(1)
+    uids = [batch.prompt_uids[row] for row in trained.tolist()]
+    per_trajectory = torch.zeros(len(batch.parts), dtype=torch.float64)
+    per_trajectory[trained] = gdpo(batch.parts[trained].double(), uids, options.part_weights)
+    spread = per_trajectory[segment_ids(batch.offsets)].to(batch.token_level_rewards.dtype)
+    return AdvantageResult(torch.where(batch.mask, spread, 0.0), None)
 
 
 GroupComparison = Callable[[Tensor, Sequence[str], Tensor, AdvantageOptions], Tensor]
@@ -239,6 +259,31 @@ def maxrl(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
     mean = torch.zeros_like(size).index_add_(0, group, values) / size
     lead = _centred(values, group, size)
     return torch.where(mean[group] > 0, lead / mean[group], 0.0).to(scores.dtype)
+
+
+def gdpo(parts: Tensor, group_ids: Sequence[str], weights: Sequence[float]) -> Tensor:
+    """Several rewards, each compared within its group by itself; their weighted sum is normalised over the batch.
+
+    GDPO, arXiv:2601.05242: A = sum over rewards k of weight_k * (r_k - mean of its group) / (std of its group + 1e-6), and then
+    (A - mean of all) / (std of all + 1e-6), so that the scale does not grow with the number of rewards. Rewards that are summed before they
+    are compared, as for `grpo`, would count by their scales, and different combinations of them would be equal.
+
+    Args: parts [n, rewards]; weights [rewards]. Returns: [n].
+    """
+    assert parts.shape[1] == len(weights), (parts.shape, len(weights))
+    compared = torch.stack([grpo(part, group_ids) for part in parts.unbind(1)], dim=1).double()
+    values = compared @ torch.tensor(weights, dtype=torch.float64)
+    if len(values) < 2:
+        return torch.zeros_like(values).to(parts.dtype)
+    return ((values - values.mean()) / (values.std() + _EPS)).to(parts.dtype)
+
+
+def part_spread(parts: Tensor, group_ids: Sequence[str]) -> list[float]:
+    """The standard deviation of each of several rewards [n, rewards] within its groups, a mean over groups: [rewards]."""
+    if not len(parts):
+        return [0.0] * parts.shape[1]
+    group, size = _groups(parts[:, 0], group_ids)
+    return [float(_std(_centred(part.double(), group, size), group, size).mean()) for part in parts.unbind(1)]
 
 
 def centred(scores: Tensor, group_ids: Sequence[str]) -> Tensor:

@@ -1,3 +1,4 @@
+import math
 import random
 import statistics
 import time
@@ -17,6 +18,7 @@ from megarl.algorithms.advantages import (
     centred,
     compute_advantages,
     gae,
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -63,7 +65,7 @@ def test_estimator_grpo_spreads_the_advantage_over_live_tokens():
 
 def test_refusals_name_what_is_wrong():
     batch = AdvantageBatch(torch.zeros(2), torch.tensor([True, False]), offsets_of([2]))
-    with pytest.raises(ValueError, match=r"adv_estimator='gea' is unknown; known: gae, gpg, grpo"):
+    with pytest.raises(ValueError, match=r"adv_estimator='gea' is unknown; known: gae, gdpo, gpg, grpo"):
         compute_advantages("gea", batch, AdvantageOptions())
     with pytest.raises(ValueError, match="'gae' needs the critic's values"):
         compute_advantages("gae", batch, AdvantageOptions())
@@ -121,6 +123,11 @@ def test_estimator_remax_by_hand():
     torch.testing.assert_close(found, torch.tensor([0.25, 0.75, -1.0, 0.0]))
 
 
+def options_of(**given):
+    """Of the batches of `a_batch`, which have two named rewards."""
+    return AdvantageOptions(part_weights=(1.0, -0.5), **given)
+
+
 def a_batch(mask, offsets, seed):
     """Random rewards and values; scores repeat, so that ties occur; three prompts."""
     n = offsets.numel() - 1
@@ -132,6 +139,7 @@ def a_batch(mask, offsets, seed):
         values=normal(mask.numel(), seed),
         prompt_uids=[f"p{number}" for number in generator.integers(0, 3, n)],
         baselines=normal(n, seed + 1),
+        parts=normal(2 * n, seed + 2).view(n, 2),
     )
 
 
@@ -149,9 +157,9 @@ every_estimator = st.sampled_from(ADV_ESTIMATORS)
 def test_what_stands_on_masked_tokens_never_matters(ragged, name, seed, poison):
     mask, offsets = ragged
     batch = a_batch(mask, offsets, seed)
-    clean = compute_advantages(name, batch, AdvantageOptions(gamma=0.9, lam=0.8))
+    clean = compute_advantages(name, batch, options_of(gamma=0.9, lam=0.8))
     poisoned = replace(batch, values=torch.where(mask, batch.values, poison))
-    found = compute_advantages(name, poisoned, AdvantageOptions(gamma=0.9, lam=0.8))
+    found = compute_advantages(name, poisoned, options_of(gamma=0.9, lam=0.8))
     for a, b in ((found.advantages, clean.advantages), (found.returns, clean.returns)):
         assert_same(a, b)
     assert not clean.advantages[~mask].any()
@@ -162,9 +170,9 @@ def test_what_stands_on_masked_tokens_never_matters(ragged, name, seed, poison):
 def test_trajectories_without_a_live_token_take_no_part(ragged, name, seed):
     mask, offsets = ragged
     batch = a_batch(mask, offsets, seed)
-    whole = compute_advantages(name, batch, AdvantageOptions())
+    whole = compute_advantages(name, batch, options_of())
     keep = [row for row, part in enumerate(rows(offsets)) if bool(mask[part].any())]
-    found = compute_advantages(name, rows_of(batch, keep), AdvantageOptions())
+    found = compute_advantages(name, rows_of(batch, keep), options_of())
     kept = [torch.arange(offsets[row], offsets[row + 1]) for row in keep]
     index = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.int64)
     assert_same(found.advantages, whole.advantages[index])
@@ -177,8 +185,8 @@ def test_the_order_of_trajectories_never_matters(ragged, name, seed, rng):
     batch = a_batch(mask, offsets, seed)
     order = list(range(offsets.numel() - 1))
     rng.shuffle(order)
-    whole = compute_advantages(name, batch, AdvantageOptions(gamma=0.9, lam=0.8))
-    mixed = compute_advantages(name, rows_of(batch, order), AdvantageOptions(gamma=0.9, lam=0.8))
+    whole = compute_advantages(name, batch, options_of(gamma=0.9, lam=0.8))
+    mixed = compute_advantages(name, rows_of(batch, order), options_of(gamma=0.9, lam=0.8))
     index = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in order])
     assert_same(mixed.advantages, whole.advantages[index])
     assert_same(mixed.returns, None if whole.returns is None else whole.returns[index])
@@ -195,6 +203,7 @@ def rows_of(batch, order):
         batch.values[index],
         [batch.prompt_uids[row] for row in order],
         batch.baselines[order],
+        batch.parts[order],
     )
 
 
@@ -204,9 +213,9 @@ def test_the_groups_are_those_that_the_configuration_says():
         without = replace(batch, prompt_uids=None)
         if name in GROUP_ESTIMATORS:
             with pytest.raises(ValueError, match=f"'{name}' needs the prompt of each trajectory"):
-                compute_advantages(name, without, AdvantageOptions())
+                compute_advantages(name, without, options_of())
         else:
-            compute_advantages(name, without, AdvantageOptions())
+            compute_advantages(name, without, options_of())
 
 
 def test_a_file_of_the_users_adds_an_estimator(tmp_path):
@@ -219,7 +228,7 @@ def test_a_file_of_the_users_adds_an_estimator(tmp_path):
     )
     load_plugins([str(file)])
     batch = a_batch(torch.ones(2, dtype=torch.bool), offsets_of([2]), seed=1)
-    found = compute_advantages("twice_the_reward", batch, AdvantageOptions())
+    found = compute_advantages("twice_the_reward", batch, options_of())
     torch.testing.assert_close(found.advantages, 2 * batch.token_level_rewards)
 
 
@@ -228,7 +237,7 @@ def test_a_result_that_does_not_fit_the_batch_is_refused():
     register_advantage(name)(lambda batch, options: AdvantageResult(torch.zeros(2), None))
     batch = AdvantageBatch(torch.zeros(3), torch.ones(3, dtype=torch.bool), offsets_of([2, 1]))
     with pytest.raises(ValueError, match=r"returned advantages of shape \[2\] for a batch of 3 tokens"):
-        compute_advantages(name, batch, AdvantageOptions())
+        compute_advantages(name, batch, options_of())
 
 
 # Two groups, p: 1, 0, 0, 1 and q: 3, 1.
@@ -302,6 +311,49 @@ def test_gpg_by_hand():
 
 def test_centred_by_hand():
     torch.testing.assert_close(centred(SCORES, IDS), torch.tensor([0.5, 1.0, -0.5, -0.5, -1.0, 0.5]))
+
+
+def test_rewards_that_are_compared_by_themselves_do_not_collapse():
+    """Two groups of two: one answer of the first is better by one reward, one of the second by both. Their sums, (0, 1) and (0, 2), are
+    the same to GRPO; GDPO sees the second twice as well. The step's normalisation leaves the proportion."""
+    parts, ids = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]), ["a", "a", "b", "b"]
+    half = 1 / math.sqrt(2)
+    torch.testing.assert_close(grpo(parts.sum(1), ids), half * torch.tensor([-1.0, 1.0, -1.0, 1.0]))
+    before = [-half, half, -2 * half, 2 * half]
+    expected = torch.tensor(before) / statistics.stdev(before)
+    torch.testing.assert_close(gdpo(parts, ids, (1.0, 1.0)), expected, rtol=1e-5, atol=1e-5)
+
+
+def by_parts(parts, ids, weights):
+    """GDPO from its formula, in plain Python."""
+    total = [0.0] * len(ids)
+    for number, weight in enumerate(weights):
+        column = [row[number] for row in parts]
+        for place, own in enumerate(ids):
+            group = [value for value, other in zip(column, ids, strict=True) if other == own]
+            if len(group) > 1:
+                total[place] += (
+                    weight * (column[place] - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+                )
+    if len(total) < 2:
+        return [0.0]
+    return [(value - statistics.mean(total)) / (statistics.stdev(total) + 1e-6) for value in total]
+
+
+@brief
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 1.0]), st.sampled_from([0.0, 30.0, -7.5])
+        ),
+        min_size=1,
+    ),
+    st.tuples(st.floats(-2, 2), st.floats(-2, 2)),
+)
+def test_gdpo_equals_its_definition(trajectories, weights):
+    ids, parts = [row[0] for row in trajectories], [row[1:] for row in trajectories]
+    found = gdpo(torch.tensor(parts, dtype=torch.float64), ids, weights)
+    assert found.tolist() == pytest.approx(by_parts(parts, ids, weights), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "centred"])

@@ -15,7 +15,12 @@ from megarl.config.resolve import (
     needs_reference,
     reference_in_actor,
 )
-from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
+from megarl.config.schema.algorithm import (
+    ADV_ESTIMATORS,
+    GROUP_ESTIMATORS,
+    POLICY_LOSSES,
+    AlgorithmConfig,
+)
 from megarl.config.schema.commands import (
     POLICY,
     ActorConfig,
@@ -117,6 +122,7 @@ def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
             f"critic.optim.lr is required: {estimator} trains a critic, but there is no section critic "
             "(grpo needs none)"
         )
+    yield from _reward_weight_problems(algorithm)
     if algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
         yield (
             f"{POLICY}.rollout.n={rollout.n}: {estimator} compares the responses to one prompt and needs at least 2"
@@ -141,6 +147,24 @@ def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
         )
     if control.type == "linear" and control.end_kl_coef is None:
         yield "algorithm.kl_ctrl.end_kl_coef is required: algorithm.kl_ctrl.type='linear' moves the coefficient to it"
+
+
+def _reward_weight_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    key, weights = "algorithm.reward_weights", algorithm.reward_weights
+    if algorithm.adv_estimator != "gdpo":
+        if weights:
+            yield f"{key} needs algorithm.adv_estimator=gdpo beside it; nothing reads it otherwise"
+        return
+    if not weights:
+        yield f"{key} is required: algorithm.adv_estimator='gdpo' compares these rewards; give their names and weights, {{score: 1.0, ...}}"
+    for name, weight in (weights or {}).items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            yield f"{key}.{name}={weight!r} is no number"
+    if algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward=true: algorithm.adv_estimator='gdpo' compares rewards by themselves, without a KL in them; use "
+            f"{POLICY}.actor.use_kl_loss"
+        )
 
 
 def _idle_problems(config: TrainConfig) -> Iterator[str]:

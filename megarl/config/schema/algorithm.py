@@ -4,11 +4,13 @@
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.schema import option, section
 
 ADV_ESTIMATORS = (
     "gae",
+    "gdpo",
     "gpg",
     "grpo",
     "grpo_passk",
@@ -20,7 +22,16 @@ ADV_ESTIMATORS = (
     "rloo",
 )
 # Estimators that compare the responses to one prompt.
-GROUP_ESTIMATORS = ("gpg", "grpo", "grpo_passk", "maxrl", "opo", "reinforce_plus_plus_baseline", "rloo")
+GROUP_ESTIMATORS = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "maxrl",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+)
 POLICY_LOSSES = (
     "vanilla",
     "gspo",
@@ -159,13 +170,14 @@ class AlgorithmConfig:
     """Advantages and the KL in the reward."""
 
     adv_estimator: str = option(
-        "gae has a critic; gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline and rloo compare the responses to "
+        "gae has a critic; gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline and rloo compare the responses to "
         "a prompt; remax compares with the greedy response; reinforce_plus_plus with the whole step; or one of "
         "`plugins`.",
         "gae",
         formula="gae: A_t = sum_l (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}); grpo: (R - mean) / (std + 1e-6); "
         "grpo_passk: best R - second best, others 0; rloo: R - mean of the others; opo: R - sum(length R) / sum(length); "
-        "gpg: alpha (R - mean); reinforce_plus_plus_baseline: R - mean; remax: R - R(greedy); "
+        "gpg: alpha (R - mean); maxrl: (R - mean) / mean; gdpo: sum_k weight_k (R_k - mean) / (std + 1e-6), normalised over the step; "
+        "reinforce_plus_plus_baseline: R - mean; remax: R - R(greedy); "
         "reinforce_plus_plus: A_t = r_t + gamma A_{t+1}",
     )
     gamma: float = option("gae, reinforce_plus_plus: discount of a later reward, a token.", 1.0, ge=0, le=1)
@@ -173,6 +185,11 @@ class AlgorithmConfig:
     whiten_advantages: bool = option(
         "gae, reinforce_plus_plus, reinforce_plus_plus_baseline: mean 0 and variance 1 over the step's tokens.",
         True,
+    )
+    reward_weights: dict[str, Any] | None = option(
+        "gdpo: the rewards that are compared, each by itself, with their weights: numbers that the reward function gives to every response "
+        "beside its score, by their names; score is the score itself.",
+        None,
     )
     norm_adv_by_std_in_grpo: bool = option(
         "grpo, grpo_passk: divide by the group's standard deviation (false: Dr. GRPO).", True

@@ -124,7 +124,8 @@ def answer(
         by_model = rewards.ask_model(roles, answers, phase)
         with run.timed("reward"):
             scored = rewards.collect(answers, f"step {step}", by_model)
-            groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data))
+            parts = config.algorithm.reward_weights or {}
+            groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data, parts))
     seconds = run.seconds["generate"]
     speed = {
         "perf/generate_tokens_per_s": groups.generated_tokens / seconds,

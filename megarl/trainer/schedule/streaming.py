@@ -206,7 +206,13 @@ class Streamed(Batches):
         with run.timed("reward"):
             scored = rewards.collect(table, f"step {step}", by_model)
         config, few = self.config, len(groups) < self.in_flight.num_prompts
-        trained = training_scores(scored, config.reward_model.overlong_buffer, config.data, may_all_fail=few)
+        trained = training_scores(
+            scored,
+            config.reward_model.overlong_buffer,
+            config.data,
+            config.algorithm.reward_weights or {},
+            few,
+        )
         self.in_flight.keep(groups, trained)
 
     def _unsent(self) -> Iterator[PromptRequests[list[Part]]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages
+from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages, part_spread
 from megarl.algorithms.kl import (
     FixedKLController,
     KLController,
@@ -87,7 +87,7 @@ def compute_batch_advantages(
 
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
-            need: `ref_log_probs`, `values`, `baseline_score`.
+            need: `ref_log_probs`, `values`, `baseline_score`, named rewards.
     """
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
@@ -105,13 +105,27 @@ def compute_batch_advantages(
     baselines = None
     if "baseline_score" in batch.column_names:
         baselines = torch.tensor(batch["baseline_score"].to_numpy())
+    uids, weights = batch["prompt_uid"].to_pylist(), algorithm.reward_weights or {}
+    parts = None
+    if weights:
+        names = [f"reward_part/{name}" for name in weights]
+        missing = [name for name in names if name not in batch.column_names]
+        if missing:
+            raise ValueError(
+                f"algorithm.reward_weights: the trajectories have no column {', '.join(missing)}"
+            )
+        parts = torch.tensor(np.stack([batch[name].to_numpy() for name in names], axis=1))
+        spread = part_spread(parts[scored], [uid for uid, there in zip(uids, scored, strict=True) if there])
+        metrics |= {f"reward/{name}_std": value for name, value in zip(weights, spread, strict=True)}
     result = compute_advantages(
         algorithm.adv_estimator,
-        AdvantageBatch(
-            rewards, mask, offsets, column.get("values"), batch["prompt_uid"].to_pylist(), baselines
-        ),
+        AdvantageBatch(rewards, mask, offsets, column.get("values"), uids, baselines, parts),
         AdvantageOptions(
-            algorithm.gamma, algorithm.lam, algorithm.whiten_advantages, algorithm.norm_adv_by_std_in_grpo
+            algorithm.gamma,
+            algorithm.lam,
+            algorithm.whiten_advantages,
+            algorithm.norm_adv_by_std_in_grpo,
+            tuple(map(float, weights.values())),
         ),
     )
     truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"].to_pylist()])

@@ -18,7 +18,7 @@ from megarl.data.trajectories import (
     sequence_lengths,
 )
 from megarl.trainer.stages.advantages import SCORED_MASK
-from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY
+from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY, REWARD_PART
 
 # The columns that learning reads; the others of the file are computed again.
 _COLUMNS = (*TRAJECTORY_SCHEMA.names, MESSAGES, TEMPLATE_KWARGS, "score", OVERLONG_PENALTY, BASELINE_SCORE)
@@ -45,7 +45,8 @@ def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
     if SCORED_MASK in table.column_names:
         flags, offsets = ragged(table, SCORED_MASK)
         table = replace_column(table, "response_mask", from_ragged(flags > 0, offsets))
-    return table.select([name for name in _COLUMNS if name in table.column_names])
+    parts = [name for name in table.column_names if name.startswith(REWARD_PART)]
+    return table.select([*(name for name in _COLUMNS if name in table.column_names), *parts])
 
 
 def check_sizes(table: pa.Table, path: str | Path, data: DataConfig, n: int) -> None:

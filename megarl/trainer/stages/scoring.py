@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -40,6 +40,7 @@ NUM_ERRORS_PRINTED = 3  # of a batch: the others are in the file
 ENVIRONMENT_SCORE = "environment_score"
 BASELINE_SCORE = "baseline_score"
 OVERLONG_PENALTY = "overlong_penalty"
+REWARD_PART = "reward_part/"
 
 
 @dataclass(frozen=True)
@@ -265,11 +266,16 @@ def group_numbers(table: pa.Table) -> np.ndarray:
 
 
 def training_scores(
-    scored: Scored, overlong: OverlongBufferConfig, data: DataConfig, may_all_fail: bool = False
+    scored: Scored,
+    overlong: OverlongBufferConfig,
+    data: DataConfig,
+    parts: Collection[str] = (),
+    may_all_fail: bool = False,
 ) -> Scored:
     """Scores for training: penalties for long responses are added, and greedy answers become ReMax's baseline.
 
     Args:
+        parts: names of rewards (`algorithm.reward_weights`), appended as columns whose names begin with REWARD_PART.
         may_all_fail: whether the rows are so few that all of their rewards may fail although rewards work.
 
     Raises:
@@ -279,8 +285,28 @@ def training_scores(
         refuse_if_all_failed(scored)
     if overlong.enable:
         scored = punish_overlong(scored, overlong, data.max_response_length)
+    if parts:
+        scored = with_parts(scored, parts)
     greedy = np.array([uid.endswith(GREEDY) for uid in scored.table["uid"].to_pylist()], dtype=np.bool_)
     return with_baselines(scored, greedy) if greedy.any() else scored
+
+
+def with_parts(scored: Scored, names: Collection[str]) -> Scored:
+    """Append named numbers of the reward as columns whose names begin with REWARD_PART; "score" is the score for training.
+
+    Raises:
+        ValueError: the reward does not give one of them to every trajectory that it scored.
+    """
+    table = scored.table
+    for name in names:
+        values = scored.scores if name == "score" else scored.numbers.get(name)
+        if values is None or np.isnan(values[~scored.failed]).any():
+            known = ", ".join(["score", *scored.numbers])
+            raise ValueError(
+                f"algorithm.reward_weights.{name}: the reward does not give this number to every trajectory; there are {known}"
+            )
+        table = append_column(table, f"{REWARD_PART}{name}", np.where(scored.failed, 0.0, values))
+    return replace(scored, table=table)
 
 
 def overlong_penalty(

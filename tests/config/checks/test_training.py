@@ -34,7 +34,8 @@ def test_every_estimator_with_what_it_needs(train: Train, estimator: str) -> Non
     critic = [] if estimator == "gae" else ["critic=null"]
     samples = 2 if estimator in GROUP_ESTIMATORS else 1
     sizes = [f"{ROLLOUT}.n={samples}", f"{ACTOR}.ppo_mini_batch_size=8"]
-    check_config(train(f"algorithm.adv_estimator={estimator}", *sizes, *critic))
+    weights = ["algorithm.reward_weights={score: 1.0}"] if estimator == "gdpo" else []
+    check_config(train(f"algorithm.adv_estimator={estimator}", *sizes, *critic, *weights))
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
@@ -58,7 +59,9 @@ def test_sums_are_divided_by_the_longest_response(grpo: Train) -> None:
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str) -> None:
-    config = grpo(f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=16")
+    weights = ["algorithm.reward_weights={score: 1.0}"] if estimator == "gdpo" else []
+    sizes = [f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=16"]
+    config = grpo(f"algorithm.adv_estimator={estimator}", *sizes, *weights)
     assert problems(config) == [
         f"{ROLLOUT}.n=1: algorithm.adv_estimator='{estimator}' compares the responses to one prompt and needs at least 2"
     ]
@@ -73,7 +76,7 @@ def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str)
         ),
         (
             ["algorithm.adv_estimator=rlo", "critic=null"],
-            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus, "
+            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, remax, rloo; did you mean rloo?",
         ),
         (
@@ -225,6 +228,19 @@ def test_the_exact_kl_needs_the_reference_beside_the_actor(train: Train) -> None
     assert "policy and reference must be in the same processes" in found[0]
     # What is not used may be anywhere.
     check_config(train(f"{ACTOR}.kl_loss_type=full", "algorithm.kl_penalty=full", apart))
+
+
+def test_named_rewards_and_their_weights(train: Train, grpo: Train) -> None:
+    gdpo, weights = "algorithm.adv_estimator=gdpo", "algorithm.reward_weights={score: 1.0, format: 0.5}"
+    check_config(grpo(gdpo, weights))
+    (found,) = problems(grpo(gdpo))
+    assert found.startswith("algorithm.reward_weights is required")
+    (found,) = problems(grpo(weights))
+    assert found.startswith("algorithm.reward_weights needs algorithm.adv_estimator=gdpo")
+    (found,) = problems(grpo(gdpo, "algorithm.reward_weights={score: much}"))
+    assert found == "algorithm.reward_weights.score='much' is no number"
+    (found,) = problems(grpo(gdpo, weights, "algorithm.use_kl_in_reward=true"))
+    assert found.startswith("algorithm.use_kl_in_reward=true: algorithm.adv_estimator='gdpo'")
 
 
 def test_a_teacher_or_something_else_is_learnt_from(grpo: Train, folder: Path) -> None:

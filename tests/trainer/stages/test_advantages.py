@@ -72,6 +72,20 @@ def test_remax_takes_the_greedy_answers_score() -> None:
     assert advantages_of(table) == [0.5, 0.5, -0.5, -1, -1, 2, 2]
 
 
+def test_named_rewards_are_compared_by_themselves() -> None:
+    """Twice as good in both: the scale of a reward is nothing, and a weight is. Their deviations within groups are logged."""
+    batch = append_column(a_batch(), "reward_part/score", np.array([0.0, 1.0, 0.0, 1.0]))
+    batch = append_column(batch, "reward_part/short", np.array([0.0, 50.0, 0.0, 0.0]))
+    algorithm = AlgorithmConfig(adv_estimator="gdpo", reward_weights={"score": 1.0, "short": 1.0})
+    table, metrics = compute_batch_advantages(batch, algorithm, FixedKLController(0.1))
+    found = np.array(advantages_of(table))[[0, 2, 3, 5]]
+    np.testing.assert_allclose(found / found[3], [-2, 2, -1, 1], rtol=1e-5)
+    assert metrics["reward/score_std"] == pytest.approx(math.sqrt(0.5))
+    assert metrics["reward/short_std"] == pytest.approx(50 * math.sqrt(0.5) / 2)
+    with pytest.raises(ValueError, match="no column reward_part/score, reward_part/short"):
+        compute_batch_advantages(a_batch(), algorithm, FixedKLController(0.1))
+
+
 def test_rejected_tokens_leave_the_mask_before_advantages_are_made() -> None:
     old = np.full(7, -1.0, np.float32)
     old[6] += math.log(4)  # the last token of the last trajectory, where its score would stand

@@ -157,3 +157,18 @@ def test_parts_with_other_numbers_are_put_together():
     assert found.table["uid"].to_pylist() == ["a/0", "a/1", "b/0", "b/1"]
     np.testing.assert_array_equal(found.numbers["acc"], [1.0, 0.0, np.nan, np.nan])
     assert found.metrics() == {"reward/failed": 0.0, "reward/acc": 0.5, "reward/steps": 3.5}
+
+
+def test_named_rewards_become_columns(tmp_path):
+    """The score for training among them; a number that is missing is named."""
+    table = answer(expand_prompts(prompts("a", "b"), 2))
+    asked = rewards(
+        tmp_path, lambda sample: score(sample.uid, None if sample.uid == "a/1" else 3.0, words=2.0)
+    )
+    asked.submit(table)
+    found = asked.collect(table, "step 1", None)
+    parts = scoring.with_parts(found, {"words": 1.0, "score": 0.5}).table
+    assert parts[f"{scoring.REWARD_PART}words"].to_pylist() == [2, 0, 2, 2]
+    assert parts[f"{scoring.REWARD_PART}score"].to_pylist() == [3, 0, 3, 3]
+    with pytest.raises(ValueError, match=r"algorithm\.reward_weights\.form: .* there are score, words"):
+        scoring.with_parts(found, ["form"])

@@ -76,16 +76,25 @@ def _counts(difference: Tensor) -> dict[str, Tensor]:
     return {"pairs": number, "accuracy": right.sum()}
 
 
-LossType = Literal["sigmoid", "ipo"]
+LossType = Literal["sigmoid", "ipo", "simpo", "orpo"]
+WITHOUT_REFERENCE = (
+    "simpo",
+    "orpo",
+)  # their responses' log-probs are means over tokens, compared with nothing
+
+
+@dataclass(frozen=True)
+class DPOOptions:
+    """`gamma`: simpo's margin."""
+
+    beta: float
+    label_smoothing: float = 0.0
+    loss_type: LossType = "sigmoid"
+    gamma: float = 0.0
 
 
 def dpo_loss(
-    log_ratios: Tensor,
-    pairs: Pairs,
-    num_rankings: int,
-    beta: float,
-    label_smoothing: float,
-    loss_type: LossType,
+    log_ratios: Tensor, lengths: Tensor, pairs: Pairs, num_rankings: int, options: DPOOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over rankings of the mean over their pairs of, with h = log_ratio[better] - log_ratio[worse],
 
@@ -94,25 +103,38 @@ def dpo_loss(
                                                              is taken for wrong (conservative DPO)
         ipo       (h - 1 / (2 beta))^2                       (IPO, arXiv:2310.12036, equation 17)
 
+    and without a reference, with m = log pi(response) / its tokens,
+
+        simpo     -log sigmoid(beta (m[better] - m[worse]) - gamma)       (SimPO, arXiv:2405.14734)
+        orpo      -m[better] - beta log sigmoid(o[better] - o[worse]), o = m - log(1 - exp m), the log of the odds
+                                                             (ORPO, arXiv:2403.07691, equations 4 and 7 as TRL's ORPOTrainer has them)
+
     Losses are sums: `num_rankings` counts the whole batch, `log_ratios` may be a part of it.
 
     Args:
-        log_ratios: float [texts]; log pi(response) - log pi_ref(response), in nats, sums over tokens.
+        log_ratios: float [texts]; log pi(response) - log pi_ref(response), in nats, sums over tokens; without a reference log pi(response).
+        lengths: [texts]; trained tokens of each.
 
     Returns: the loss []; sums: `loss` (as above, times num_rankings), and over pairs `pairs` (their number), `accuracy`
-        (h > 0; equal ones count half), `margin` (beta h), `reward_better` and `reward_worse` (the implicit rewards
-        beta log_ratio).
+        (h > 0, or m's difference; equal ones count half), `margin` (beta times that), `reward_better` and `reward_worse` (the implicit
+        rewards beta log_ratio, or beta m).
     """
-    difference = log_ratios[pairs.better] - log_ratios[pairs.worse]
+    beta, smoothing, log_sigmoid = options.beta, options.label_smoothing, torch.nn.functional.logsigmoid
+    each = log_ratios / lengths if options.loss_type in WITHOUT_REFERENCE else log_ratios
+    difference = each[pairs.better] - each[pairs.worse]
     # The losses of the pairs; below they are weighted, so that rankings count alike.
-    if loss_type == "ipo":
+    if options.loss_type == "ipo":
         losses = (difference - 1 / (2 * beta)).square()
+    elif options.loss_type == "simpo":
+        losses = -log_sigmoid(beta * difference - options.gamma)
+    elif options.loss_type == "orpo":
+        odds = each - torch.log(-torch.expm1(each.clamp(max=-1e-6)))
+        losses = -each[pairs.better] - beta * log_sigmoid(odds[pairs.better] - odds[pairs.worse])
     else:
-        log_sigmoid = torch.nn.functional.logsigmoid
-        losses = -(1 - label_smoothing) * log_sigmoid(beta * difference)
-        losses = losses - label_smoothing * log_sigmoid(-beta * difference)
+        losses = -(1 - smoothing) * log_sigmoid(beta * difference)
+        losses = losses - smoothing * log_sigmoid(-beta * difference)
     total = (pairs.weights * losses).sum()
-    rewards = beta * log_ratios.detach().double()
+    rewards = beta * each.detach().double()
     sums = {
         "loss": total.detach().double(),
         **_counts(difference),

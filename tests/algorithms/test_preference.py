@@ -1,16 +1,19 @@
 """The reward model's loss against the papers' formulas, with numbers worked by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megarl.algorithms.preference import (
+    DPOOptions,
     dpo_loss,
     preference_loss,
     ranking_metrics,
     ranking_pairs,
 )
+from tests.trl import trl_function
 
 
 def log_loss(difference: float) -> float:
@@ -91,7 +94,7 @@ def by_hand(kind: str, smoothing: float = 0.0):
     """A pair with h = 1.5 and a ranking of three with h = 1, 3, 2; beta 0.5."""
     ratios = torch.tensor([1.0, -0.5, -1.0, 2.0, 1.0], requires_grad=True)
     pairs = ranking_pairs(torch.tensor([1.0, 0.0, 1.0, 3.0, 2.0]), torch.tensor([0, 2, 5]))
-    return ratios, *dpo_loss(ratios, pairs, 2, 0.5, smoothing, kind)
+    return ratios, *dpo_loss(ratios, torch.ones(5), pairs, 2, DPOOptions(0.5, smoothing, kind))
 
 
 def softplus(x: float) -> float:
@@ -128,5 +131,45 @@ def test_ipo_wants_a_difference_of_one_over_two_beta() -> None:
 
 def test_equal_chats_count_half() -> None:
     pairs = ranking_pairs(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 2, 4]))
-    _, sums = dpo_loss(torch.tensor([1.0, 1.0, 0.0, 2.0]), pairs, 2, 0.1, 0.0, "sigmoid")
+    _, sums = dpo_loss(torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.ones(4), pairs, 2, DPOOptions(0.1))
     assert sums["accuracy"].item() == 0.5
+
+
+LOG_PROBS, LENGTHS = torch.tensor([-3.0, -8.0, -0.5, -20.0]), torch.tensor([3.0, 4.0, 1.0, 10.0])
+TWO = ranking_pairs(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 2, 4]))
+
+
+def test_simpo_is_trls() -> None:
+    """Of means over tokens, without a reference; the better response should lead by gamma."""
+    losses, better, worse = trl_function("experimental/cpo/cpo_trainer.py", "cpo_loss")(
+        SimpleNamespace(
+            alpha=0.0, beta=2.0, simpo_gamma=0.7, label_smoothing=0.0, loss_type="simpo",
+            accelerator=SimpleNamespace(device="cpu"),
+        ),
+        *((LOG_PROBS / LENGTHS)[side] for side in (TWO.better, TWO.worse)),
+    )  # fmt: skip
+    loss, sums = dpo_loss(LOG_PROBS, LENGTHS, TWO, 2, DPOOptions(2.0, 0.0, "simpo", 0.7))
+    torch.testing.assert_close(loss, losses.mean())
+    assert sums["reward_better"].item() == pytest.approx(better.sum().item())
+    assert sums["reward_worse"].item() == pytest.approx(worse.sum().item())
+
+
+def test_orpo_is_trls() -> None:
+    """The likelihood of the better response, and the ratio of the odds of both."""
+    means = LOG_PROBS / LENGTHS
+    ratios, *_ = trl_function("experimental/orpo/orpo_trainer.py", "odds_ratio_loss")(
+        SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu")),
+        means[TWO.better],
+        means[TWO.worse],
+    )
+    loss, _ = dpo_loss(LOG_PROBS, LENGTHS, TWO, 2, DPOOptions(0.3, 0.0, "orpo"))
+    torch.testing.assert_close(loss, -means[TWO.better].mean() - ratios.mean())
+
+
+def test_a_certain_response_has_finite_odds() -> None:
+    """A response of probability 1: its odds are cut, and the loss and its gradient are numbers."""
+    sure = torch.tensor([0.0, -1.0], requires_grad=True)
+    pairs = ranking_pairs(torch.tensor([1.0, 0.0]), torch.tensor([0, 2]))
+    loss, _ = dpo_loss(sure, torch.ones(2), pairs, 1, DPOOptions(0.3, 0.0, "orpo"))
+    loss.backward()
+    assert loss.isfinite() and sure.grad.isfinite().all()

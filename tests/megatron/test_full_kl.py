@@ -1,13 +1,8 @@
 """The exact divergence from another model's distribution, against Hugging Face's whole logits, TRL's divergence and torch's autograd."""
 
-import ast
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +31,7 @@ from tests.megatron.hf import (
 from tests.megatron.test_logprobs import TOKENS, LargestTensor, hugging_face_head, share_of
 from tests.megatron.test_step import PLANS, TEMPERATURE
 from tests.ranks import RankPool
+from tests.trl import trl_function
 
 
 def other_head() -> tuple[Tensor, Tensor]:
@@ -46,20 +42,8 @@ def other_head() -> tuple[Tensor, Tensor]:
     return near[0], near[1]
 
 
-@cache
 def generalized_jsd_loss() -> Callable[..., Tensor]:
-    """That of TRL's GKDTrainer, from its source: to import the trainer takes packages that are not installed."""
-    (folder,) = importlib.util.find_spec("trl").submodule_search_locations
-    source = Path(folder, "experimental/gkd/gkd_trainer.py").read_text(encoding="utf-8")
-    (function,) = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.name == "generalized_jsd_loss"
-    )
-    function.decorator_list = []
-    found: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
-    exec(compile(ast.Module([function], []), "trl", "exec"), found)
-    return found["generalized_jsd_loss"]
+    return trl_function("experimental/gkd/gkd_trainer.py", "generalized_jsd_loss")
 
 
 def expected(temperature: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,16 +28,21 @@ def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_dpo_begins_at_the_reference_and_learns(preferences: Path, tmp_path: Path) -> None:
-    """At the reference every implicit reward is 0 and the loss log 2, whatever the labels; then it falls on data of one batch."""
-    run = tmp_path / "run"
+def run_dpo(preferences: Path, run: Path, *keys: str) -> list[dict[str, float]]:
+    """Six steps on data of one batch."""
     succeed(
         "dpo", "recipes/three_stages_dpo_cpu.yaml", f"data.train_files={preferences}/data/rankings.parquet",
         f"data.val_files={preferences}/data/pairs_test.parquet", f"model.path={preferences}/model",
         "data.train_batch_size=40", "data.max_length=60", "optim.lr=1e-3", "optim.lr_warmup_steps=0",
-        "trainer.total_training_steps=6", "trainer.test_freq=3", f"trainer.default_local_dir={run}",
+        "trainer.total_training_steps=6", "trainer.test_freq=3", f"trainer.default_local_dir={run}", *keys,
     )  # fmt: skip
-    found = steps(run)
+    return list(steps(run))
+
+
+def test_dpo_begins_at_the_reference_and_learns(preferences: Path, tmp_path: Path) -> None:
+    """At the reference every implicit reward is 0 and the loss log 2, whatever the labels; then it falls on data of one batch."""
+    run = tmp_path / "run"
+    found = run_dpo(preferences, run)
     assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert found[0]["train/margin"] == pytest.approx(0.0, abs=1e-5)
     assert all(after["train/loss"] < before["train/loss"] for before, after in pairwise(found))
@@ -45,6 +50,14 @@ def test_dpo_begins_at_the_reference_and_learns(preferences: Path, tmp_path: Pat
     last = found[-1]
     assert last["val/margin"] == pytest.approx(last["val/reward_better"] - last["val/reward_worse"], abs=1e-5)
     AutoModelForCausalLM.from_pretrained(run / "hf")
+
+
+@pytest.mark.parametrize("keys", [("simpo", "dpo.beta=2", "dpo.gamma=0.5"), ("orpo", "dpo.beta=0.3")])
+def test_losses_without_a_reference_learn(preferences: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    kind, *more = keys
+    found = run_dpo(preferences, tmp_path / "run", f"dpo.loss_type={kind}", "dpo.label_smoothing=0", *more)
+    assert all(after["train/loss"] < before["train/loss"] for before, after in pairwise(found))
+    assert found[-1]["val/margin"] > found[2]["val/margin"]
 
 
 def test_an_auxiliary_language_model_loss(preferences: Path, task: Path, tmp_path: Path) -> None:

@@ -134,8 +134,14 @@ def _supervised_problems(config: TuningConfig, data_files: bool) -> Iterator[str
         yield from _text_problems(config)
     if isinstance(config, RMConfig):
         yield from _reward_model_problems(config)
-    if isinstance(config, DPOConfig) and config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
-        yield f"dpo.label_smoothing={config.dpo.label_smoothing:g} is of dpo.loss_type=sigmoid; leave it out"
+    if isinstance(config, DPOConfig):
+        dpo = config.dpo
+        for kind, name, value in (
+            ("sigmoid", "label_smoothing", dpo.label_smoothing),
+            ("simpo", "gamma", dpo.gamma),
+        ):
+            if value > 0 and dpo.loss_type != kind:
+                yield f"dpo.{name}={value:g} is of dpo.loss_type={kind}; leave it out"
 
 
 def _text_problems(config: SFTConfig) -> Iterator[str]:

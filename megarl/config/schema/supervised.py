@@ -193,7 +193,7 @@ class RMConfig(TuningConfig):
     trainer: RMTrainerConfig = section("The run.", RMTrainerConfig)
 
 
-DPO_LOSSES = ("sigmoid", "ipo")
+DPO_LOSSES = ("sigmoid", "ipo", "simpo", "orpo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,16 +218,20 @@ class DPOLossConfig:
     """The loss."""
 
     beta: float = option(
-        "How dear it is to leave the reference, which is the model before the run.",
+        "sigmoid, ipo: how dear it is to leave the reference, which is the model before the run; simpo: the scale of the difference; orpo: weight "
+        "of the odds ratio beside the likelihood of the better response.",
         0.1,
         gt=0,
         formula="-log sigmoid(beta h), h = log pi/pi_ref(better) - log pi/pi_ref(worse)",
     )
     loss_type: str = option(
-        "sigmoid: DPO (arXiv:2305.18290, equation 7); ipo: (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17).",
+        "sigmoid: DPO (arXiv:2305.18290, equation 7); ipo: (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17). Without a reference, of log-probs "
+        "that are means over tokens: simpo (arXiv:2405.14734, whose betas are 2 to 10); orpo (arXiv:2403.07691).",
         "sigmoid",
         choices=DPO_LOSSES,
+        formula="simpo: -log sigmoid(beta (m_better - m_worse) - gamma); orpo: -m_better - beta log sigmoid(o_better - o_worse), o = m - log(1 - exp m)",
     )
+    gamma: float = option("simpo: by how much the better response should lead.", 0.0, ge=0)
     label_smoothing: float = option(
         "sigmoid: the part of the labels that is taken for wrong.", 0.0, ge=0, lt=0.5
     )

@@ -1,7 +1,7 @@
 """Direct preference optimization: the loop.
 
 The reference is the policy before the first step: its log-probs of all chats are computed once, before training, so that no
-second copy of the weights is held.
+second copy of the weights is held. SimPO and ORPO have none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.preference import dpo_loss, ranking_metrics
+from megarl.algorithms.preference import WITHOUT_REFERENCE, DPOOptions, dpo_loss, ranking_metrics
 from megarl.cluster import ClusterSetup
 from megarl.config import DPOConfig, DPOLossConfig
 from megarl.data.loader import TableLoader
@@ -38,9 +38,12 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     dropped, per_epoch = training.num_dropped, len(loader_of(training.table))
     notes = [f"left out {dropped} rows over data.max_length"] if dropped else []
     with open_ranks(config, cluster_setup, "dpo", model, counts, per_epoch, notes) as ranks:
+        compared = without_reference
+        if config.dpo.loss_type not in WITHOUT_REFERENCE:
+            compared = partial(with_reference, ranks)
         with ranks.run.status("the reference's log-probs"):
-            table = with_reference(ranks, training.table)
-            held_out = None if validation is None else with_reference(ranks, validation.table)
+            table = compared(training.table)
+            held_out = None if validation is None else compared(validation.table)
         return run_steps(
             ranks,
             loader_of(table),
@@ -98,6 +101,12 @@ def with_reference(ranks: Ranks, rankings: pa.Table) -> pa.Table:
     return rankings.append_column("ref_log_probs", pa.array(lists, pa.list_(pa.float32())))
 
 
+def without_reference(rankings: pa.Table) -> pa.Table:
+    """The rankings with 0 as each chat's `ref_log_probs`."""
+    lists = [[0.0] * len(own) for own in rankings["scores"]]
+    return rankings.append_column("ref_log_probs", pa.array(lists, pa.list_(pa.float32())))
+
+
 def train_batch(ranks: Ranks, how: DPOLossConfig, batch: pa.Table) -> dict[str, float]:
     """One optimizer step on the mean loss over all rankings of the batch."""
     return ranks.call("train_preferences", batch, ranking_lengths(batch), how)[0]
@@ -107,6 +116,8 @@ def validate(ranks: Ranks, how: DPOLossConfig, rankings: pa.Table) -> dict[str, 
     """Loss, accuracy, margin and implicit rewards on any number of held-out rankings."""
     pairs, reference = compared_chats(rankings)
     log_ratios = torch.from_numpy(chat_sums(ranks, rankings)).float() - reference
-    count = rankings.num_rows
-    _, sums = dpo_loss(log_ratios, pairs, count, how.beta, how.label_smoothing, how.loss_type)
+    count, masks = rankings.num_rows, texts_of(rankings)["loss_mask"].to_pylist()
+    lengths = torch.tensor([float(sum(mask)) for mask in masks])
+    options = DPOOptions(how.beta, how.label_smoothing, how.loss_type, how.gamma)
+    _, sums = dpo_loss(log_ratios, lengths, pairs, count, options)
     return validation_metrics(ranking_metrics({name: value.item() for name, value in sums.items()}, count))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.metrics import prediction_metrics
-from megarl.algorithms.preference import Pairs, dpo_loss, preference_loss, ranking_metrics
+from megarl.algorithms.preference import DPOOptions, Pairs, dpo_loss, preference_loss, ranking_metrics
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
 from megarl.data.preferences import ranking_lengths, texts_of
@@ -111,12 +111,14 @@ class DPOWorker(ModelWorker):
             table: `PREFERENCE_CHAT_SCHEMA`, and `ref_log_probs`: of each chat its reference's log-prob.
             shares: rows of the table; the chats of a ranking are in one micro-batch.
         """
+        options = DPOOptions(how.beta, how.label_smoothing, how.loss_type, how.gamma)
 
         def loss(
             output: torch.Tensor, batch: PackedBatch, pairs: Pairs, reference: torch.Tensor
         ) -> LossAndSums:
-            log_ratios = chat_log_probs(output[:, 0], batch, self.context_group) - reference
-            return dpo_loss(log_ratios, pairs, table.num_rows, how.beta, how.label_smoothing, how.loss_type)
+            log_ratios = chat_sums(output[:, 0], batch, self.context_group) - reference
+            lengths = chat_sums(torch.ones_like(output[:, 0]), batch, self.context_group)
+            return dpo_loss(log_ratios, lengths, pairs, table.num_rows, options)
 
         side = (texts_of, self.pack_examples, compared_chats)
         return _train_compared(self, table, shares, side, self.lm_head(), loss)
@@ -158,15 +160,13 @@ def _train_compared(
     }
 
 
-def chat_log_probs(
-    log_probs: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """The log-prob of the trained tokens of each chat, on every context parallel rank: [chats].
+def chat_sums(values: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum over the trained tokens of each chat, on every context parallel rank: [chats].
 
     Args:
-        log_probs: [tokens] of this rank.
+        values: [tokens] of this rank.
         group: the context parallel group; None: there is one rank.
     """
-    learnt = torch.where(batch.mask, log_probs, 0.0)
+    learnt = torch.where(batch.mask, values, 0.0)
     sums = learnt.new_zeros(len(batch.lengths)).index_add(0, sequence_ids(batch), learnt)
     return sums if group is None else sum_over_ranks(sums, group)

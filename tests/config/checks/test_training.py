@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from megarl.config import (
+    DPOConfig,
     SFTConfig,
     TrainConfig,
     check_config,
     full_kl_in_loss,
     full_kl_in_reward,
     is_single_update,
+    load_config,
     needs_old_log_probs,
     needs_ref_log_probs,
     resolve,
@@ -443,3 +445,16 @@ def test_keys_of_verls_own_lora_section_are_read_as_typed(train: Train) -> None:
     )
     lora = found.actor_rollout_ref.model.lora
     assert (lora.rank, lora.alpha, lora.exclude_modules) == (16, 32.0, ("o_proj",))
+
+
+def test_keys_of_other_preference_losses(examples: list[str]) -> None:
+    def dpo(*keys: str) -> DPOConfig:
+        return load_config(DPOConfig, None, [*examples, *keys])
+
+    check_config(dpo("dpo.label_smoothing=0.1"))
+    check_config(dpo("dpo.loss_type=simpo", "dpo.gamma=0.5"))
+    for kind in ("ipo", "orpo", "simpo"):
+        (line,) = problems(dpo(f"dpo.loss_type={kind}", "dpo.label_smoothing=0.1"))
+        assert line == "dpo.label_smoothing=0.1 is of dpo.loss_type=sigmoid; leave it out"
+    (line,) = problems(dpo("dpo.gamma=0.5"))
+    assert line == "dpo.gamma=0.5 is of dpo.loss_type=simpo; leave it out"

@@ -15,7 +15,7 @@ from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig, MegatronConfig, OptimConfig
 from megarl.data.preferences import PREFERENCE_CHAT_SCHEMA, ranking_lengths
 from megarl.layout.grid import ParallelLayout
-from megarl.trainer.loops.dpo import validate, with_reference
+from megarl.trainer.loops.dpo import validate, with_reference, without_reference
 from megarl.trainer.loops.supervised import Ranks
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, plan_rows
@@ -39,6 +39,9 @@ PARALLEL = {
     "sequence_parallel": "sp",
 }
 HOW = DPOLossConfig(beta=0.3, label_smoothing=0.1)
+SIMPO = DPOLossConfig(beta=2.0, loss_type="simpo", gamma=0.5)
+ORPO = DPOLossConfig(beta=0.3, loss_type="orpo")
+CASES = [*((name, HOW) for name in LAYOUTS), ("cp2", SIMPO), ("dp2", SIMPO), ("pp2", ORPO), ("cp2", ORPO)]
 
 
 def make_rankings() -> pa.Table:
@@ -61,8 +64,19 @@ def make_rankings() -> pa.Table:
     return table.append_column("ref_log_probs", pa.array(reference, pa.list_(pa.float32())))
 
 
-def by_formula(model: PreTrainedModel, table: pa.Table) -> float:
-    """arXiv:2305.18290 eq. 7 with smoothed labels, a ranking at a time; leaves its gradient in the model."""
+def pair_loss(better: torch.Tensor, worse: torch.Tensor, how: DPOLossConfig) -> torch.Tensor:
+    """arXiv:2305.18290 eq. 7 with smoothed labels; SimPO and ORPO of mean log-probs."""
+    if how.loss_type == "simpo":
+        return -torch.sigmoid(how.beta * (better - worse) - how.gamma).log()
+    if how.loss_type == "orpo":
+        odds = [mean - (1 - mean.exp()).log() for mean in (better, worse)]
+        return -better - how.beta * torch.sigmoid(odds[0] - odds[1]).log()
+    h = how.beta * (better - worse)
+    return -0.9 * torch.sigmoid(h).log() - 0.1 * torch.sigmoid(-h).log()
+
+
+def by_formula(model: PreTrainedModel, table: pa.Table, how: DPOLossConfig) -> float:
+    """A ranking at a time; leaves its gradient in the model."""
     model.zero_grad()
     losses = []
     for row in table.to_pylist():
@@ -72,24 +86,33 @@ def by_formula(model: PreTrainedModel, table: pa.Table) -> float:
         ):
             logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
             found = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-            ratios.append(found[torch.tensor(mask[1:])].sum() - reference)
+            learnt = found[torch.tensor(mask[1:])]
+            ratios.append(learnt.sum() - reference if how is HOW else learnt.mean())
         own = []
         for a, b in combinations(range(len(ratios)), 2):
             if row["scores"][a] != row["scores"][b]:
-                h = HOW.beta * (ratios[a] - ratios[b]) * math.copysign(1, row["scores"][a] - row["scores"][b])
-                own.append(-0.9 * torch.sigmoid(h).log() - 0.1 * torch.sigmoid(-h).log())
+                better, worse = (a, b) if row["scores"][a] > row["scores"][b] else (b, a)
+                own.append(pair_loss(ratios[better], ratios[worse], how))
         losses.append(torch.stack(own).mean())
     loss = torch.stack(losses).mean()
     loss.backward()
     return loss.item()
 
 
-def _train(rank: int, world: int, sizes: dict[str, Any], folder: str, table: pa.Table, shares: list) -> tuple:
+def _train(
+    rank: int,
+    world: int,
+    sizes: dict[str, Any],
+    folder: str,
+    table: pa.Table,
+    shares: list,
+    how: DPOLossConfig,
+) -> tuple:
     info = RankInfo(rank, world, rank, "localhost", 0, "dpo", "", (), "")
     megatron = MegatronConfig(**sizes, use_distributed_optimizer=False)
     spec = ModelSpec(folder, "lm", megatron, OptimConfig(lr=1e-6, clip_grad=0.0), 10, timeout=60.0)
     worker = DPOWorker(info, spec)
-    metrics = worker.train_preferences(table, shares, HOW)
+    metrics = worker.train_preferences(table, shares, how)
     pieces = megatron_layout(worker.config, worker.layout, "lm").pieces(rank)
     return metrics, Rank(worker.layout, worker.chunks, pieces).gradients()
 
@@ -106,14 +129,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedMode
     return str(folder), save_model(folder)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_loss_and_gradient_are_the_papers_in_every_layout(ranks: RankPool, saved, name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), CASES, ids=[f"{name}-{how.loss_type}" for name, how in CASES])
+def test_loss_and_gradient_are_the_papers_in_every_layout(
+    ranks: RankPool, saved, name: str, how: DPOLossConfig
+) -> None:
     (sizes, world), (folder, model) = LAYOUTS[name], saved
     table = make_rankings()
+    if how is not HOW:
+        table = without_reference(table.drop_columns(["ref_log_probs"]))
     layout = ParallelLayout(world=world, **{PARALLEL[key]: value for key, value in sizes.items()})
     shares = plan_rows(ranking_lengths(table), layout, max_tokens=50)
-    loss = by_formula(model, table)
-    results = ranks.run(_train, sizes, folder, table, shares, world=world)
+    loss = by_formula(model, table, how)
+    results = ranks.run(_train, sizes, folder, table, shares, how, world=world)
     check_gradients(model, [gradients for _, gradients in results])
     for metrics, _ in results:
         assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)

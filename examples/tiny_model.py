@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -49,6 +51,7 @@ _FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
@@ -77,7 +80,9 @@ def make_tiny_model(
     ffn_hidden_size: int = 384,
     tie_word_embeddings: bool = False,
     max_position_embeddings: int = 1024,
-    family: Literal["qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2"] = "qwen2",
+    family: Literal[
+        "qwen2", "llama", "qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "kimi_k2"
+    ] = "qwen2",
     num_mtp_layers: int = 0,
     head: Literal["lm", "score"] = "lm",
     seed: int = 0,
@@ -147,6 +152,8 @@ def make_tiny_model(
         _save(_random_model(model_class, config, dtype), tokenizer, out_dir)
         if num_mtp_layers:
             _add_mtp_layers(model_class, config, num_mtp_layers, dtype, out_dir)
+    if family == "qwen3_next":  # as published; transformers writes `layer_types` in its place
+        _change_config(out_dir, full_attention_interval=4)
     if family == "kimi_k2":
         _change_config(out_dir, model_type="kimi_k2")
     return out_dir
@@ -172,6 +179,10 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         return wide_heads
     if family == "qwen3_moe":
         return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
+    if family == "qwen3_next":
+        delta_net = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": head_dim}
+        mixture = {**experts, "num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": ffn // 4}
+        return {**wide_heads, **delta_net, **mixture, "linear_value_head_dim": 2 * head_dim}
     if family == "glm4_moe":
         return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
     if family not in _LATENT:
@@ -208,7 +219,9 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
             if name.endswith("bias"):
                 vector.normal_(0.0, _BIAS_STD)
             elif name.endswith("norm.weight"):
-                vector.normal_(1.0, _NORM_STD)
+                # Qwen3-Next's norms multiply by 1 + weight, all but those of its gated delta nets.
+                around_zero = config.model_type == "qwen3_next" and "linear_attn" not in name
+                vector.normal_(float(not around_zero), _NORM_STD)
     # Checkpoints keep the bias of a router's choice in float32.
     kept = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("correction_bias")}
     model = model.to(getattr(torch, dtype))

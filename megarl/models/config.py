@@ -30,6 +30,7 @@ class MoEConfig:
             `e_score_correction_bias`, float32).
         num_groups, topk_group: experts are chosen within the best `topk_group` of `num_groups` groups; 1, 1: no groups.
         scaling_factor: factor of the chosen experts' weights.
+        shared_gate: whether the shared experts' output has a factor of its own for each token, a sigmoid.
     """
 
     num_experts: int
@@ -43,6 +44,35 @@ class MoEConfig:
     num_groups: int = 1
     topk_group: int = 1
     scaling_factor: float = 1.0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """The facts of gated delta nets (Yang et al., arXiv:2412.06464), which most layers have in place of attention.
+
+    Attributes:
+        layers: numbers, from 0, of the layers that have one.
+        key_heads: of queries, too. value_heads: a multiple of the former; each has a state [key_dim, value_dim].
+        conv: tokens, itself among them, from which each channel of queries, keys and values is mixed.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values, and of the output's gates."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -80,6 +110,9 @@ class ModelConfig:
         rope_scaling: None, {"rope_type": "llama3", "factor"} or {"rope_type": "yarn", "factor",
             "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}.
         rotary_percent: share of `head_dim` that rotates (GQA only).
+        delta_net: of the layers that have no attention; None: all have.
+        output_gate: whether attention's output is multiplied by sigmoids of gates, which come with the queries (GQA only).
+        zero_centered_norms: whether norms have 1 + weight for a factor, all but the one of a delta net's output.
         num_mtp_layers: multi-token prediction layers that the model's checkpoint has after its `num_layers`.
         fp8_block: rows and columns of a block of weights that share a scale, in a checkpoint in float8; None: not
             quantised.
@@ -105,6 +138,9 @@ class ModelConfig:
     hf: dict[str, Any] = field(repr=False, compare=False)
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    output_gate: bool = False
+    zero_centered_norms: bool = False
     rotary_percent: float = 1.0
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None

@@ -18,6 +18,7 @@ from megarl.models.layers import (
     SHARED,
     attention_weights,
     expert_weights,
+    is_delta_net,
     is_mixture,
     mlp_weights,
     prediction_weights,
@@ -71,7 +72,7 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     """Names after the layer's."""
-    weights = attention_weights(config) + mlp_weights(config, layer)
+    weights = attention_weights(config, layer) + mlp_weights(config, layer)
     for expert in expert_weights(config) if is_mixture(config, layer) else ():
         weights += expert
     return {weight.name: weight.shape for weight in weights}
@@ -83,12 +84,12 @@ def _named(shapes: Shapes, layer: int) -> Shapes:
 
 
 def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
-    """`make(layer)`, called once for all layers with a mixture and once for all others, which differ in their names alone: large
-    models have thousands of experts in dozens of layers."""
-    made: dict[bool, T] = {}
+    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net), which differ in their
+    names alone: large models have thousands of experts in dozens of layers."""
+    made: dict[tuple[bool, bool], T] = {}
 
     def of_layer(layer: int) -> T:
-        kind = is_mixture(config, layer)
+        kind = is_mixture(config, layer), is_delta_net(config, layer)
         if kind not in made:
             made[kind] = make(layer)
         return made[kind]
@@ -178,7 +179,7 @@ def _megatron_layer(config: ModelConfig, place: MegatronPlace, layer: int, part:
     """Names after the layer's, logical and local ones."""
     pieces: list[Piece] = []
     if part != "experts":
-        for table in (attention_weights(config), mlp_weights(config, layer)):
+        for table in (attention_weights(config, layer), mlp_weights(config, layer)):
             pieces += megatron_shards(table, "", "", place.tp, place.tp_rank)
     if part != "dense" and is_mixture(config, layer):
         for expert in expert_weights(config, place.ep, place.ep_rank):
@@ -286,7 +287,7 @@ def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str
     pieces: list[Piece] = []
     if part != "experts":
         attention = (place.attention_tp, place.attention_tp_rank)
-        pieces += sglang_shards(attention_weights(config), "", *attention)
+        pieces += sglang_shards(attention_weights(config, layer), "", *attention)
         shared: list[Weight] = []
         cut: list[Weight] = []
         for weight in mlp_weights(config, layer):

@@ -72,6 +72,7 @@ def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # into buffers that stay where they are, as CUDA graphs need them
         "OMP_NUM_THREADS": "1",  # of each TP rank
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # of gated delta nets' windows; else bfloat16 in a float32 model, too
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
     }
 

@@ -1,6 +1,6 @@
 """SGLang's classes for the families of `megarl.models`."""
 
-from sglang.srt.models import deepseek_v2, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from sglang.srt.models import deepseek_v2, glm4_moe, llama, qwen2, qwen3, qwen3_moe, qwen3_next
 
 EntryClass = [
     deepseek_v2.DeepseekV3ForCausalLM,  # Kimi-K2, too
@@ -9,4 +9,5 @@ EntryClass = [
     qwen2.Qwen2ForCausalLM,
     qwen3.Qwen3ForCausalLM,
     qwen3_moe.Qwen3MoeForCausalLM,
+    qwen3_next.Qwen3NextForCausalLM,
 ]

@@ -97,7 +97,7 @@ def test_bfloat16(tmp_path, texts):
     assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe"])
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
     mtp = 1 if family in ("deepseek_v3", "glm4_moe") else 0
     folder = make_tiny_model(

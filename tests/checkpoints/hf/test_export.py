@@ -26,7 +26,7 @@ def export(source, target, layout, dtype=torch.float32, ranks=None, **options):
 
 
 @pytest.mark.parametrize("mtp", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize(
     "layout",
     [ONE, ParallelLayout(world=4, tp=2, pp=2), ParallelLayout(world=8, tp=2, pp=2, vpp=2)],

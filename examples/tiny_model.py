@@ -181,7 +181,12 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
     if family == "qwen3_next":
         delta_net = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": head_dim}
-        mixture = {**experts, "num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": ffn // 4}
+        mixture = {
+            **experts,
+            "num_experts": 8,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": ffn // 4,
+        }
         return {**wide_heads, **delta_net, **mixture, "linear_value_head_dim": 2 * head_dim}
     if family == "glm4_moe":
         return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}

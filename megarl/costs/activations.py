@@ -29,6 +29,7 @@ from megarl.models.lora import COLUMNS, ROWS
 
 RECOMPUTE = (None, "selective", "full")
 FLOAT32 = 4
+CHUNK = 64  # tokens of a gated delta net whose products with each other fla's kernels keep
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class RankPass:
         if in_layer(modules[0]) in self.float8:
             return keeping * quantised(elements)
         return (keeping > 0) * elements * self.use.itemsize
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {tensor.name for tensor in self.tensors.weights}
+
+    def is_delta_net(self, name: str) -> bool:
+        """Whether a layer ("0:decoder.layers.1.") has a gated delta net in place of attention."""
+        return f"{name}self_attention.A_log" in self._names
 
     @property
     def own(self) -> int:
@@ -115,6 +124,8 @@ def again_bytes(run: RankPass, name: str) -> int:
 def attention_bytes(run: RankPass, name: str) -> int:
     """Bytes that a layer's attention keeps, the layer's input and attention's adapters included."""
     attention = _latent_attention if run.use.config.mla is not None else _grouped_attention
+    if run.is_delta_net(name):
+        attention = _delta_net
     return attention(run, name + "self_attention.") + _adapters(run, name + "self_attention.")
 
 
@@ -197,7 +208,36 @@ def _grouped_attention(run: RankPass, name: str) -> int:
         )  # queries of several groups are put together before their norm
         each += item * copies * queries + FLOAT32 * (heads + groups)
     each += _core(run, heads, queries, name + "linear_proj")
+    if config.output_gate:  # gates are a part of the fused tensor, which is kept for the values; their sigmoids, and the product with the output
+        product = run.keeps(name + "linear_proj") or run.use.fused
+        each += item * queries * (not run.use.fused) + FLOAT32 * queries + item * queries * product
     return run.tokens * each + _norm(run, config.hidden_size, run.own, name + "linear_qkv")
+
+
+def _delta_net(run: RankPass, name: str) -> int:
+    """Norm, the fused projection, queries and keys before and after their norm, values, gates; the rule's output, its norm, the gate's
+    product with it. The convolution and the rule are computed again from their inputs (megarl's), or keep a chunk's products (fla's)."""
+    config, net, tp, item = (
+        run.use.config,
+        run.use.config.delta_net,
+        run.use.layout.tp * run.use.layout.cp,
+        run.use.itemsize,
+    )
+    keys, values, heads = net.keys // tp, net.values // tp, net.value_heads // tp
+    repeated = keys * net.value_heads // net.key_heads
+    each = item * (2 * keys + 2 * values + 2 * heads)  # what the convolution has
+    each += item * (2 * keys + 2 * repeated + 2 * values) + FLOAT32 * 3 * heads + item * heads
+    each += item * values + FLOAT32 * heads  # the output, and its norm's root
+    if run.use.fused:
+        each += item * heads * CHUNK
+    else:
+        wide = FLOAT32 * values * (item < FLOAT32)  # gates in float32
+        each += item * values + FLOAT32 * values + wide
+    each += item * values * run.keeps(name + "out_proj")
+    tokens = (
+        run.tokens * run.use.layout.cp
+    )  # context parallel ranks have a part of the heads each, of all tokens
+    return tokens * each + _norm(run, config.hidden_size, run.own, name + "in_proj")
 
 
 def _latent_attention(run: RankPass, name: str) -> int:
@@ -264,6 +304,8 @@ def _experts(run: RankPass, name: str) -> int:
     if run.use.recomputes("shared_experts"):
         return size
     shared = name + "shared_experts.linear_fc2"
+    if moe.shared_gate:  # the output before its gate, and the gate
+        size += run.own * (config.hidden_size + 1) * run.use.itemsize
     return size + _gated(run, run.tokens, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
 
 

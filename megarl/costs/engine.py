@@ -27,6 +27,7 @@ from megarl.models import (
     sglang_padding,
     sglang_pieces,
 )
+from megarl.models.config import ENGINE_STATES
 from megarl.models.lora import adapted_weights, sglang_adapter_padding, sglang_adapters
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.quantize import Block, dtype_in_fp8, with_scales
@@ -43,7 +44,7 @@ def engine_weight_bytes(
     """Parameters of an engine's first rank, which has as much as any.
 
     Of latent attention SGLang 0.5.21 keeps kv_b_proj a second time, as the two factors that it multiplies into queries and
-    outputs.
+    outputs; of a norm that multiplies by 1 + weight also this factor.
     """
     layout = sglang_layout(config, replace(engines, num_engines=1))
     if fp8_block is not None:
@@ -52,10 +53,10 @@ def engine_weight_bytes(
     for piece in layout.pieces(0):
         kind = dtype if fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
         kind = torch.float32 if sglang_keeps_float32(config, piece.tensor) else kind
-        copies = (
-            dtype.itemsize if config.mla is not None and piece.tensor.endswith(".kv_b_proj.weight") else 0
-        )
-        total += piece.box.numel * (kind.itemsize + copies)
+        copied = config.mla is not None and piece.tensor.endswith(".kv_b_proj.weight")
+        if config.zero_centered_norms:
+            copied = piece.tensor.endswith("norm.weight") and "linear_attn" not in piece.tensor
+        total += piece.box.numel * (kind.itemsize + copied * dtype.itemsize)
     return total + dtype.itemsize * sum(sglang_padding(config, engines.place(0)).values())
 
 
@@ -101,10 +102,29 @@ def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) 
     """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
     draft too."""
     layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0)
+    if config.delta_net is not None:
+        layers -= len(config.delta_net.layers)
     if config.mla is not None:
         return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
     return layers * 2 * heads * config.head_dim * dtype.itemsize
+
+
+def state_bytes(
+    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, requests: int, device: str
+) -> int:
+    """The states of gated delta nets on an engine's rank: of each slot a matrix of a head in float32, and the convolution's last inputs.
+
+    Args:
+        dtype: of the latter. requests: of the engine that run at once. device: "cpu" or "cuda".
+    """
+    net = config.delta_net
+    if net is None:
+        return 0
+    heads = net.value_heads * net.key_dim * net.value_dim * torch.float32.itemsize
+    inputs = (2 * net.keys + net.values) * (net.conv - 1) * dtype.itemsize
+    slots = ENGINE_STATES[device] * requests // engines.dp + 1
+    return len(net.layers) * (heads + inputs) // (engines.tp // engines.dp) * slots
 
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw

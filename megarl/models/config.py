@@ -99,6 +99,10 @@ _CONTEXT_FIELDS = (
 ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
 """Families whose classes in SGLang 0.5.21 have no data parallel attention."""
 
+ENGINE_STATES = {"cpu": 3, "cuda": 5}
+"""By device, the states of gated delta nets that SGLang 0.5.21 needs for each request that runs: its own, cached prompts', and on a GPU those
+of the step to come (mem_cache/kv_cache_configurator.py, `_calculate_mamba_ratio`)."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

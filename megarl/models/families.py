@@ -115,7 +115,9 @@ def _delta_net_layers(hf: Fields, layers: int) -> tuple[int, ...]:
         ValueError: the two fields do not say the same.
     """
     interval = hf.count("full_attention_interval", 4)
-    by_interval = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+    by_interval = [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)
+    ]
     types = hf.texts("layer_types") or by_interval
     if types != by_interval:
         raise ValueError(

@@ -173,7 +173,10 @@ def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     if moe.shared_ffn_hidden_size and not moe.shared_gate:
         table += _gated(f"{SHARED}s.", hidden, moe.shared_ffn_hidden_size)
     if moe.shared_gate:
-        local, gate = (f"{SHARED}s.linear_fc1.weight", f"{SHARED}s.linear_fc2.weight"), f"{SHARED}_gate.weight"
+        local, gate = (
+            (f"{SHARED}s.linear_fc1.weight", f"{SHARED}s.linear_fc2.weight"),
+            f"{SHARED}_gate.weight",
+        )
         table += _gated(f"{SHARED}.", hidden, moe.shared_ffn_hidden_size, local)
         table.append(Weight(gate, (1, hidden), None, f"{SHARED}s.gate_weight", gate))
     return table

@@ -112,7 +112,9 @@ def megatron_shards(
             cuts = [(groups, group) for group in range(rank * groups // size, (rank + 1) * groups // size)]
         for count, shard in cuts:
             for weight in parts:
-                yield from _shards(weight, name, local + weight.megatron, count, shard, filled, by_section=True)
+                yield from _shards(
+                    weight, name, local + weight.megatron, count, shard, filled, by_section=True
+                )
 
 
 def sglang_shards(weights: Iterable[Weight], name: str, size: int, rank: int) -> Iterable[Piece]:

@@ -2,7 +2,8 @@
 
 The state of a request lies in a slot of SGLang's pool: the last inputs of its convolution, and a matrix for each head. Tokens change it
 one after the other, whatever part of a prompt they come with, and each row of a result is computed from its own request alone: so bits
-depend neither on other requests nor on how a prompt was cut.
+depend neither on other requests nor on how a prompt was cut. To this end sums are added up in an order of their own (`_sum`), and
+functions get numbers of elements at which torch computes all of them alike (`_alike`).
 """
 
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 EPS = 1e-6  # of the norm of queries and keys
+TWO_VECTORS = 32  # elements, of AVX-512: torch computes the last ones of a tensor, less than these, by another exp (batch_invariant.py)
 
 
 def convolve_prompts(
@@ -68,13 +70,28 @@ def convolve_next(
 
 def _mixed(window: Tensor, weight: Tensor) -> Tensor:
     """silu of the windows' sums [..., window] by weights."""
-    return silu((window * weight).sum(-1))
+    return _alike(silu, _sum(window * weight))
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The sums over the last dimension, by halves: torch's order depends on where the elements lie in memory."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        rest = x[..., 2 * half :]
+        x = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
+    return x[..., 0]
+
+
+def _alike(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each element, so that its bits do not depend on where it lies."""
+    return function(pad(x.reshape(-1), (0, -x.numel() % TWO_VECTORS)))[: x.numel()].view(x.shape)
 
 
 def gates(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The logarithm of decays, and the betas, from the projections: [tokens, heads] each -> [1, tokens, heads] in float32."""
-    decay = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
-    return decay[None], b.float().sigmoid()[None]
+    decay = -_alike(torch.exp, a_log.float()) * _alike(softplus, a.float() + dt_bias.float())
+    return decay[None], _alike(torch.sigmoid, b.float())[None]
 
 
 def rule_of_prompts(
@@ -128,9 +145,7 @@ def rule_of_next(
     return out[None]
 
 
-def _step(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
+def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each of n requests.
 
     state: [n, heads, value_dim, key_dim]; q, k: [n, key heads, key_dim]; v: [n, heads, value_dim]; g, beta: [n, heads] -> output as v,
@@ -138,27 +153,27 @@ def _step(
     """
     each = v.shape[1] // k.shape[1]
     q, k = (_normed(part.float()).repeat_interleave(each, 1)[:, :, None] for part in (q, k))
-    state = state * g.float().exp()[..., None, None]
-    change = (v.float() - (state * k).sum(-1)) * beta.float()[..., None]
+    state = state * _alike(torch.exp, g.float())[..., None, None]
+    change = (v.float() - _sum(state * k)) * beta.float()[..., None]
     state = state + change[..., None] * k
-    return ((state * q).sum(-1) * q.shape[-1] ** -0.5).to(v.dtype), state
+    return (_sum(state * q) * q.shape[-1] ** -0.5).to(v.dtype), state
 
 
 def _normed(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
+    return x * (_sum(x.square())[..., None] + EPS).rsqrt()
 
 
 def gated_norm(layer: Any, x: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """In place of `FusedRMSNormGated.forward`, whose kernels are Triton's or compiled: RMS norm, weight, then silu of the gate."""
     assert layer.activation in ("silu", "swish") and not args and not kwargs
     wide = x.float()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + layer.eps).rsqrt()
-    return (normed.to(x.dtype) * layer.weight * silu(g.float())).to(x.dtype)
+    normed = wide * (_sum(wide.square())[..., None] / wide.shape[-1] + layer.eps).rsqrt()
+    return (normed.to(x.dtype) * layer.weight * _alike(silu, g.float())).to(x.dtype)
 
 
 def add_gated(hidden: Tensor, gate_weight: Tensor, shared: Tensor, output: Tensor) -> None:
     """Add to the experts' output [tokens, hidden] the shared expert's, times the sigmoid of its gate: in place of a kernel of Triton's."""
-    gate = (hidden.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
+    gate = _alike(torch.sigmoid, _sum(hidden.float() * gate_weight.float())[..., None])
     output.copy_(gate * shared.float() + output.float())
 
 
@@ -177,7 +192,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def define_operators(library: Any) -> None:
     """Declare the operators that SGLang takes from `torch.ops.sgl_kernel`."""
-    library.define("fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)")
+    library.define(
+        "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)"
+    )
     library.impl("fused_gdn_gating_cpu", gates, "CPU")
     library.define(
         "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, "

@@ -1,14 +1,43 @@
 """The kernels of gated delta nets in plain torch, under the interfaces of flash-linear-attention (fla), which megatron-core 0.19.2 calls.
 
-Sequences lie end to end; neither a state nor a convolution's window goes over their bounds.
+Sequences lie end to end; neither a state nor a convolution's window goes over their bounds. For a backward pass the inputs alone are
+kept, from which everything else is computed again.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.ssm.gated_delta_net import common, gdn
 from torch import Tensor
 from torch.nn.functional import silu
+
+
+class _Again(torch.autograd.Function):
+    """function(*tensors), computed again in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        own = [
+            part.detach().requires_grad_(needs) for part, needs in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            result = ctx.function(*own)
+        found = iter(
+            torch.autograd.grad(
+                result, [part for part, needs in zip(own, needed, strict=True) if needs], grad
+            )
+        )
+        return None, *(next(found) if needs else None for needs in needed)
+
 
 CHUNK = 64  # tokens of a sequence that are computed by matrix products; between chunks the state goes on
 
@@ -42,6 +71,10 @@ def causal_conv1d(
     Returns: as x, and no last window.
     """
     assert bias is None and activation in ("silu", "swish") and not unused.get("output_final_state")
+    return _Again.apply(partial(_convolve, cu_seqlens), x, weight), None
+
+
+def _convolve(cu_seqlens: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
     tokens, window = x.shape[1], weight.shape[1]
     position = torch.arange(tokens, device=x.device)
     if cu_seqlens is not None:
@@ -51,7 +84,7 @@ def causal_conv1d(
     for back in range(1, min(window, tokens)):
         earlier = x[:, :-back] * (position[back:, None] >= back)
         mixed = mixed + torch.cat([torch.zeros_like(x[:, :back]), earlier * weight[:, -1 - back]], dim=1)
-    return silu(mixed), None
+    return silu(mixed)
 
 
 def chunk_gated_delta_rule(
@@ -76,6 +109,10 @@ def chunk_gated_delta_rule(
     """
     assert q.shape[0] == 1 and unused.get("initial_state") is None and not unused.get("output_final_state")
     assert not unused.get("use_qk_l2norm_in_kernel") and unused.get("scale") is None
+    return _Again.apply(partial(_by_chunks, cu_seqlens), q, k, v, g, beta), None
+
+
+def _by_chunks(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     lengths = cu_seqlens.diff().tolist() if cu_seqlens is not None else [q.shape[1]]
     size = min(CHUNK, max(lengths))
     index, counts = _places(lengths, size, q.device)
@@ -111,7 +148,7 @@ def chunk_gated_delta_rule(
         outputs.append(output)
         state, first = left, first + count
     found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [chunks * size, heads, value_dim]
-    return found.index_select(0, index)[None].to(dtype), None
+    return found.index_select(0, index)[None].to(dtype)
 
 
 def _places(lengths: list[int], size: int, device: torch.device) -> tuple[Tensor, list[int]]:

@@ -31,7 +31,9 @@ def inputs(lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch
 def test_the_rule_of_packed_sequences_is_that_of_each_one(lengths: list[int]) -> None:
     """Outputs and gradients: no state goes over a bound."""
     own, given = inputs(lengths), inputs(lengths)
-    found, state = delta_net.chunk_gated_delta_rule(*own[:3], g=own[3], beta=own[4], cu_seqlens=bounds(lengths))
+    found, state = delta_net.chunk_gated_delta_rule(
+        *own[:3], g=own[3], beta=own[4], cu_seqlens=bounds(lengths)
+    )
     parts = zip(*(part.split(lengths, dim=1) for part in given), strict=True)
     expected = torch.cat([oracle.torch_chunk_gated_delta_rule(*part)[0] for part in parts], dim=1)
     assert state is None and found.dtype == torch.float32

@@ -24,7 +24,11 @@ from tests.routing import experts_of
 
 TP, NUM_TOKENS = 2, 12
 EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "qwen3_next": 2, "deepseek_v3": 2, "glm4_moe": 2}
-ALWAYS = ("qwen3_moe", "qwen3_next", "deepseek_v3")  # all that is special in the others is in one of these, too
+ALWAYS = (
+    "qwen3_moe",
+    "qwen3_next",
+    "deepseek_v3",
+)  # all that is special in the others is in one of these, too
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
 UIDS = [f"p{index}" for index in range(len(PROMPTS))]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)

@@ -117,11 +117,13 @@ def rule_of_prompts(
     out, slots = torch.empty_like(v), initial_state_indices.long()
     bounds = cu_seqlens.tolist()
     states = initial_state[slots].float()
+    parts = _prepared(q[0], k[0], v[0], g[0], beta[0])  # of all tokens, row by row
     for number in range(len(slots)):
         for token in range(bounds[number], bounds[number + 1]):
             at = slice(token, token + 1)
-            step = (part[0, at] for part in (q, k, v, g, beta))
-            out[0, at], states[number : number + 1] = _step(states[number : number + 1], *step)
+            out[0, at], states[number : number + 1] = _step(
+                states[number : number + 1], *(part[at] for part in parts)
+            )
     initial_state[slots] = states.to(initial_state.dtype)
     return out, None, None
 
@@ -140,23 +142,27 @@ def rule_of_next(
     """As `rule_of_prompts`, of the next token of each request: q, k, v [1, requests, heads, ...]; a, b [requests, heads] -> as v."""
     g, beta = gates(a_log, a, b, dt_bias)
     rows = slots.long()
-    out, after = _step(states[rows].float(), q[0], k[0], v[0], g[0], beta[0])
+    out, after = _step(states[rows].float(), *_prepared(q[0], k[0], v[0], g[0], beta[0]))
     states[rows] = after.to(states.dtype)
-    return out[None]
+    return out[None].to(v.dtype)
 
 
-def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each of n requests.
-
-    state: [n, heads, value_dim, key_dim]; q, k: [n, key heads, key_dim]; v: [n, heads, value_dim]; g, beta: [n, heads] -> output as v,
-    the states after it.
-    """
+def _prepared(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """What `_step` is given of n tokens: q, k [n, key heads, key_dim]; v [n, heads, value_dim]; g, beta [n, heads]."""
     each = v.shape[1] // k.shape[1]
     q, k = (_normed(part.float()).repeat_interleave(each, 1)[:, :, None] for part in (q, k))
-    state = state * _alike(torch.exp, g.float())[..., None, None]
-    change = (v.float() - _sum(state * k)) * beta.float()[..., None]
+    decay = _alike(torch.exp, g.float())[..., None, None]
+    return q * q.shape[-1] ** -0.5, k, v.float(), decay, beta.float()[..., None]
+
+
+def _step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A token of each of n requests: the output [n, heads, value_dim], and the states after it. state: [n, heads, value_dim, key_dim]."""
+    state = state * decay
+    change = (v - _sum(state * k)) * beta
     state = state + change[..., None] * k
-    return (_sum(state * q) * q.shape[-1] ** -0.5).to(v.dtype), state
+    return _sum(state * q), state
 
 
 def _normed(x: Tensor) -> Tensor:

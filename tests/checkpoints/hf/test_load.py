@@ -143,6 +143,16 @@ def test_prediction_layers_may_be_missing_unless_they_are_wanted(tmp_path, tiny_
         check_hf_weights(str(folder), config, mtp=True)
 
 
+def test_prediction_layers_of_qwen3_next_are_left_unread(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("qwen3_next").folder, tmp_path / "hf")
+    config = read_model_config(str(folder))
+    change_tensors(folder, lambda tensors: tensors.update({"mtp.fc.weight": torch.ones(32, 64)}))
+    check_hf_weights(str(folder), config)
+    change_tensors(folder, lambda tensors: tensors.update({"model.fc.weight": torch.ones(32, 64)}))
+    with pytest.raises(ValueError, match=r"model\.fc\.weight is not a tensor of this model"):
+        check_hf_weights(str(folder), config)
+
+
 def test_what_prediction_layers_repeat_must_be_the_models_own(tmp_path, tiny_model):
     folder = shutil.copytree(tiny_model("deepseek_v3").folder, tmp_path / "hf")
     config, name = read_model_config(str(folder)), "model.layers.4.shared_head.head.weight"

@@ -114,8 +114,9 @@ def keeps_float32(tensor: str) -> bool:
 
 
 def sglang_keeps_float32(config: ModelConfig, tensor: str) -> bool:
-    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: GLM-4.5's routers, too."""
-    return keeps_float32(tensor) or (config.family == "glm4_moe" and tensor.endswith(".mlp.gate.weight"))
+    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: GLM-4.5's routers, and decays of gated delta nets, too."""
+    router = config.family == "glm4_moe" and tensor.endswith(".mlp.gate.weight")
+    return keeps_float32(tensor) or router or tensor.endswith(".linear_attn.A_log")
 
 
 def padded_vocab_size(config: ModelConfig, tp: int) -> int:

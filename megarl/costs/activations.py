@@ -206,7 +206,9 @@ def _grouped_attention(run: RankPass, name: str) -> int:
         copies = (
             groups > 1 and not run.use.fused
         )  # queries of several groups are put together before their norm
-        each += item * copies * queries + FLOAT32 * (heads + groups)
+        each += item * copies * queries + FLOAT32 * (2 if config.qk_norm_all_heads else heads + groups)
+        if config.qk_norm_all_heads and not run.use.fused:  # keys are copied out of the fused tensor
+            each += item * keys
     each += _core(run, heads, queries, name + "linear_proj")
     if config.output_gate:  # gates are a part of the fused tensor, which is kept for the values; their sigmoids, and the product with the output
         product = run.keeps(name + "linear_proj") or run.use.fused
@@ -217,27 +219,46 @@ def _grouped_attention(run: RankPass, name: str) -> int:
 def _delta_net(run: RankPass, name: str) -> int:
     """Norm, the fused projection, queries and keys before and after their norm, values, gates; the rule's output, its norm, the gate's
     product with it. The convolution and the rule are computed again from their inputs (megarl's), or keep a chunk's products (fla's)."""
-    config, net, tp, item = (
-        run.use.config,
-        run.use.config.delta_net,
-        run.use.layout.tp * run.use.layout.cp,
-        run.use.itemsize,
-    )
-    keys, values, heads = net.keys // tp, net.values // tp, net.value_heads // tp
+    kept = _delta_net_inputs(run) + _delta_net_outputs(run, name)
+    return kept + _norm(run, run.use.config.hidden_size, run.own, name + "in_proj")
+
+
+def _delta_net_shares(run: RankPass) -> tuple[int, int, int, int]:
+    """Tokens, and the widths of keys, of values and of heads, on a rank: context parallel ranks have a part of the heads each, of all tokens."""
+    net, ranks = run.use.config.delta_net, run.use.layout.tp * run.use.layout.cp
+    assert net is not None
+    return run.tokens * run.use.layout.cp, net.keys // ranks, net.values // ranks, net.value_heads // ranks
+
+
+def _delta_net_inputs(run: RankPass) -> int:
+    """What a delta net keeps up to its rule, the rule's inputs included, but for its norm."""
+    net, item = run.use.config.delta_net, run.use.itemsize
+    tokens, keys, values, heads = _delta_net_shares(run)
+    assert net is not None
     repeated = keys * net.value_heads // net.key_heads
     each = item * (2 * keys + 2 * values + 2 * heads)  # what the convolution has
     each += item * (2 * keys + 2 * repeated + 2 * values) + FLOAT32 * 3 * heads + item * heads
-    each += item * values + FLOAT32 * heads  # the output, and its norm's root
-    if run.use.fused:
-        each += item * heads * CHUNK
-    else:
+    return tokens * (each + item * heads * CHUNK * run.use.fused)
+
+
+def _delta_net_outputs(run: RankPass, name: str) -> int:
+    """What a delta net keeps after its rule."""
+    item = run.use.itemsize
+    tokens, _, values, heads = _delta_net_shares(run)
+    each = item * values + FLOAT32 * heads  # the output, and its norm's root
+    if not run.use.fused:
         wide = FLOAT32 * values * (item < FLOAT32)  # gates in float32
         each += item * values + FLOAT32 * values + wide
-    each += item * values * run.keeps(name + "out_proj")
-    tokens = (
-        run.tokens * run.use.layout.cp
-    )  # context parallel ranks have a part of the heads each, of all tokens
-    return tokens * each + _norm(run, config.hidden_size, run.own, name + "in_proj")
+    return tokens * (each + item * values * run.keeps(name + "out_proj"))
+
+
+def _rule_again(run: RankPass) -> int:
+    """What the rule of a delta net keeps while megarl's modules compute it again, in its backward pass: in float32 the tensors from which its
+    matrix products and exponentials are derived. Chunks are taken for full."""
+    net = run.use.config.delta_net
+    assert net is not None
+    tokens, _, _, heads = _delta_net_shares(run)
+    return tokens * heads * FLOAT32 * (6 * net.key_dim + 3 * net.value_dim + 5 * CHUNK + 6)
 
 
 def _latent_attention(run: RankPass, name: str) -> int:
@@ -348,11 +369,18 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     """
     layers = stage_layers(run, stage)
     at_head = head_bytes(run) if stage == run.use.layout.pp - 1 else 0
-    # A layer is computed again when the head's tensors are gone.
-    again, full = 0, run.use.recompute == "full"
-    for layer in layers:
+    # A layer is computed again when the head's tensors are gone, and the rule of a delta net when those of all that follows it are.
+    again, later, full = 0, 0, run.use.recompute == "full"
+    for layer in reversed(layers):
         kept = again_bytes(run, layer.name) if full else layer_bytes(run, layer.name, layer.is_moe)
-        again = max(again, layer_bytes(complete(run), layer.name, layer.is_moe) - kept)
+        whole = complete(run)
+        more = layer_bytes(whole, layer.name, layer.is_moe) - kept
+        again = max(again, more)
+        if run.is_delta_net(layer.name) and not run.use.fused:
+            gone = later + mlp_bytes(whole, layer.name, layer.is_moe)
+            gone += _delta_net_outputs(run, layer.name + "self_attention.")
+            again = max(again, more - gone + _rule_again(run))
+        later += kept
     return waiting_bytes(run, stage, micro_batches) + max(at_head, again)
 
 

@@ -18,6 +18,7 @@ from megarl.models.table import EMBEDDING
 _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
 _CHUNK = 64  # tokens of a delta net that are computed together, by flash-linear-attention's kernels and by megarl's
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next, after all other layers
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,16 @@ def prediction_flops(config: ModelConfig) -> tuple[LayerFlops, ...]:
 def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerFlops, ...]:
     dense, experts, mlp, up = (dict.fromkeys(numbers, 0) for _ in range(4))
     for name, shape in shapes.items():
-        found = _LAYER.fullmatch(name)
-        if len(shape) != 2 or found is None or int(found[1]) not in numbers:
+        layer, within = _place(config, name)
+        if len(shape) != 2 or layer not in numbers:
             continue
-        layer = int(found[1])
-        if ".experts." in found[2]:
+        if ".experts." in within:
             experts[layer] += prod(shape)
             continue
         dense[layer] += prod(shape)
-        if found[2].startswith("mlp.") and found[2] != "mlp.gate.weight":
+        if within.startswith("mlp.") and within != "mlp.gate.weight":
             mlp[layer] += prod(shape)
-        elif config.mla is not None and found[2] in _UP:
+        elif config.mla is not None and within in _UP:
             up[layer] += prod(shape)
     pair, decode_pair = _pairs(config)
     layers = []
@@ -118,6 +118,14 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
             made = LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer)
         layers.append(made)
     return tuple(layers)
+
+
+def _place(config: ModelConfig, name: str) -> tuple[int, str]:
+    """The number of the layer that a tensor is in, -1 for none, and its name in it."""
+    if predicted := _PREDICTION.fullmatch(name):
+        return config.num_layers, predicted[1]
+    found = _LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (-1, name)
 
 
 def _of_state(config: ModelConfig) -> int:

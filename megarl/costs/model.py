@@ -36,6 +36,7 @@ from megarl.costs.tensors import (
 from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.float8 import check_base_block
+from megarl.models.layers import is_delta_net
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
@@ -90,7 +91,8 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
     layout, moe = use.layout, use.config.moe
     dense = () if moe is None else moe.dense_layers
     kinds = tuple(
-        tuple(layer in dense for layer in chunk) for chunk in layers_of(layout, use.config.num_layers, stage)
+        tuple((layer in dense, is_delta_net(use.config, layer)) for layer in chunk)
+        for chunk in layers_of(layout, use.config.num_layers, stage)
     )
     place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)
     key = (id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp)

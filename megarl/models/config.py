@@ -117,6 +117,8 @@ class ModelConfig:
         delta_net: of the layers that have no attention; None: all have.
         output_gate: whether attention's output is multiplied by sigmoids of gates, which come with the queries (GQA only).
         zero_centered_norms: whether norms have 1 + weight for a factor, all but the one of a delta net's output.
+        qk_norm_all_heads: the norms of queries and keys (`qk_norm`) are each over all heads together, with a weight for every
+            element of every head.
         num_mtp_layers: multi-token prediction layers that the model's checkpoint has after its `num_layers`.
         fp8_block: rows and columns of a block of weights that share a scale, in a checkpoint in float8; None: not
             quantised.
@@ -146,6 +148,7 @@ class ModelConfig:
     output_gate: bool = False
     zero_centered_norms: bool = False
     rotary_percent: float = 1.0
+    qk_norm_all_heads: bool = False
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
 
@@ -263,7 +266,11 @@ def _fp8_block(hf: Fields) -> tuple[int, int] | None:
         return None
     how = hf.object("quantization_config")
     where = f"{hf.file}: quantization_config"
-    accepted = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
+    accepted = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "activation_scheme": ("dynamic", None),
+    }
     for key, values in accepted.items():
         if how.values.get(key) not in values:
             raise ValueError(

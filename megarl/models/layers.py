@@ -4,6 +4,8 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
 
 - Grouped-query attention: Megatron's `linear_qkv` interleaves by query group [q heads of the group | k | v]; SGLang's `qkv_proj` is
   [q shard | k shard | v shard], key/value heads replicated where the ranks exceed them.
+  Norms of queries and keys over all heads (MiniMax-M2) are complete on every rank in Megatron (`megarl.megatron.all_heads_norm`); SGLang cuts
+  them with the heads.
 - Multi-head latent attention: SGLang's `fused_qkv_a_proj_with_mqa` is [queries | keys, values and the rotary key], complete on every rank.
   Queries and keys rotate pairs of neighbouring dimensions in Hugging Face, Megatron and SGLang alike, so that no rows change their order.
 - Gated MLPs: [gate shard | up shard] in one tensor in both. The shared experts of a mixture, which SGLang does not fuse with the routed
@@ -23,6 +25,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.shards import COLUMNS, ROWS, Weight
 
 SHARED = "mlp.shared_expert"  # names of the shared experts' tensors begin with this, after the layer's
+_PROJECTIONS, _MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # gate, up, down
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 
 
@@ -61,11 +64,20 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
                     )
                 )
     table.append(_output(hidden, queries, served))
-    for norm, megatron in (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")) if config.qk_norm else ():
-        name = f"{norm}.weight"
-        table.append(
-            Weight(f"self_attn.{name}", (dim,), None, f"self_attention.{megatron}.weight", served + name)
-        )
+    return table + (_head_norms(config, served) if config.qk_norm else [])
+
+
+def _head_norms(config: ModelConfig, served: str) -> list[Weight]:
+    """The norms of queries and keys: of each head, or of all heads together. `served`: begins their names in SGLang."""
+    table = []
+    for kind, heads in (("q", config.num_attention_heads), ("k", config.num_query_groups)):
+        name, megatron = f"{kind}_norm.weight", f"self_attention.{kind}_layernorm.weight"
+        weight = Weight(f"self_attn.{name}", (config.head_dim,), None, megatron, served + name)
+        if config.qk_norm_all_heads:
+            weight = weight._replace(
+                shape=(heads * config.head_dim,), cut=ROWS, groups=heads, replicated=kind == "k", whole=True
+            )
+        table.append(weight)
     return table
 
 
@@ -157,18 +169,40 @@ def is_mixture(config: ModelConfig, layer: int) -> bool:
     return config.moe is not None and layer not in config.moe.dense_layers
 
 
+def _mixture_name(config: ModelConfig) -> str:
+    """How names of a mixture's tensors begin, after the layer's; MiniMax-M2 has Mixtral's names."""
+    return "block_sparse_moe." if config.family == "minimax_m2" else "mlp."
+
+
+def expert_projections(config: ModelConfig) -> tuple[str, str, str]:
+    """The names of an expert's gate, up and down projection."""
+    return _MIXTRAL if config.family == "minimax_m2" else _PROJECTIONS
+
+
+def name_in_files(config: ModelConfig, name: str) -> str:
+    """The logical name of what transformers 5 calls `name` in a model; they differ in MiniMax-M2's mixtures."""
+    return name.replace(".mlp.", f".{_mixture_name(config)}") if config.moe is not None else name
+
+
+def name_in_models(config: ModelConfig, name: str) -> str:
+    """The inverse of `name_in_files`."""
+    return name.replace(f".{_mixture_name(config)}", ".mlp.") if config.moe is not None else name
+
+
 def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     """The table of a layer's norm and MLP, or of its router and shared experts."""
     hidden, moe = config.hidden_size, config.moe
     if moe is None or not is_mixture(config, layer):
         norm = Weight(_MLP_NORM, (hidden,), None, "mlp.linear_fc1.layer_norm_weight", _MLP_NORM)
         return [norm, *_gated("mlp.", hidden, config.ffn_hidden_size)]
+    name = _mixture_name(config)
+    gate, of_gate = f"{name}gate.weight", "" if config.family == "minimax_m2" else "gate."
     table = [
         Weight(_MLP_NORM, (hidden,), None, "pre_mlp_layernorm.weight", _MLP_NORM),
-        Weight("mlp.gate.weight", (moe.num_experts, hidden), None, "mlp.router.weight", "mlp.gate.weight"),
+        Weight(gate, (moe.num_experts, hidden), None, "mlp.router.weight", gate),
     ]
     if moe.expert_bias:
-        bias = "mlp.gate.e_score_correction_bias"
+        bias = f"{name}{of_gate}e_score_correction_bias"
         table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
     if moe.shared_ffn_hidden_size and not moe.shared_gate:
         table += _gated(f"{SHARED}s.", hidden, moe.shared_ffn_hidden_size)
@@ -189,9 +223,11 @@ def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[
     count = moe.num_experts // ep
     for index in range(count):
         megatron = (f"mlp.experts.linear_fc1.weight{index}", f"mlp.experts.linear_fc2.weight{index}")
-        sglang = ("mlp.experts.w13_weight", "mlp.experts.w2_weight")
-        name = f"mlp.experts.{rank * count + index}."
-        yield _gated(name, config.hidden_size, moe.ffn_hidden_size, megatron, sglang)
+        experts = _mixture_name(config) + "experts."
+        sglang = (experts + "w13_weight", experts + "w2_weight")
+        name = f"{experts}{rank * count + index}."
+        sizes = config.hidden_size, moe.ffn_hidden_size
+        yield _gated(name, *sizes, megatron, sglang, expert_projections(config))
 
 
 def _gated(
@@ -200,20 +236,47 @@ def _gated(
     ffn: int,
     megatron: tuple[str, str] | None = None,
     sglang: tuple[str, str] | None = None,
+    projections: tuple[str, str, str] = _PROJECTIONS,
 ) -> list[Weight]:
     """The three projections under `name`. `megatron`, `sglang`: the local tensors of gate and up, and of down."""
+    gate_name, up_name, down_name = (f"{name}{projection}.weight" for projection in projections)
     up, down = megatron or (name + "linear_fc1.weight", name + "linear_fc2.weight")
     served_up, served_down = sglang or (name + "gate_up_proj.weight", name + "down_proj.weight")
     return [
-        Weight(name + "gate_proj.weight", (ffn, hidden), ROWS, up, served_up),
-        Weight(name + "up_proj.weight", (ffn, hidden), ROWS, up, served_up),
-        Weight(name + "down_proj.weight", (hidden, ffn), COLUMNS, down, served_down),
+        Weight(gate_name, (ffn, hidden), ROWS, up, served_up),
+        Weight(up_name, (ffn, hidden), ROWS, up, served_up),
+        Weight(down_name, (hidden, ffn), COLUMNS, down, served_down),
     ]
+
+
+def layer_name(config: ModelConfig, layer: int) -> str:
+    """How the names of a layer's tensors begin; multi-token prediction layers have numbers after the others'."""
+    if config.family == "qwen3_next" and layer >= config.num_layers:
+        return f"mtp.layers.{layer - config.num_layers}."
+    return f"model.layers.{layer}."
+
+
+def prediction_name(config: ModelConfig, layer: int) -> str:
+    """How the names of `prediction_weights` begin in the multi-token prediction layer of this number."""
+    return "mtp." if config.family == "qwen3_next" else layer_name(config, layer)
 
 
 def prediction_weights(config: ModelConfig) -> list[Weight]:
     """The table of a multi-token prediction layer (MTP), other than an ordinary layer's tensors and the copies of the model's."""
     hidden = config.hidden_size
+    if config.family == "qwen3_next":
+        names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
+        norms = [
+            Weight(
+                f"{name}.weight",
+                (hidden,),
+                None,
+                f"{megatron}.weight",
+                f"{'model.' * (name == 'norm')}{name}.weight",
+            )
+            for name, megatron in names.items()
+        ]
+        return [*norms, Weight("fc.weight", (hidden, 2 * hidden), ROWS, "eh_proj.weight", "fc.weight")]
     return [
         Weight("enorm.weight", (hidden,), None, "enorm.weight", "enorm.weight"),
         Weight("hnorm.weight", (hidden,), None, "hnorm.weight", "hnorm.weight"),

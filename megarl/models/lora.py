@@ -29,6 +29,7 @@ _LINEAR = (
     "_proj_with_mqa",
     "_proj_qkvz",
     "_proj_ba",
+    *(".w1", ".w2", ".w3"),
 )  # how the names of all families' linear layers end, but for heads and routers
 
 
@@ -81,7 +82,7 @@ def linear_weights(config: ModelConfig) -> Shapes:
 
 def adaptable_weights(config: ModelConfig) -> Shapes:
     """The weights that may have adapters: linear layers' and routers'."""
-    linear, end = linear_weights(config), f".mlp.{_ROUTER}.weight"
+    linear, end = linear_weights(config), f".{_ROUTER}.weight"
     return {
         name: shape for name, shape in logical_tensors(config).items() if name in linear or name.endswith(end)
     }

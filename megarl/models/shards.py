@@ -84,6 +84,7 @@ class Weight(NamedTuple):
         units: equal blocks of rows, one below the other in the tensor, which ranks share; 1: its rows are of one kind, or in sections.
         sections: rows of the parts of a unit. Megatron's local tensor has the first parts of all units of a rank, then their second parts,
             and so on; SGLang's has complete units, one below the other. The sections of a single unit are cut one by one in both.
+        whole: whether each Megatron rank has all of it, though an engine's ranks cut it.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Weight(NamedTuple):
     replicated: bool = False
     units: int = 1
     sections: tuple[int, ...] = ()
+    whole: bool = False
 
 
 def megatron_shards(
@@ -105,7 +107,8 @@ def megatron_shards(
     filled: dict[str, int] = {}
     tensors: dict[str, list[Weight]] = {}
     for weight in weights:
-        tensors.setdefault(weight.megatron, []).append(weight)
+        held = weight._replace(cut=None, groups=None) if weight.whole else weight
+        tensors.setdefault(weight.megatron, []).append(held)
     for parts in sorted(tensors.values(), key=_is_last):
         groups, cuts = parts[0].groups, [(size, rank)]
         if groups is not None:

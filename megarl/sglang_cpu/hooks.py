@@ -38,14 +38,14 @@ def on_sglang_start() -> None:
         return
     from sglang.srt.utils import cpu_has_amx_support
 
-    from megarl.sglang_cpu import batch_invariant, delta_net, fp8, memory_saver
+    from megarl.sglang_cpu import batch_invariant, delta_net, fp8, memory_saver, minimax_m2
 
     _register(HOOKS)
     batch_invariant.offer_backend()
     _register(batch_invariant.HOOKS)
     _register(memory_saver.hooks())
     if not cpu_has_amx_support():  # true only with SGLang's compiled kernels
-        _register(fp8.HOOKS | delta_net.HOOKS)
+        _register(fp8.HOOKS | delta_net.HOOKS | minimax_m2.HOOKS)
     _unpin_lora()
 
 

@@ -53,6 +53,7 @@ OFTEN = {
     ("glm4_moe", "tp2_sp_etp2_pp2"),
     ("qwen3_next", "tp2_sp_etp2_pp2"),
     ("qwen3_moe", "pp2_vpp2_ep2"),
+    ("minimax_m2", "tp2_sp_etp2_pp2"),
 }
 
 

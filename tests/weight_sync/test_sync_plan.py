@@ -22,6 +22,7 @@ CASES = [
     ("qwen3", ParallelLayout(world=2, pp=2), EngineLayout(tp=4)),
     ("qwen3_moe", ParallelLayout(world=4, ep=4), EngineLayout(tp=4, ep=2)),
     ("deepseek_v3", ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1), EngineLayout(tp=2, ep=2)),
+    ("minimax_m2", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
 ]
 BUCKET = 20_000
 
@@ -233,7 +234,13 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
 
 @pytest.mark.parametrize(
     ("family", "kept"),
-    [("deepseek_v3", ("_bias",)), ("glm4_moe", ("_bias", "mlp.gate.weight")), ("qwen3_next", ("A_log",))],
+    [
+        ("deepseek_v3", ("_bias",)),
+        ("glm4_moe", ("_bias", "mlp.gate.weight")),
+        ("glm4_moe_lite", ("_bias", "mlp.gate.weight")),
+        ("minimax_m2", ("_bias", "block_sparse_moe.gate.weight")),
+        ("qwen3_next", ("A_log",)),
+    ],
 )
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):
     """All is rounded to bfloat16 but for `kept`, which SGLang holds in float32."""

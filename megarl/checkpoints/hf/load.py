@@ -65,8 +65,6 @@ class HFReader:
         """
         shapes = logical_tensors(config, head, mtp)
         copies = mtp_copies(config) if mtp else {}
-        # Qwen3-Next's layers of multi-token prediction, which neither transformers nor SGLang's model reads.
-        unread = ("mtp.",) if config.family == "qwen3_next" else ()
         ignore = {*logical_tensors(config, mtp=True), "lm_head.weight", "score.weight"} - set(shapes)
         optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
         wrong = [f"{name} is missing" for name in shapes if name not in self.tensors and name not in optional]
@@ -74,11 +72,7 @@ class HFReader:
             tensor = name.removesuffix(SCALES)
             if tensor in shapes:
                 wrong += self._mistakes(name, shapes[tensor], config.fp8_block)
-            elif (
-                tensor not in ignore
-                and not name.endswith("rotary_emb.inv_freq")
-                and not name.startswith(unread)
-            ):
+            elif tensor not in ignore and not name.endswith("rotary_emb.inv_freq"):
                 wrong.append(f"{name} is not a tensor of this model")
         if wrong:
             raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))

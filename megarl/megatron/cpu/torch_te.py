@@ -96,6 +96,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         assert config.normalization == "RMSNorm"
         super().__init__(input_size, output_size, config=config, **arguments)
         self.eps = config.layernorm_epsilon
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.layer_norm_weight = torch.nn.Parameter(
             torch.ones(input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
@@ -103,7 +104,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.allreduce = True
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        factor = _factor(self.layer_norm_weight, self.config.layernorm_zero_centered_gamma)
+        factor = _factor(self.layer_norm_weight, self.zero_centered_gamma)
         normed = rms_norm(input_, factor, self.eps)
         return super().forward(normed, *args, **kwargs)
 

@@ -77,12 +77,14 @@ def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -
     }
 
 
-def prepare_schedulers(environment: MutableMapping[str, str], packages: Path) -> None:
+def prepare_schedulers(environment: MutableMapping[str, str], packages: Path, dtype: str) -> None:
     """Change the environment of an engine's owner on GPUs before it starts schedulers, which inherit it.
 
     Args:
         packages: the folder in which torch is installed.
+        dtype: of the model.
     """
+    environment["SGLANG_MAMBA_CONV_DTYPE"] = dtype  # of gated delta nets' windows; else bfloat16
     for name in _ALLOCATOR:
         environment.pop(name, None)
     # torch_memory_saver is preloaded into the schedulers and needs libcudart before torch loads its own. Where ld.so finds none, it

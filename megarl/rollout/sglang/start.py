@@ -312,7 +312,7 @@ def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.
     if config.device == "cuda":
         spec = find_spec("torch")
         assert spec is not None and spec.origin is not None
-        prepare_schedulers(os.environ, Path(spec.origin).parents[1])
+        prepare_schedulers(os.environ, Path(spec.origin).parents[1], config.dtype)
     arguments = server_arguments(config, model)
     try:
         engine = start_sglang(arguments, config.start_timeout)

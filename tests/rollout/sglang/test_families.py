@@ -23,11 +23,20 @@ from tests.rollout.sglang.test_interruption import interrupt_often, take_off
 from tests.routing import experts_of
 
 TP, NUM_TOKENS = 2, 12
-EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "qwen3_next": 2, "deepseek_v3": 2, "glm4_moe": 2}
+EXPERT_PARALLEL = {
+    "qwen3": 1,
+    "qwen3_moe": 2,
+    "qwen3_next": 2,
+    "deepseek_v3": 2,
+    "glm4_moe": 2,
+    "glm4_moe_lite": 2,
+    "minimax_m2": 2,
+}
 ALWAYS = (
     "qwen3_moe",
     "qwen3_next",
     "deepseek_v3",
+    "minimax_m2",
 )  # all that is special in the others is in one of these, too
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
 UIDS = [f"p{index}" for index in range(len(PROMPTS))]
@@ -53,7 +62,7 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
         ffn_hidden_size=80,
         max_position_embeddings=128,
         seed=seed,
-        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe") else 0,
+        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0,
         fields={"initializer_range": 0.2},
     )
 
@@ -85,7 +94,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the model's file, without those of its MTP layer, which no engine holds."""
     layers = AutoConfig.from_pretrained(folder).num_hidden_layers
     tensors = load_file(folder / "model.safetensors")
-    return {name: value for name, value in tensors.items() if not name.startswith(f"model.layers.{layers}.")}
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith((f"model.layers.{layers}.", "mtp."))
+    }
 
 
 @torch.no_grad()

@@ -217,48 +217,72 @@ def _grouped_attention(run: RankPass, name: str) -> int:
 
 
 def _delta_net(run: RankPass, name: str) -> int:
-    """Norm, the fused projection, queries and keys before and after their norm, values, gates; the rule's output, its norm, the gate's
-    product with it. The convolution and the rule are computed again from their inputs (megarl's), or keep a chunk's products (fla's)."""
-    kept = _delta_net_inputs(run) + _delta_net_outputs(run, name)
-    return kept + _norm(run, run.use.config.hidden_size, run.own, name + "in_proj")
+    """Norm, the fused projection, queries and keys after their norm and for each value head, values; the rule's output, its norm, gates in
+    float32 and their sigmoid linear units, the product. The convolution and the rule are computed again from their inputs (megarl's), or
+    keep the products of a chunk's keys (fla's)."""
+    kept = delta_net_inputs(run) + _delta_net_outputs(run, name)
+    return kept + delta_net_norm(run, name)
 
 
-def _delta_net_shares(run: RankPass) -> tuple[int, int, int, int]:
-    """Tokens, and the widths of keys, of values and of heads, on a rank: context parallel ranks have a part of the heads each, of all tokens."""
+class DeltaNetShares(NamedTuple):
+    """What a rank has of a gated delta net: tokens, all of the context parallel ranks'; the widths of its key heads, of these repeated for
+    each value head, and of its values; its value heads; elements of a chunk's states, for a token."""
+
+    tokens: int
+    keys: int
+    repeated: int
+    values: int
+    heads: int
+    states: int
+
+
+def delta_net_shares(run: RankPass) -> DeltaNetShares:
+    """Context parallel ranks have a part of the heads each, of all tokens."""
     net, ranks = run.use.config.delta_net, run.use.layout.tp * run.use.layout.cp
     assert net is not None
-    return run.tokens * run.use.layout.cp, net.keys // ranks, net.values // ranks, net.value_heads // ranks
+    heads = net.value_heads // ranks
+    states = heads * net.key_dim * net.value_dim // CHUNK
+    widths = (net.keys // ranks, heads * net.key_dim, net.values // ranks)
+    return DeltaNetShares(run.tokens * run.use.layout.cp, *widths, heads, states)
 
 
-def _delta_net_inputs(run: RankPass) -> int:
+def delta_net_norm(run: RankPass, name: str) -> int:
+    """What the norm before a delta net's projection keeps."""
+    return _norm(run, run.use.config.hidden_size, run.own, name + "in_proj")
+
+
+def delta_net_inputs(run: RankPass) -> int:
     """What a delta net keeps up to its rule, the rule's inputs included, but for its norm."""
     net, item = run.use.config.delta_net, run.use.itemsize
-    tokens, keys, values, heads = _delta_net_shares(run)
+    share = delta_net_shares(run)
     assert net is not None
-    repeated = keys * net.value_heads // net.key_heads
-    each = item * (2 * keys + 2 * values + 2 * heads)  # what the convolution has
-    each += item * (2 * keys + 2 * repeated + 2 * values) + FLOAT32 * 3 * heads + item * heads
-    return tokens * (each + item * heads * CHUNK * run.use.fused)
+    each = item * (2 * share.keys + 2 * share.values + 2 * share.heads)  # what the convolution has
+    each += (
+        item * (2 * share.keys + 2 * share.repeated + share.values + share.heads) + FLOAT32 * 3 * share.heads
+    )
+    if run.use.fused:
+        each += FLOAT32 * 2 * share.keys // net.key_dim + item * share.heads * CHUNK
+    else:
+        each += item * share.values
+    return share.tokens * each
 
 
 def _delta_net_outputs(run: RankPass, name: str) -> int:
     """What a delta net keeps after its rule."""
-    item = run.use.itemsize
-    tokens, _, values, heads = _delta_net_shares(run)
-    each = item * values + FLOAT32 * heads  # the output, and its norm's root
-    if not run.use.fused:
-        wide = FLOAT32 * values * (item < FLOAT32)  # gates in float32
-        each += item * values + FLOAT32 * values + wide
-    return tokens * (each + item * values * run.keeps(name + "out_proj"))
+    item, share = run.use.itemsize, delta_net_shares(run)
+    each = (
+        2 * item * share.values + FLOAT32 * share.heads
+    )  # the output before and after its norm, and the norm's root
+    each += FLOAT32 * share.values * (1 + (item < FLOAT32))  # gates in float32
+    return share.tokens * (each + item * share.values * run.keeps(name + "out_proj"))
 
 
 def _rule_again(run: RankPass) -> int:
     """What the rule of a delta net keeps while megarl's modules compute it again, in its backward pass: in float32 the tensors from which its
     matrix products and exponentials are derived. Chunks are taken for full."""
-    net = run.use.config.delta_net
+    net, share = run.use.config.delta_net, delta_net_shares(run)
     assert net is not None
-    tokens, _, _, heads = _delta_net_shares(run)
-    return tokens * heads * FLOAT32 * (6 * net.key_dim + 3 * net.value_dim + 5 * CHUNK + 6)
+    return share.tokens * share.heads * FLOAT32 * (6 * net.key_dim + 3 * net.value_dim + 5 * CHUNK + 6)
 
 
 def _latent_attention(run: RankPass, name: str) -> int:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from megarl.shadow.cuda import Card
 from megarl.shadow.mode import Shadow
 

@@ -264,7 +264,9 @@ def test_losses_and_gradients_are_the_papers(
         assert stats["mtp_tokens"] == sum(
             sum(mask[k + 1 :]) for mask in masks for k in range(1, 1 + depth_of(name))
         )
-    check_gradients(oracle, [gradients for _, gradients in results])
+    # Through gated delta nets gradients of up to 50 are, here and in Hugging Face's model, 5e-4 off those in float64.
+    atol = 2e-3 if name == "qwen3_next" else 1e-5
+    check_gradients(oracle, [gradients for _, gradients in results], atol)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2_sp_ep2", "pp2", "cp2"])

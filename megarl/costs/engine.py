@@ -118,13 +118,18 @@ def state_bytes(
     Args:
         dtype: of the latter. requests: of the engine that run at once. device: "cpu" or "cuda".
     """
+    slots = ENGINE_STATES[device] * requests // engines.dp + 1
+    return _request_states(config, engines, dtype.itemsize) * slots
+
+
+def _request_states(config: ModelConfig, engines: EngineLayout, itemsize: int) -> int:
+    """Bytes of the states of one request on a rank."""
     net = config.delta_net
     if net is None:
         return 0
     heads = net.value_heads * net.key_dim * net.value_dim * torch.float32.itemsize
-    inputs = (2 * net.keys + net.values) * (net.conv - 1) * dtype.itemsize
-    slots = ENGINE_STATES[device] * requests // engines.dp + 1
-    return len(net.layers) * (heads + inputs) // (engines.tp // engines.dp) * slots
+    inputs = (2 * net.keys + net.values) * (net.conv - 1) * itemsize
+    return len(net.layers) * (heads + inputs) // (engines.tp // engines.dp)
 
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw
@@ -174,7 +179,7 @@ class ServedModel:
 
     def step_bytes(self, batch: float, context: float) -> tuple[float, float, float]:
         """Bytes that a rank reads in a step of `batch` texts, which have `context` tokens on average: weights that every token passes,
-        experts, the cache of its group's share of the texts.
+        experts, the cache of its group's share of the texts, and their states, which are written, too.
 
         Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
         an embedding that is no head a row for each token.
@@ -187,7 +192,8 @@ class ServedModel:
         dense = self.weights - experts - embedding * self.itemsize
         if config.moe is not None:
             experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** self._tokens(batch)
-        return dense, experts, batch / self.layout.dp * context * self.token
+        states = 2 * _request_states(config, self.layout, self.itemsize)
+        return dense, experts, batch / self.layout.dp * (context * self.token + states)
 
     def step_operations(self, batch: float, context: float) -> float:
         """Operations of a rank in a step of `batch` texts."""

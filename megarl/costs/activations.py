@@ -338,11 +338,7 @@ def _experts(run: RankPass, name: str) -> int:
     size += 0 if run.use.recomputes("layernorm") else run.hidden
     if run.use.recomputes("moe"):
         return size
-    if run.use.fused:  # scores and the map of who goes where, and two rows for each expert by which tokens are sorted and put back
-        size += run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
-    else:
-        scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
-        size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
+    size += router_bytes(run)
     width = moe.ffn_hidden_size // run.use.layout.etp
     size += _gated(run, run.routed, width, name + "experts.linear_fc2", weighted=True) + FLOAT32 * run.routed
     size += run.input_bytes(run.routed * config.hidden_size, name + "experts.linear_fc1")
@@ -352,6 +348,18 @@ def _experts(run: RankPass, name: str) -> int:
     if moe.shared_gate:  # the output before its gate, and the gate
         size += run.own * (config.hidden_size + 1) * run.use.itemsize
     return size + _gated(run, run.tokens, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
+
+
+def router_bytes(run: RankPass) -> int:
+    """The scores of a layer's router and what follows from them."""
+    moe = run.use.config.moe
+    assert moe is not None
+    if (
+        run.use.fused
+    ):  # the map of who goes where, and two rows for each expert by which tokens are sorted and put back
+        return run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
+    scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
+    return run.own * FLOAT32 * (scores + 2 * moe.top_k)
 
 
 def _adapters(run: RankPass, name: str) -> int:

@@ -21,6 +21,7 @@ from megarl.costs.activations import (
     joined_bytes,
     layer_bytes,
     mlp_bytes,
+    router_bytes,
     stage_bytes,
     stage_layers,
     waiting_bytes,
@@ -329,7 +330,7 @@ def _evaluating(run: RankPass, stage: int) -> int:
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
         first, routed = 3 * moe.ffn_hidden_size // layout.etp, run.routed * item
-        more = around + (1 + _shared_experts(run)) * hidden
+        more = around + (1 + _shared_experts(run)) * hidden + router_bytes(run)
         tokens = 6 if run.float8 else 4  # as in `_float8_forward`
         parts.append(routed * (tokens * config.hidden_size + first) + more)
         if any(

@@ -90,7 +90,8 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
         }
-    make_tiny_model(tmp_path / "model", ["two words"], family=family, fields=fields, **sizes)
+    more = {"num_mtp_layers": 1} if family == "qwen3_next" else {"fields": fields}
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, **more, **sizes)
     keys = [
         *expert_overrides(tmp_path / "model"),
         *(
@@ -101,6 +102,9 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
         *([f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"] if float8 else []),
     ]
     plan, report = shadow(RECIPE, keys, 1)
+    if family == "qwen3_next":  # refused by its key (megarl/config/model_fit.py): the draft's cache is not planned
+        assert report["problems"] == []
+        return
     check(plan, report, 0.05)
 
 

@@ -1,6 +1,6 @@
-"""SGLang's classes for the families of `megarl.models`; MiniMax-M2's is in a module of its own."""
+"""SGLang's classes for the families of `megarl.models`; MiniMax-M2's and Qwen3-Next's are in modules of their own."""
 
-from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe, qwen3_next
+from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe
 
 EntryClass = [
     deepseek_v2.DeepseekV3ForCausalLM,  # Kimi-K2, too
@@ -10,5 +10,4 @@ EntryClass = [
     qwen2.Qwen2ForCausalLM,
     qwen3.Qwen3ForCausalLM,
     qwen3_moe.Qwen3MoeForCausalLM,
-    qwen3_next.Qwen3NextForCausalLM,
 ]

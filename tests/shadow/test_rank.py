@@ -137,12 +137,13 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
         assert not any("get_dummy_wgrad" in line for (_, _, line), _ in report["kept_by"])
 
 
-@pytest.mark.parametrize("recompute", ["null", "full"])
-def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recompute: str) -> None:
+@pytest.mark.parametrize(("recompute", "mtp"), [("null", "train"), ("full", "drop")])
+def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recompute: str, mtp: str) -> None:
     """With flash-linear-attention's own code, whose kernels write into what it allocates."""
     keys = [
         *expert_overrides(delta_nets),
         f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
+        f"actor_rollout_ref.model.mtp={mtp}",
     ]
     (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=2, num_processes=1)
     for row in peaks([report], keys):

@@ -23,7 +23,7 @@ TRAINED = ("weights", "adapters")
 TILE = 128  # rows of an expert's tokens that a kernel takes at a time
 # In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
 BACKWARD_ATTENTION = 2.5
-# Of a gated delta net's rule, whose kernels compute states once more (megarl/shadow/delta_rule.py counts it), with keys as wide as values.
+# Of a gated delta net's rule, whose kernels compute states once more (megarl/shadow/fla/__init__.py counts it), with keys as wide as values.
 BACKWARD_RULE = 2.9
 # How often a logit is read or written by megarl/megatron/fused_head.py: out of a product, into its statistics; backward, into its
 # gradient and out of it, into two products. Once more out of a product, where it was not kept.

@@ -21,7 +21,7 @@ def main() -> None:
     first = requests[0]  # the process has one card, and Transformer Engine or not, for all
     device.load()
 
-    from megarl.shadow import cuda, delta_rule, transformer_engine
+    from megarl.shadow import cuda, fla, transformer_engine
 
     running: list[Any] = []  # the runner, once it is there
 
@@ -30,7 +30,7 @@ def main() -> None:
 
     card = cuda.Card(**first.card)
     cuda.install(card, current)
-    delta_rule.install(card, current)
+    fla.install(card, current)
     if first.transformer_engine:
         transformer_engine.install(current)
     else:

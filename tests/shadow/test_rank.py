@@ -11,8 +11,8 @@ from megarl.models import read_model_config
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
 from megarl.shadow.comparison import Comparison, compare
-from megarl.shadow.delta_rule import backward_operations, forward_operations
 from megarl.shadow.dry_run import run_ranks
+from megarl.shadow.fla import backward_operations, forward_operations
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 
 WORKSPACE = "transformer_engine.pytorch.cpp_extensions.gemm"

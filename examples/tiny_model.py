@@ -32,6 +32,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -53,6 +55,7 @@ _FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
@@ -65,6 +68,9 @@ _CLASSIFIERS = {
     "llama": LlamaForSequenceClassification,
     "qwen3": Qwen3ForSequenceClassification,
 }
+# What an MTP layer has before and after an ordinary one: norms, and the projection.
+_MTP = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+_QWEN3_NEXT_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
 _LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
@@ -88,6 +94,7 @@ def make_tiny_model(
         "llama",
         "qwen3",
         "qwen3_moe",
+        "qwen3_next",
         "deepseek_v3",
         "glm4_moe",
         "glm4_moe_lite",
@@ -109,7 +116,7 @@ def make_tiny_model(
     Args:
         texts: the training texts of the byte-level BPE tokenizer.
         vocab_size: rows of the embedding; the tokenizer has this many tokens or fewer.
-        num_mtp_layers: multi-token prediction layers, written as DeepSeek-V3's and GLM-4.5's checkpoints have them
+        num_mtp_layers: multi-token prediction layers, written as the family's published checkpoints have them
             (transformers ignores them).
         head: "lm" for a language model; "score" for a reward model: one label's weight (`score.weight`) in place of
             the output layer, for the families that have no experts.
@@ -163,6 +170,9 @@ def make_tiny_model(
         _save(_random_model(model_class, config, dtype), tokenizer, out_dir)
         if num_mtp_layers:
             _add_mtp_layers(model_class, config, num_mtp_layers, dtype, out_dir)
+    if family == "qwen3_next":  # as published; transformers writes `layer_types` in its place
+        none = {} if num_mtp_layers else {"num_nextn_predict_layers": 0}
+        _change_config(out_dir, full_attention_interval=4, **none)
     if family == "kimi_k2":
         _change_config(out_dir, model_type="kimi_k2")
     return out_dir
@@ -175,8 +185,13 @@ def _check(family: str, dtype: str, num_layers: int, num_mtp_layers: int) -> Non
         raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, found {num_layers}")
-    if num_mtp_layers and family not in (*_LATENT, "glm4_moe"):
-        raise ValueError(f"num_mtp_layers must be 0 for family {family}, found {num_mtp_layers}")
+    most = {"qwen3_next": 1, **dict.fromkeys((*_LATENT, "glm4_moe"), num_mtp_layers)}.get(family, 0)
+    if family == "qwen3_next" and num_mtp_layers and num_layers % 4:
+        raise ValueError(f"num_layers must be a multiple of 4, found {num_layers}: MTP layers have attention")
+    if num_mtp_layers > most:
+        raise ValueError(
+            f"num_mtp_layers must be {'0 or 1' if most else 0} for family {family}, found {num_mtp_layers}"
+        )
 
 
 def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[str, Any]:
@@ -188,6 +203,15 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         return wide_heads
     if family == "qwen3_moe":
         return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
+    if family == "qwen3_next":
+        delta_net = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": head_dim}
+        mixture = {
+            **experts,
+            "num_experts": 8,
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": ffn // 4,
+        }
+        return {**wide_heads, **delta_net, **mixture, "linear_value_head_dim": 2 * head_dim}
     if family == "glm4_moe":
         return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
     if family == "minimax_m2":
@@ -242,7 +266,9 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
             if name.endswith("bias"):
                 vector.normal_(0.0, _BIAS_STD)
             elif name.endswith("norm.weight"):
-                vector.normal_(1.0, _NORM_STD)
+                # Qwen3-Next's norms multiply by 1 + weight, all but those of its gated delta nets.
+                around_zero = config.model_type == "qwen3_next" and "linear_attn" not in name
+                vector.normal_(float(not around_zero), _NORM_STD)
     # Checkpoints keep the bias of a router's choice in float32.
     kept = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("correction_bias")}
     model = model.to(getattr(torch, dtype))
@@ -261,32 +287,39 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: P
 
 
 def _add_mtp_layers(model_class: type, config: Any, count: int, dtype: str, out_dir: Path) -> None:
-    """Add to the saved weights `count` layers in the way of DeepSeek-V3's checkpoint.
+    """Add to the saved weights `count` layers in the way of DeepSeek-V3's checkpoint, or of Qwen3-Next's.
 
     Each is a decoder layer (here the last one of another random model) with norms and a projection before it; it
-    repeats the model's embedding and head.
+    repeats the model's embedding and head, but for Qwen3-Next's.
     """
     file, hidden = out_dir / "model.safetensors", config.hidden_size
     tensors = load_file(file)
     kind = getattr(torch, dtype)
+    own_names = config.model_type == "qwen3_next"
     for index in range(count):
-        layer = f"model.layers.{config.num_hidden_layers + index}."
+        number = config.num_hidden_layers + index
+        layer = f"mtp.layers.{index}." if own_names else f"model.layers.{number}."
         other = out_dir / "mtp"
         _random_model(model_class, config, dtype).save_pretrained(other)
         last = f"model.layers.{config.num_hidden_layers - 1}."
         for name, tensor in load_file(other / "model.safetensors").items():
             if name.startswith(last):
                 tensors[layer + name.removeprefix(last)] = tensor
-        for name in ("enorm", "hnorm", "shared_head.norm"):
-            tensors[f"{layer}{name}.weight"] = torch.empty(hidden).normal_(1.0, _NORM_STD).to(kind)
-        projection = torch.empty(hidden, 2 * hidden).normal_(0.0, config.initializer_range)
-        tensors[layer + "eh_proj.weight"] = projection.to(kind)
-        tensors[layer + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        tensors[layer + "shared_head.head.weight"] = tensors[head].clone()
+        before = "mtp." if own_names else layer
+        *norms, projection = _QWEN3_NEXT_MTP if own_names else _MTP
+        for name in norms:
+            norm = torch.empty(hidden).normal_(float(not own_names), _NORM_STD)
+            tensors[f"{before}{name}.weight"] = norm.to(kind)
+        matrix = torch.empty(hidden, 2 * hidden).normal_(0.0, config.initializer_range)
+        tensors[f"{before}{projection}.weight"] = matrix.to(kind)
+        if not own_names:
+            tensors[layer + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+            tensors[layer + "shared_head.head.weight"] = tensors[head].clone()
         shutil.rmtree(other)
     save_file(tensors, file, metadata={"format": "pt"})
-    _change_config(out_dir, num_nextn_predict_layers=count)
+    if not own_names:  # whose published config does not say it
+        _change_config(out_dir, num_nextn_predict_layers=count)
 
 
 def _change_config(out_dir: Path, **fields: Any) -> None:

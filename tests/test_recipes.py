@@ -33,6 +33,7 @@ SIZES = {
     "qwen3-235b-a22b": 235.1,
     "qwen3-30b-a3b": 30.5,
     "qwen3-4b": 4.0,
+    "qwen3-next-80b-a3b": 79.7,  # 81.3 with the layer for MTP
 }
 
 

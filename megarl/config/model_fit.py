@@ -32,6 +32,15 @@ class ExpertFacts(Protocol):
     def expert_bias(self) -> bool: ...
 
 
+class DeltaNetFacts(Protocol):
+    """The numbers of gated delta nets that a layout must fit; a DeltaNetConfig has them."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+    @property
+    def key_heads(self) -> int: ...
+
+
 class ModelFacts(Protocol):
     """The numbers of a model that a layout must fit; a ModelConfig has them."""
 
@@ -47,6 +56,8 @@ class ModelFacts(Protocol):
     def moe(self) -> ExpertFacts | None: ...
     @property
     def mla(self) -> object | None: ...
+    @property
+    def delta_net(self) -> DeltaNetFacts | None: ...
     @property
     def num_mtp_layers(self) -> int: ...
     @property
@@ -193,6 +204,8 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
     if model.moe is None or model.num_layers - 1 in model.moe.dense_layers:
         # Megatron makes them like the model's last layer; those of checkpoints have experts.
         yield f"{key}: multi-token prediction layers have experts, which the model's last layer has not; give keep"
+    if model.delta_net is not None and model.num_layers - 1 in model.delta_net.layers:
+        yield f"{key}: multi-token prediction layers have attention, which the model's last layer has not; give keep"
     if (
         layout is not None
         and not list(pipeline_layout_problems(section, megatron))
@@ -268,6 +281,8 @@ def _widths(model: ModelFacts) -> dict[str, int]:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
     if model.moe is not None and model.moe.shared_ffn_hidden_size:
         sizes["shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    if model.delta_net is not None:
+        sizes["linear_num_key_heads"] = model.delta_net.key_heads
     return sizes
 
 
@@ -283,13 +298,29 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
         )
     yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
     yield from _layer_problems(key, megatron, model.num_layers)
-    if megatron.fp8 is not None:
+    if model.delta_net is not None:
+        yield from _delta_net_problems(key, megatron, model)
+    elif megatron.fp8 is not None:
         yield from _float8_problems(key, megatron, model)
     yield from _expert_problems(
         model,
         (f"{key}.expert_model_parallel_size", megatron.expert_model_parallel_size),
         (f"{key}.expert_tensor_parallel_size", megatron.expert_tensor_parallel_size),
     )
+
+
+def _delta_net_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
+    """Context parallel ranks have a part of a delta net's heads each (megatron-core 0.19.2)."""
+    tp, cp, net = megatron.tensor_model_parallel_size, megatron.context_parallel_size, model.delta_net
+    assert net is not None
+    if cp > 1 and net.key_heads % tp == 0 and net.key_heads % (tp * cp):
+        yield (
+            f"{key}.context_parallel_size={cp} x tensor_model_parallel_size={tp} does not divide linear_num_key_heads={net.key_heads}, which both "
+            "cut"
+        )
+    for name in ("fp8", "fsdp"):
+        if getattr(megatron, name) is not None:
+            yield f"{key}.{name}={getattr(megatron, name)}: not supported with gated delta nets ({model.family}); leave it out"
 
 
 def _undivided(key: str, size: int, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -375,6 +406,16 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
     yield from _head_problems(key, rollout, model)
     yield from _block_problems(key, rollout, model)
     yield from _draft_problems(key, rollout, model)
+    if model.delta_net is not None:
+        unknown = {
+            f"quantization={rollout.quantization}": rollout.quantization is not None,
+            f"speculative.algorithm={rollout.speculative.algorithm}": rollout.speculative.algorithm
+            is not None,
+            f"attention_data_parallel_size={rollout.attention_data_parallel_size}": rollout.attention_data_parallel_size
+            > 1,
+        }
+        for name in (name for name, there in unknown.items() if there):
+            yield f"{key}.{name}: not supported with gated delta nets ({model.family}); leave it out"
     if ep > 1 and (model.moe is None or tp % ep):
         reason = (
             "the model has no experts"

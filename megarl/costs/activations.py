@@ -29,6 +29,7 @@ from megarl.models.lora import COLUMNS, ROWS
 
 RECOMPUTE = (None, "selective", "full")
 FLOAT32 = 4
+CHUNK = 64  # tokens of a gated delta net whose products with each other fla's kernels keep
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class RankPass:
         if in_layer(modules[0]) in self.float8:
             return keeping * quantised(elements)
         return (keeping > 0) * elements * self.use.itemsize
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {tensor.name for tensor in self.tensors.weights}
+
+    def is_delta_net(self, name: str) -> bool:
+        """Whether a layer ("0:decoder.layers.1.") has a gated delta net in place of attention."""
+        return f"{name}self_attention.A_log" in self._names
 
     @property
     def own(self) -> int:
@@ -115,6 +124,8 @@ def again_bytes(run: RankPass, name: str) -> int:
 def attention_bytes(run: RankPass, name: str) -> int:
     """Bytes that a layer's attention keeps, the layer's input and attention's adapters included."""
     attention = _latent_attention if run.use.config.mla is not None else _grouped_attention
+    if run.is_delta_net(name):
+        attention = _delta_net
     return attention(run, name + "self_attention.") + _adapters(run, name + "self_attention.")
 
 
@@ -199,7 +210,79 @@ def _grouped_attention(run: RankPass, name: str) -> int:
         if config.qk_norm_all_heads and not run.use.fused:  # keys are copied out of the fused tensor
             each += item * keys
     each += _core(run, heads, queries, name + "linear_proj")
+    if config.output_gate:  # gates are a part of the fused tensor, which is kept for the values; their sigmoids, and the product with the output
+        product = run.keeps(name + "linear_proj") or run.use.fused
+        each += item * queries * (not run.use.fused) + FLOAT32 * queries + item * queries * product
     return run.tokens * each + _norm(run, config.hidden_size, run.own, name + "linear_qkv")
+
+
+def _delta_net(run: RankPass, name: str) -> int:
+    """Norm, the fused projection, queries and keys after their norm and for each value head, values; the rule's output, its norm, gates in
+    float32 and their sigmoid linear units, the product. The convolution and the rule are computed again from their inputs (megarl's), or
+    keep the products of a chunk's keys (fla's)."""
+    kept = delta_net_inputs(run) + _delta_net_outputs(run, name)
+    return kept + delta_net_norm(run, name)
+
+
+class DeltaNetShares(NamedTuple):
+    """What a rank has of a gated delta net: tokens, all of the context parallel ranks'; the widths of its key heads, of these repeated for
+    each value head, and of its values; its value heads; elements of a chunk's states, for a token."""
+
+    tokens: int
+    keys: int
+    repeated: int
+    values: int
+    heads: int
+    states: int
+
+
+def delta_net_shares(run: RankPass) -> DeltaNetShares:
+    """Context parallel ranks have a part of the heads each, of all tokens."""
+    net, ranks = run.use.config.delta_net, run.use.layout.tp * run.use.layout.cp
+    assert net is not None
+    heads = net.value_heads // ranks
+    states = heads * net.key_dim * net.value_dim // CHUNK
+    widths = (net.keys // ranks, heads * net.key_dim, net.values // ranks)
+    return DeltaNetShares(run.tokens * run.use.layout.cp, *widths, heads, states)
+
+
+def delta_net_norm(run: RankPass, name: str) -> int:
+    """What the norm before a delta net's projection keeps."""
+    return _norm(run, run.use.config.hidden_size, run.own, name + "in_proj")
+
+
+def delta_net_inputs(run: RankPass) -> int:
+    """What a delta net keeps up to its rule, the rule's inputs included, but for its norm."""
+    net, item = run.use.config.delta_net, run.use.itemsize
+    share = delta_net_shares(run)
+    assert net is not None
+    each = item * (2 * share.keys + 2 * share.values + 2 * share.heads)  # what the convolution has
+    each += (
+        item * (2 * share.keys + 2 * share.repeated + share.values + share.heads) + FLOAT32 * 3 * share.heads
+    )
+    if run.use.fused:
+        each += FLOAT32 * 2 * share.keys // net.key_dim + item * share.heads * CHUNK
+    else:
+        each += item * share.values
+    return share.tokens * each
+
+
+def _delta_net_outputs(run: RankPass, name: str) -> int:
+    """What a delta net keeps after its rule."""
+    item, share = run.use.itemsize, delta_net_shares(run)
+    each = (
+        2 * item * share.values + FLOAT32 * share.heads
+    )  # the output before and after its norm, and the norm's root
+    each += FLOAT32 * share.values * (1 + (item < FLOAT32))  # gates in float32
+    return share.tokens * (each + item * share.values * run.keeps(name + "out_proj"))
+
+
+def _rule_again(run: RankPass) -> int:
+    """What the rule of a delta net keeps while megarl's modules compute it again, in its backward pass: in float32 the tensors from which its
+    matrix products and exponentials are derived. Chunks are taken for full."""
+    net, share = run.use.config.delta_net, delta_net_shares(run)
+    assert net is not None
+    return share.tokens * share.heads * FLOAT32 * (6 * net.key_dim + 3 * net.value_dim + 5 * CHUNK + 6)
 
 
 def _latent_attention(run: RankPass, name: str) -> int:
@@ -255,18 +338,28 @@ def _experts(run: RankPass, name: str) -> int:
     size += 0 if run.use.recomputes("layernorm") else run.hidden
     if run.use.recomputes("moe"):
         return size
-    if run.use.fused:  # scores and the map of who goes where, and two rows for each expert by which tokens are sorted and put back
-        size += run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
-    else:
-        scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
-        size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
+    size += router_bytes(run)
     width = moe.ffn_hidden_size // run.use.layout.etp
     size += _gated(run, run.routed, width, name + "experts.linear_fc2", weighted=True) + FLOAT32 * run.routed
     size += run.input_bytes(run.routed * config.hidden_size, name + "experts.linear_fc1")
     if run.use.recomputes("shared_experts"):
         return size
     shared = name + "shared_experts.linear_fc2"
+    if moe.shared_gate:  # the output before its gate, and the gate
+        size += run.own * (config.hidden_size + 1) * run.use.itemsize
     return size + _gated(run, run.tokens, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
+
+
+def router_bytes(run: RankPass) -> int:
+    """The scores of a layer's router and what follows from them."""
+    moe = run.use.config.moe
+    assert moe is not None
+    if (
+        run.use.fused
+    ):  # the map of who goes where, and two rows for each expert by which tokens are sorted and put back
+        return run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
+    scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
+    return run.own * FLOAT32 * (scores + 2 * moe.top_k)
 
 
 def _adapters(run: RankPass, name: str) -> int:
@@ -308,11 +401,18 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     """
     layers = stage_layers(run, stage)
     at_head = head_bytes(run) if stage == run.use.layout.pp - 1 else 0
-    # A layer is computed again when the head's tensors are gone.
-    again, full = 0, run.use.recompute == "full"
-    for layer in layers:
+    # A layer is computed again when the head's tensors are gone, and the rule of a delta net when those of all that follows it are.
+    again, later, full = 0, 0, run.use.recompute == "full"
+    for layer in reversed(layers):
         kept = again_bytes(run, layer.name) if full else layer_bytes(run, layer.name, layer.is_moe)
-        again = max(again, layer_bytes(complete(run), layer.name, layer.is_moe) - kept)
+        whole = complete(run)
+        more = layer_bytes(whole, layer.name, layer.is_moe) - kept
+        again = max(again, more)
+        if run.is_delta_net(layer.name) and not run.use.fused:
+            gone = later + mlp_bytes(whole, layer.name, layer.is_moe)
+            gone += _delta_net_outputs(run, layer.name + "self_attention.")
+            again = max(again, more - gone + _rule_again(run))
+        later += kept
     return waiting_bytes(run, stage, micro_batches) + max(at_head, again)
 
 

@@ -27,6 +27,7 @@ from megarl.models import (
     sglang_padding,
     sglang_pieces,
 )
+from megarl.models.config import ENGINE_STATES
 from megarl.models.lora import adapted_weights, sglang_adapter_padding, sglang_adapters
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.quantize import Block, dtype_in_fp8, with_scales
@@ -43,7 +44,7 @@ def engine_weight_bytes(
     """Parameters of an engine's first rank, which has as much as any.
 
     Of latent attention SGLang 0.5.21 keeps kv_b_proj a second time, as the two factors that it multiplies into queries and
-    outputs.
+    outputs; of a norm that multiplies by 1 + weight also this factor.
     """
     layout = sglang_layout(config, replace(engines, num_engines=1))
     if fp8_block is not None:
@@ -52,10 +53,10 @@ def engine_weight_bytes(
     for piece in layout.pieces(0):
         kind = dtype if fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
         kind = torch.float32 if sglang_keeps_float32(config, piece.tensor) else kind
-        copies = (
-            dtype.itemsize if config.mla is not None and piece.tensor.endswith(".kv_b_proj.weight") else 0
-        )
-        total += piece.box.numel * (kind.itemsize + copies)
+        copied = config.mla is not None and piece.tensor.endswith(".kv_b_proj.weight")
+        if config.zero_centered_norms:
+            copied = piece.tensor.endswith("norm.weight") and "linear_attn" not in piece.tensor
+        total += piece.box.numel * (kind.itemsize + copied * dtype.itemsize)
     return total + dtype.itemsize * sum(sglang_padding(config, engines.place(0)).values())
 
 
@@ -101,10 +102,34 @@ def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) 
     """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
     draft too."""
     layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0)
+    if config.delta_net is not None:
+        layers -= len(config.delta_net.layers)
     if config.mla is not None:
         return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
     return layers * 2 * heads * config.head_dim * dtype.itemsize
+
+
+def state_bytes(
+    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, requests: int, device: str
+) -> int:
+    """The states of gated delta nets on an engine's rank: of each slot a matrix of a head in float32, and the convolution's last inputs.
+
+    Args:
+        dtype: of the latter. requests: of the engine that run at once. device: "cpu" or "cuda".
+    """
+    slots = ENGINE_STATES[device] * requests // engines.dp + 1
+    return _request_states(config, engines, dtype.itemsize) * slots
+
+
+def _request_states(config: ModelConfig, engines: EngineLayout, itemsize: int) -> int:
+    """Bytes of the states of one request on a rank."""
+    net = config.delta_net
+    if net is None:
+        return 0
+    heads = net.value_heads * net.key_dim * net.value_dim * torch.float32.itemsize
+    inputs = (2 * net.keys + net.values) * (net.conv - 1) * itemsize
+    return len(net.layers) * (heads + inputs) // (engines.tp // engines.dp)
 
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw
@@ -154,7 +179,7 @@ class ServedModel:
 
     def step_bytes(self, batch: float, context: float) -> tuple[float, float, float]:
         """Bytes that a rank reads in a step of `batch` texts, which have `context` tokens on average: weights that every token passes,
-        experts, the cache of its group's share of the texts.
+        experts, the cache of its group's share of the texts, and their states, which are written, too.
 
         Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
         an embedding that is no head a row for each token.
@@ -167,7 +192,8 @@ class ServedModel:
         dense = self.weights - experts - embedding * self.itemsize
         if config.moe is not None:
             experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** self._tokens(batch)
-        return dense, experts, batch / self.layout.dp * context * self.token
+        states = 2 * _request_states(config, self.layout, self.itemsize)
+        return dense, experts, batch / self.layout.dp * (context * self.token + states)
 
     def step_operations(self, batch: float, context: float) -> float:
         """Operations of a rank in a step of `batch` texts."""

@@ -2,7 +2,7 @@
 
 A matrix of [rows, columns] takes 2 rows x columns for a token (a multiplication and an addition each), forward; backward
 takes the same for the token's gradient, and once more for the weight's if that is trained (Narayanan et al. 2021,
-arXiv:2104.04473, appendix). Attention takes 2 (query and key width + value width) for each head and each pair of a query and
+arXiv:2104.04473, appendix). A gated delta net takes the products of its chunks and of its state (`_of_state`). Attention takes 2 (query and key width + value width) for each head and each pair of a query and
 a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
 """
 
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.models import ModelConfig, logical_tensors, mtp_copies
+from megarl.models.layers import is_delta_net
 from megarl.models.shards import Shapes
 from megarl.models.table import EMBEDDING
 
 _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
+_CHUNK = 64  # tokens of a delta net that are computed together, by flash-linear-attention's kernels and by megarl's
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next, after all other layers
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class LayerFlops:
         pair: operations of attention for a query and a key. decode_pair: the same when a token is generated, where latent
             attention works on the latent keys and values themselves.
         is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.
+        state: operations of a gated delta net for a token, other than those of its matrices.
         mlp: weights of these or of that, which are among the dense ones; up: of latent attention's projections to heads, likewise.
     """
 
@@ -39,10 +43,11 @@ class LayerFlops:
     shared: bool
     mlp: int = 0
     up: int = 0
+    state: int = 0
 
     def forward(self, pairs: float) -> float:
         """Operations of a token that attends to `pairs` tokens."""
-        return 2 * (self.dense + self.active) + self.pair * pairs
+        return 2 * (self.dense + self.active) + self.state + self.pair * pairs
 
 
 @dataclass(frozen=True)
@@ -90,17 +95,16 @@ def prediction_flops(config: ModelConfig) -> tuple[LayerFlops, ...]:
 def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerFlops, ...]:
     dense, experts, mlp, up = (dict.fromkeys(numbers, 0) for _ in range(4))
     for name, shape in shapes.items():
-        found = _LAYER.fullmatch(name)
-        if len(shape) != 2 or found is None or int(found[1]) not in numbers:
+        layer, within = _place(config, name)
+        if len(shape) != 2 or layer not in numbers:
             continue
-        layer = int(found[1])
-        if ".experts." in found[2]:
+        if ".experts." in within:
             experts[layer] += prod(shape)
             continue
         dense[layer] += prod(shape)
-        if found[2].startswith("mlp.") and found[2] != "mlp.gate.weight":
+        if within.startswith("mlp.") and within != "mlp.gate.weight":
             mlp[layer] += prod(shape)
-        elif config.mla is not None and found[2] in _UP:
+        elif config.mla is not None and within in _UP:
             up[layer] += prod(shape)
     pair, decode_pair = _pairs(config)
     layers = []
@@ -108,8 +112,29 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
         # Every expert has the same share.
         active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
         of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer])
-        layers.append(LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer))
+        if is_delta_net(config, layer):
+            made = LayerFlops(dense[layer], number, active, 0, 0, *of_layer, _of_state(config))
+        else:
+            made = LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer)
+        layers.append(made)
     return tuple(layers)
+
+
+def _place(config: ModelConfig, name: str) -> tuple[int, str]:
+    """The number of the layer that a tensor is in, -1 for none, and its name in it."""
+    if predicted := _PREDICTION.fullmatch(name):
+        return config.num_layers, predicted[1]
+    found = _LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (-1, name)
+
+
+def _of_state(config: ModelConfig) -> int:
+    """Of a token: keys and queries with the chunk's keys, what its values and keys write, what is read within the chunk, and three products
+    with the state, one of which changes it."""
+    net = config.delta_net
+    assert net is not None
+    within = _CHUNK * (2 * 2 * net.key_dim + 2 * (net.key_dim + net.value_dim) + 2 * net.value_dim)
+    return net.value_heads * (within + 3 * 2 * net.key_dim * net.value_dim)
 
 
 def causal_pairs(length: float) -> float:

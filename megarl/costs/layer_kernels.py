@@ -13,8 +13,11 @@ from megarl.models import ModelConfig
 # - Bytes: a fused norm reads and writes its tensor once; one made of torch's operations goes through it in float32: up, square, mean,
 #   scale, down, weight (36 bytes for 4). Rotations (22 for 4) and gated units (10 for 6 of their product's elements) likewise.
 
-_DECODE = {"attention": 10, "latent": 6, "mlp": 4, "experts": 14}
-_TRAIN = {"attention": 18, "latent": 10, "mlp": 6, "experts": 40}
+# - A gated delta net generates by norm, two projections, convolution, rule with its gates, norm with a gate, output; in training the heads are
+#   put in order and copied, each of the rule's kernels is one, and the device is asked whether both lists of bounds are equal.
+
+_DECODE = {"attention": 10, "delta_net": 8, "latent": 6, "mlp": 4, "experts": 14}
+_TRAIN = {"attention": 18, "delta_net": 36, "latent": 10, "mlp": 6, "experts": 40}
 _GROUPED = 0.5  # launches of both grouped matrices for a local expert, as parts of a launch from Python
 _NORM, _ROTATION, _GATE = (4, 36), (4, 22), (6, 10)  # bytes of an element in bfloat16: fused, not fused
 _RESIDUAL = 6  # two read, one written
@@ -32,7 +35,8 @@ def launches(config: ModelConfig, layer: LayerFlops, local_experts: int) -> floa
 
 
 def _parts(counts: dict[str, int], config: ModelConfig, layer: LayerFlops) -> int:
-    total = counts["attention"] + (counts["latent"] if config.mla is not None else 0)
+    total = counts["delta_net" if layer.state else "attention"]
+    total += counts["latent"] if config.mla is not None else 0
     return total + counts["mlp"] * layer.shared + counts["experts"] * layer.is_moe
 
 
@@ -41,7 +45,14 @@ def between_bytes(config: ModelConfig, layer: LayerFlops, itemsize: int, fused: 
     norm, rotation, gate = (pair[not fused] for pair in (_NORM, _ROTATION, _GATE))
     hidden, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
     total = 2.0 * hidden * (norm + _RESIDUAL)
-    if mla is None:
+    if layer.state:
+        net = config.delta_net
+        assert net is not None
+        repeated = net.value_heads * net.key_dim
+        # Convolution, norm, repetition, copies, the rule's kernels; gates in float32 and their product.
+        total += 4 * (2 * net.keys + net.values) + 20 * net.keys + 4 * repeated + 8 * net.values
+        total += 4 * (repeated + 3 * net.values) + 30 * net.values
+    elif mla is None:
         queries = (heads + config.num_query_groups) * config.head_dim
         total += queries * rotation
         total += queries * norm if config.qk_norm else 0.0

@@ -6,17 +6,22 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megarl.costs.activations import (
+    CHUNK,
     FLOAT32,
     Layer,
     RankPass,
     again_bytes,
     attention_bytes,
     complete,
+    delta_net_inputs,
+    delta_net_norm,
+    delta_net_shares,
     head_bytes,
     is_prediction,
     joined_bytes,
     layer_bytes,
     mlp_bytes,
+    router_bytes,
     stage_bytes,
     stage_layers,
     waiting_bytes,
@@ -34,6 +39,7 @@ from megarl.costs.tensors import (
 from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.float8 import check_base_block
+from megarl.models.layers import is_delta_net
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
@@ -88,7 +94,8 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
     layout, moe = use.layout, use.config.moe
     dense = () if moe is None else moe.dense_layers
     kinds = tuple(
-        tuple(layer in dense for layer in chunk) for chunk in layers_of(layout, use.config.num_layers, stage)
+        tuple((layer in dense, is_delta_net(use.config, layer)) for layer in chunk)
+        for chunk in layers_of(layout, use.config.num_layers, stage)
     )
     place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)
     key = (id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp)
@@ -131,11 +138,15 @@ def _peak(run: RankPass, stage: int) -> int:
         at_head.append(head)
         if use.head == "lm":  # forward with the last norm's output, and backward
             at_head += [head + received + run.hidden + _head(run), head + _trained_head(run)]
-    for layer in _turns(stage_layers(run, stage), full):
+    layers = stage_layers(run, stage)
+    mixtures = {layer.name: layer.is_moe for layer in layers}
+    for layer in _turns(run, layers, full):
+        # What it and those after it keep, or were computed from, is gone.
+        gone = (layer.name, *layer.later)
         before = waiting + received
-        if full:  # what it and those after it were computed from is gone
-            before -= sum(again_bytes(run, name) for name in (layer.name, *layer.later))
-        before -= 0 if full else layer_bytes(run, layer.name, layer.is_moe)
+        before -= sum(
+            again_bytes(run, name) if full else layer_bytes(run, name, mixtures[name]) for name in gone
+        )
         if is_prediction(layer.name):  # with the gradient of the model's last states, which waits
             before += joined_bytes(run) + run.hidden
         whole = complete(run)  # with what its parts have when they are computed again
@@ -165,12 +176,14 @@ def _unreduced(run: RankPass, stage: int) -> tuple[int, int, int]:
     return waiting.get(HEAD, 0), most, waiting[EMBEDDING] + given
 
 
-def _turns(layers: list[Layer], full: bool) -> Iterator[Layer]:
-    """The layers whose backward pass may have the most: the last one of the stage; of those that are computed again, the last of each kind."""
-    if not full:
-        yield layers[-1]
+def _turns(run: RankPass, layers: list[Layer], full: bool) -> Iterator[Layer]:
+    """The layers whose backward pass may have the most: the last one of the stage, and its last delta net; of those that are computed again,
+    the last of each kind."""
+    kinds = {(layer.is_moe, run.is_delta_net(layer.name)): layer for layer in layers}
+    if full:
+        yield from kinds.values()
         return
-    yield from {layer.is_moe: layer for layer in layers}.values()
+    yield from {layers[-1], *(layer for (_, delta_net), layer in kinds.items() if delta_net)}
 
 
 def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
@@ -266,6 +279,9 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
         yield (
             whole - kept + run.gathered * run.keeps(linear) + outputs
         )  # of the first linear layer's input, beside this
+    if run.is_delta_net(layer.name):
+        yield from (attention + 2 * run.hidden + extra for extra in _delta_net_backward(run, layer))
+        return
     heads, dim = config.num_attention_heads // layout.tp, config.head_dim
     if config.mla is not None:
         dim = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim
@@ -273,6 +289,18 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     # The MLP's tensors are gone: gradients of attention's output, queries, keys and values, or of a group of these.
     again = each if run.use.recomputes("core_attn") else 0
     yield attention + again + 2 * run.hidden + 4 * each
+
+
+def _delta_net_backward(run: RankPass, layer: Layer) -> Iterator[int]:
+    """A delta net's tensors at a time in its backward pass, in addition to those that it keeps; its MLP's are gone."""
+    share, item = delta_net_shares(run), run.use.itemsize
+    # Gradients of the gates' product in float32, and of its factors.
+    yield share.tokens * share.values * (3 * FLOAT32 + item)
+    # What was kept after the rule is gone. Of the rule (fla's): gradients of gates and output; what keys and values write, twice for values,
+    # and the gradients of these; those of queries and keys; states and their gradients.
+    name = f"{layer.name}self_attention."
+    kept = attention_bytes(run, layer.name) - delta_net_inputs(run) - delta_net_norm(run, name)
+    yield share.tokens * item * (6 * share.values + 5 * share.repeated + 2 * share.states) - kept
 
 
 def _trained_head(run: RankPass) -> int:
@@ -307,13 +335,16 @@ def _evaluating(run: RankPass, stage: int) -> int:
     virtual = (1 + last) * (layout.vpp is not None)
     around = (2 + several + (not last) + (not last and stage > 0) + virtual) * hidden
     if any("self_attention." in name for name in names):
-        parts.append(_evaluated_attention(run) + around - (hidden if layout.tp == 1 else 0))
+        attention = _evaluated_attention(run)
+        if any(name.endswith("self_attention.A_log") for name in names):
+            attention = max(attention, _evaluated_delta_net(run))
+        parts.append(attention + around - (hidden if layout.tp == 1 else 0))
     if any(EXPERTS in name for name in names):
         moe = config.moe
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
         first, routed = 3 * moe.ffn_hidden_size // layout.etp, run.routed * item
-        more = around + (1 + _shared_experts(run)) * hidden
+        more = around + (1 + _shared_experts(run)) * hidden + router_bytes(run)
         tokens = 6 if run.float8 else 4  # as in `_float8_forward`
         parts.append(routed * (tokens * config.hidden_size + first) + more)
         if any(
@@ -360,6 +391,15 @@ def _evaluated_attention(run: RankPass) -> int:
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
     latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
     return run.tokens * run.use.itemsize * (heads * each + latent)
+
+
+def _evaluated_delta_net(run: RankPass) -> int:
+    """The projection, the convolution's output, queries and keys for each value head, values and gates; what keys and values write, of which
+    values have another, products of the chunk's keys, states; the output (fla's)."""
+    share, item = delta_net_shares(run), run.use.itemsize
+    each = 4 * share.keys + 3 * share.values + 2 * share.heads + 2 * share.repeated + 2 * share.values
+    each += share.repeated + 3 * share.values + CHUNK * share.heads + share.states
+    return share.tokens * (item * each + FLOAT32 * 2 * share.heads)
 
 
 def _evaluated_adapters(run: RankPass, module: str | None = None) -> Iterator[int]:

@@ -23,6 +23,8 @@ TRAINED = ("weights", "adapters")
 TILE = 128  # rows of an expert's tokens that a kernel takes at a time
 # In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
 BACKWARD_ATTENTION = 2.5
+# Of a gated delta net's rule, whose kernels compute states once more (megarl/shadow/fla/__init__.py counts it), with keys as wide as values.
+BACKWARD_RULE = 2.9
 # How often a logit is read or written by megarl/megatron/fused_head.py: out of a product, into its statistics; backward, into its
 # gradient and out of it, into two products. Once more out of a product, where it was not kept.
 LOGIT, LOGIT_BACKWARD = 2, 4
@@ -76,7 +78,7 @@ class Machine:
 class LayerSeconds:
     """A layer's forward pass on a rank: its matrices, its attention, the operations between them, its messages; and the seconds in
     which all of it is launched. `summed`: of gradients that are added to other micro-batches'. `again`: of what the backward pass
-    computes again."""
+    computes again. `backward`: of attention in its own backward pass, as a multiple of its forward pass."""
 
     matrices: float
     attention: float
@@ -85,6 +87,7 @@ class LayerSeconds:
     launched: float
     summed: float = 0.0
     again: float = 0.0
+    backward: float = BACKWARD_ATTENTION
 
     @property
     def forward(self) -> float:
@@ -155,11 +158,12 @@ class Passes:
             count += quantising_launches(self.config, layer, local)
         found = LayerSeconds(
             dense + experts,
-            pairs / (gpu.bf16 * assumed.attention),
+            (pairs + layer.state * tokens / ranks) / (gpu.bf16 * assumed.attention),
             between * tokens / ranks / read,
             self._sent(layer, tokens),
             count * assumed.dispatch,
             2 * GRADIENT * weights / read if self.trained == "weights" else 0.0,
+            backward=BACKWARD_RULE if layer.state else BACKWARD_ATTENTION,
         )
         if self.recompute is None:
             return found
@@ -199,7 +203,8 @@ class Passes:
         # Around attention and around an ordinary MLP.
         total = (1 + layer.shared) * self._sent_around(tokens)
         if cp > 1:
-            moved = tokens / cp * self._key_bytes / self.machine.link(tp * cp)
+            each = self._key_bytes if layer.pair else self._head_bytes / cp
+            moved = tokens / cp * each / self.machine.link(tp * cp)
             total += (cp - 1) * (moved + self.machine.latency(tp * cp))
         return total + self._sent_to_experts(layer, tokens)
 
@@ -232,6 +237,13 @@ class Passes:
             return config.num_query_groups / self.layout.tp * 2 * config.head_dim * self.itemsize
         width = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
         return config.num_attention_heads / self.layout.tp * width * self.itemsize
+
+    @property
+    def _head_bytes(self) -> float:
+        """A gated delta net's projection and output of a token on a tensor parallel rank, whose heads context parallel ranks exchange for tokens."""
+        net = self.config.delta_net
+        assert net is not None
+        return (2 * net.keys + 3 * net.values) / self.layout.tp * self.itemsize
 
     def stages(self, tokens: float, length: float) -> list[float]:
         """Seconds of each pipeline stage for a micro-batch: forward, and backward if the model is trained."""
@@ -285,7 +297,7 @@ class Passes:
         """With recomputation; 0 of a model that is not trained."""
         if self.trained is None:
             return 0.0
-        computed = (self.times - 1) * layer.matrices + BACKWARD_ATTENTION * layer.attention
+        computed = (self.times - 1) * layer.matrices + layer.backward * layer.attention
         computed += 2 * layer.between + layer.summed
         # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
         return max(computed, layer.launched) + layer.sent + layer.again

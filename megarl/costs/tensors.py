@@ -24,6 +24,11 @@ _BUFFER = ".router.expert_bias"  # a weight of the table that is no parameter
 # buffer, and so which rank's part has it, depends on their order.
 _MODULES = (
     "input_layernorm.",
+    "self_attention.",
+    "self_attention.in_proj.",
+    "self_attention.conv1d.",
+    "self_attention.out_norm.",
+    "self_attention.out_proj.",
     "self_attention.linear_proj.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",
@@ -39,12 +44,13 @@ _MODULES = (
     "mlp.experts.linear_fc2.",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
+    "mlp.shared_experts.",
     "mlp.shared_experts.linear_fc1.",
     "mlp.shared_experts.linear_fc2.",
 )
-_TENSORS = ("weight", "bias", "layer_norm_weight")
+_TENSORS = ("weight", "bias", "layer_norm_weight", "dt_bias", "A_log", "gate_weight")
 IN_A_LAYER = re.compile(
-    r"(\d+:(?:decoder\.layers\.\d+\.|mtp\.layers\.\d+\.mtp_model_layer\.))(.*\.)([a-z_]+)(\d*)"
+    r"(\d+:(?:decoder\.layers\.\d+\.|mtp\.layers\.\d+\.mtp_model_layer\.))(.*\.)([A-Za-z_]+)(\d*)"
 )
 _PREDICTION = re.compile(r"\d+:mtp\.layers\.(\d+)\.([a-z_]+)\..*")
 _IN_PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")

@@ -24,7 +24,7 @@ from megarl.util.packages import KNOWN, PURPOSES, install_command, installed, pi
 
 PACKAGES = (
     "torch", "megatron-core", "sglang", "ray", "transformers", "pyarrow", "safetensors", "tensorboard",
-    "transformer-engine", "flash-attn", "sglang-kernel", "torch-memory-saver", "py-spy",
+    "transformer-engine", "fla-core", "flash-attn", "sglang-kernel", "torch-memory-saver", "py-spy",
 )  # fmt: skip
 SHARED_MEMORY = "/dev/shm"
 
@@ -110,6 +110,7 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 # Each of them is in requirements/gpu.txt.
 GPU_PACKAGES = {
     "transformer-engine": "fused layers, float8",
+    "fla-core": "kernels of gated delta nets (Qwen3-Next)",
     "sglang-kernel": "SGLang's kernels",
     "torch-memory-saver": "an engine's memory is free while models train",
 }

@@ -74,7 +74,7 @@ def preflight(config: Config) -> None:
     models, unreadable = _read_models(config)
     problems += [*unreadable, *fit_problems(config, *models), *_vocabulary_problems(config, models[0])]
     problems += [*_tokenizer_problems(config), *_environment_problems(config), *data_problems(config)]
-    problems += _attention_problems(config)
+    problems += [*_attention_problems(config), *delta_net_problems(models[0])]
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
     if not problems and not isinstance(config, EvalConfig):
@@ -176,6 +176,18 @@ def _attention_problems(config: Config) -> Iterator[str]:
         yield (
             f"{keys[0]}: context parallelism on GPUs needs Transformer Engine, which is not installed (requirements/gpu.txt): without "
             "its kernels attention has no place for long sequences; install it, or set context_parallel_size to 1"
+        )
+
+
+def delta_net_problems(model: ModelConfig | None) -> Iterator[str]:
+    """Beside Transformer Engine's layers, gated delta nets have flash-linear-attention's kernels (`megarl.megatron.transformer_config`)."""
+    there = importlib.util.find_spec
+    if model is None or model.delta_net is None or there("transformer_engine") is None or there("fla"):
+        return
+    if gpus_here():
+        yield (
+            f"{model.family}: gated delta nets need flash-linear-attention's kernels on GPUs, which are not installed; install fla-core "
+            "(requirements/gpu.txt)"
         )
 
 

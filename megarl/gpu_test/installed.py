@@ -19,6 +19,7 @@ IMPORT_SECONDS = 150.0  # of a command here, most of which is imports
 # Package -> modules imported of it. flash_attn is not among them: Transformer Engine decides whether it takes one.
 MODULES = {
     "transformer-engine": "transformer_engine.pytorch",
+    "fla-core": "fla.ops.gated_delta_rule",
     "sglang-kernel": "sgl_kernel",
     "torch-memory-saver": "torch_memory_saver",
     "sglang": "sglang.srt.entrypoints.engine",

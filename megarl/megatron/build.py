@@ -297,7 +297,7 @@ def add_value_head(chunks: list[GPTModel], seed: int) -> None:
 
 @torch.no_grad()
 def _randomize(model: GPTModel, layers: list[int], seed: int, place: RankCoords) -> None:
-    """Norms 1, biases 0, matrices N(0, INIT_STD); only local shards are drawn.
+    """Norms' factors 1, biases 0, matrices N(0, INIT_STD); only local shards are drawn.
 
     A parameter's stream is named by the seed, its name in the full model and, where it is a tensor
     parallel shard, the shard: replicas come out equal, and so do tied embeddings on two stages.
@@ -306,7 +306,8 @@ def _randomize(model: GPTModel, layers: list[int], seed: int, place: RankCoords)
         if parameter.dtype == FP8 or name.endswith(SCALES):
             continue
         if parameter.dim() == 1:
-            parameter.fill_(1.0 if "norm" in name else 0.0)
+            around_zero = model.config.layernorm_zero_centered_gamma and "out_norm" not in name
+            parameter.fill_(1.0 if "norm" in name and not around_zero else 0.0)
             continue
         whole, tp_rank = name, place.tp
         if name.startswith("decoder.layers."):

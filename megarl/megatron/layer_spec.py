@@ -15,11 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import GPTModel, experimental_attention_variant_module_specs, gpt_layer_specs
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -38,6 +40,18 @@ class DirectQueryAttention(MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         return super()._resolve_qk_norm_config(submodules) | {"linear_q_proj": submodules.linear_q_proj}
+
+
+class PlainNorm:
+    """Makes the norm of a gated delta net's output, whose factor is its weight in models whose other norms have 1 + weight.
+
+    Megatron-core 0.19.2 would make it like the others.
+    """
+
+    def __new__(cls, norm: Any, config: TransformerConfig, **options: Any) -> Any:
+        plain = copy(config)
+        plain.layernorm_zero_centered_gamma = False
+        return norm(config=plain, **options)
 
 
 class LiveLayer(TransformerLayer):
@@ -100,6 +114,8 @@ def layer_spec(
         last: whether the chunk has the model's last layer.
         all_heads: whether norms of queries and keys are over all heads together.
     """
+    if config.experimental_attention_variant == "gated_delta_net":
+        return _with_delta_nets(config, vp_stage)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in spec.layer_specs:
@@ -110,6 +126,18 @@ def layer_spec(
     # there are (multiples of 8 or 16 for FP8, at least one), and have not been tried.
     if last and spec.layer_specs and not config.sequence_parallel and not has_transformer_engine():
         spec.layer_specs[-1] = replace(spec.layer_specs[-1], module=LiveLayer)
+    return spec
+
+
+def _with_delta_nets(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Layers of which most have a gated delta net in place of attention."""
+    make = experimental_attention_variant_module_specs.get_transformer_block_with_experimental_attention_variant_spec
+    spec = make(config, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is GatedDeltaNet and not isinstance(attention.submodules.out_norm, ModuleSpec):
+            norm = {"norm": attention.submodules.out_norm}
+            attention.submodules.out_norm = ModuleSpec(module=PlainNorm, params=norm)
     return spec
 
 

@@ -71,6 +71,8 @@ def transformer_config(
         "add_bias_linear": False,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
+        "attention_output_gate": config.output_gate,
+        "layernorm_zero_centered_gamma": config.zero_centered_norms,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "perform_initialization": False,  # `build` fills the local shards instead
@@ -102,6 +104,8 @@ def transformer_config(
     if config.moe is not None:
         # In plain torch a layer's tokens are sorted by masks and gathered by several kernels, and the choice of experts is about ten.
         settings |= _moe_settings(config) | {"moe_permute_fusion": fused, "moe_router_fusion": fused}
+    if config.delta_net is not None:
+        settings |= _delta_net_settings(config)
     kind: type[TransformerConfig] = TransformerConfig
     if config.mla is not None:
         kind, settings = MLATransformerConfig, settings | _mla_settings(config)
@@ -167,6 +171,10 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
             f"megatron.context_parallel_size={layout.cp} needs Transformer Engine on GPUs: megarl's attention in torch would hold all "
             "scores of a sequence; install it (requirements/gpu.txt) or set it to 1"
         )
+    if config.delta_net is not None and fused_without_fla():
+        raise ValueError(
+            f"{config.family}: gated delta nets need flash-linear-attention's kernels on GPUs; install fla-core (requirements/gpu.txt)"
+        )
     if layout.tp > 1 and not layout.sp and (config.mla is not None or config.moe is not None):
         # Latent attention: each rank would add only its heads' part to the gradient of the rotary key, which
         # all heads share. Experts: Megatron refuses it, since ranks would compute the same tokens.
@@ -198,7 +206,10 @@ def _check_divisible(config: ModelConfig, layout: ParallelLayout) -> None:
     sizes = [("attention heads", config.num_attention_heads, key, layout.tp)]
     if config.mla is None:
         sizes.append(("key/value heads", config.num_query_groups, key, layout.tp))
-    moe = config.moe
+    net, moe = config.delta_net, config.moe
+    if net is not None:
+        heads = "tensor_model_parallel_size x context_parallel_size"
+        sizes += [("delta nets' key heads", net.key_heads, heads, layout.tp * layout.cp)]
     if moe is None or moe.dense_layers:
         sizes.append(("MLP width", config.ffn_hidden_size, key, layout.tp))
     if moe is not None:
@@ -213,6 +224,11 @@ def _check_divisible(config: ModelConfig, layout: ParallelLayout) -> None:
     for fact, value, name, size in sizes:
         if value % size:
             raise ValueError(f"the model's {fact} ({value}) cannot be divided by megatron.{name}={size}")
+
+
+def fused_without_fla() -> bool:
+    """Whether Transformer Engine's modules are there and the kernels of gated delta nets are not."""
+    return has_transformer_engine() and importlib.util.find_spec("fla") is None
 
 
 def _check_yarn(config: ModelConfig) -> None:
@@ -336,6 +352,7 @@ def _moe_settings(config: ModelConfig) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_layer_freq": [int(layer not in moe.dense_layers) for layer in range(config.num_layers)],
         "moe_grouped_gemm": True,
         "moe_router_topk": moe.top_k,
@@ -353,6 +370,20 @@ def _moe_settings(config: ModelConfig) -> dict[str, Any]:
         settings["moe_router_num_groups"] = moe.num_groups
         settings["moe_router_group_topk"] = moe.topk_group
     return settings
+
+
+def _delta_net_settings(config: ModelConfig) -> dict[str, Any]:
+    net = config.delta_net
+    assert net is not None
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer in net.layers) for layer in range(config.num_layers)],
+        "linear_conv_kernel_dim": net.conv,
+        "linear_key_head_dim": net.key_dim,
+        "linear_value_head_dim": net.value_dim,
+        "linear_num_key_heads": net.key_heads,
+        "linear_num_value_heads": net.value_heads,
+    }
 
 
 def _mla_settings(config: ModelConfig) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class MoEConfig:
             `e_score_correction_bias`, float32).
         num_groups, topk_group: experts are chosen within the best `topk_group` of `num_groups` groups; 1, 1: no groups.
         scaling_factor: factor of the chosen experts' weights.
+        shared_gate: whether the shared experts' output has a factor of its own for each token, a sigmoid.
     """
 
     num_experts: int
@@ -43,6 +44,35 @@ class MoEConfig:
     num_groups: int = 1
     topk_group: int = 1
     scaling_factor: float = 1.0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """The facts of gated delta nets (Yang et al., arXiv:2412.06464), which most layers have in place of attention.
+
+    Attributes:
+        layers: numbers, from 0, of the layers that have one.
+        key_heads: of queries, too. value_heads: a multiple of the former; each has a state [key_dim, value_dim].
+        conv: tokens, itself among them, from which each channel of queries, keys and values is mixed.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values, and of the output's gates."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -69,6 +99,10 @@ _CONTEXT_FIELDS = (
 ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
 """Families whose classes in SGLang 0.5.21 have no data parallel attention."""
 
+ENGINE_STATES = {"cpu": 3, "cuda": 5}
+"""By device, the states of gated delta nets that SGLang 0.5.21 needs for each request that runs: its own, cached prompts', and on a GPU those
+of the step to come (mem_cache/kv_cache_configurator.py, `_calculate_mamba_ratio`)."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -80,6 +114,9 @@ class ModelConfig:
         rope_scaling: None, {"rope_type": "llama3", "factor"} or {"rope_type": "yarn", "factor",
             "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}.
         rotary_percent: share of `head_dim` that rotates (GQA only).
+        delta_net: of the layers that have no attention; None: all have.
+        output_gate: whether attention's output is multiplied by sigmoids of gates, which come with the queries (GQA only).
+        zero_centered_norms: whether norms have 1 + weight for a factor, all but the one of a delta net's output.
         qk_norm_all_heads: the norms of queries and keys (`qk_norm`) are each over all heads together, with a weight for every
             element of every head.
         num_mtp_layers: multi-token prediction layers that the model's checkpoint has after its `num_layers`.
@@ -107,6 +144,9 @@ class ModelConfig:
     hf: dict[str, Any] = field(repr=False, compare=False)
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    output_gate: bool = False
+    zero_centered_norms: bool = False
     rotary_percent: float = 1.0
     qk_norm_all_heads: bool = False
     num_mtp_layers: int = 0

@@ -13,6 +13,10 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
 - Routed experts: a rank has a contiguous block of them. In Megatron each expert is a pair of tensors of its own (`linear_fc1.weight0`,
   ...), cut over the expert tensor parallel ranks; in SGLang they are stacked along a first dimension: `w13_weight` [experts, gate shard |
   up shard, hidden] and `w2_weight` [experts, hidden, shard].
+- Gated delta nets (Qwen3-Next): the file's `in_proj_qkvz` has for each key head [query | key | its values | their gates], `in_proj_ba` [betas | decays of its
+  values], as SGLang has them; Megatron's `in_proj` has [queries | keys | values | gates | betas | decays] of a rank's heads.
+- Gated attention (Qwen3-Next): the file's `q_proj` has for each head [query | gate], as SGLang has it; of a query group Megatron has [queries | gates | k | v].
+  SGLang calls the modules of attention by their own names alone, without `self_attn`.
 """
 
 from collections.abc import Iterator
@@ -20,21 +24,31 @@ from collections.abc import Iterator
 from megarl.models.config import ModelConfig
 from megarl.models.shards import COLUMNS, ROWS, Weight
 
-SHARED = "mlp.shared_experts."  # names of the shared experts' tensors begin with this, after the layer's
+SHARED = "mlp.shared_expert"  # names of the shared experts' tensors begin with this, after the layer's
 _PROJECTIONS, _MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # gate, up, down
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 
 
-def attention_weights(config: ModelConfig) -> list[Weight]:
-    """The table of a layer's norm and attention."""
+def is_delta_net(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has a gated delta net in place of attention."""
+    return config.delta_net is not None and layer in config.delta_net.layers
+
+
+def attention_weights(config: ModelConfig, layer: int) -> list[Weight]:
+    """The table of a layer's norm and attention, or gated delta net."""
+    if is_delta_net(config, layer):
+        return _delta_net(config)
     return _latent_attention(config) if config.mla is not None else _grouped_attention(config)
 
 
 def _grouped_attention(config: ModelConfig) -> list[Weight]:
     hidden, dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
-    queries, keys = config.num_attention_heads * dim, groups * dim
+    heads = config.num_attention_heads
+    queries, keys = heads * dim, groups * dim
+    served = "" if config.family == "qwen3_next" else "self_attn."
+    gated = {"units": heads, "sections": (dim, dim)} if config.output_gate else {}
     table = [Weight(_NORM, (hidden,), None, "self_attention.linear_qkv.layer_norm_weight", _NORM)]
-    for projection, rows in (("q", queries), ("k", keys), ("v", keys)):
+    for projection, rows in (("q", queries * (1 + config.output_gate)), ("k", keys), ("v", keys)):
         for kind, shape in {"weight": (rows, hidden), "bias": (rows,)}.items():
             if kind == "weight" or config.qkv_bias:
                 table.append(
@@ -43,21 +57,22 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
                         shape,
                         ROWS,
                         f"self_attention.linear_qkv.{kind}",
-                        f"self_attn.qkv_proj.{kind}",
+                        f"{served}qkv_proj.{kind}",
                         groups,
                         replicated=projection != "q",
+                        **(gated if projection == "q" else {}),
                     )
                 )
-    table.append(_output(hidden, queries))
-    return table + (_head_norms(config) if config.qk_norm else [])
+    table.append(_output(hidden, queries, served))
+    return table + (_head_norms(config, served) if config.qk_norm else [])
 
 
-def _head_norms(config: ModelConfig) -> list[Weight]:
-    """The norms of queries and keys: of each head, or of all heads together."""
+def _head_norms(config: ModelConfig, served: str) -> list[Weight]:
+    """The norms of queries and keys: of each head, or of all heads together. `served`: begins their names in SGLang."""
     table = []
     for kind, heads in (("q", config.num_attention_heads), ("k", config.num_query_groups)):
-        name, megatron = f"self_attn.{kind}_norm.weight", f"self_attention.{kind}_layernorm.weight"
-        weight = Weight(name, (config.head_dim,), None, megatron, name)
+        name, megatron = f"{kind}_norm.weight", f"self_attention.{kind}_layernorm.weight"
+        weight = Weight(f"self_attn.{name}", (config.head_dim,), None, megatron, served + name)
         if config.qk_norm_all_heads:
             weight = weight._replace(
                 shape=(heads * config.head_dim,), cut=ROWS, groups=heads, replicated=kind == "k", whole=True
@@ -66,10 +81,51 @@ def _head_norms(config: ModelConfig) -> list[Weight]:
     return table
 
 
-def _output(hidden: int, columns: int) -> Weight:
-    """The projection of attention's output."""
-    name = "self_attn.o_proj.weight"
-    return Weight(name, (hidden, columns), COLUMNS, "self_attention.linear_proj.weight", name)
+def _output(hidden: int, columns: int, served: str = "self_attn.") -> Weight:
+    """The projection of attention's output. `served`: begins its name in SGLang."""
+    name = "o_proj.weight"
+    return Weight(
+        f"self_attn.{name}", (hidden, columns), COLUMNS, "self_attention.linear_proj.weight", served + name
+    )
+
+
+def _delta_net(config: ModelConfig) -> list[Weight]:
+    net, hidden = config.delta_net, config.hidden_size
+    assert net is not None
+    each = net.value_heads // net.key_heads
+    qkvz = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
+    mixed = (net.keys, net.keys, net.values)
+    rows: list[tuple[str, tuple[int, ...], str, int, tuple[int, ...]]] = [
+        ("in_proj_qkvz.weight", (sum(mixed) + net.values, hidden), "in_proj.weight", net.key_heads, qkvz),
+        ("in_proj_ba.weight", (2 * net.value_heads, hidden), "in_proj.weight", net.key_heads, (each, each)),
+        ("conv1d.weight", (sum(mixed), 1, net.conv), "conv1d.weight", 1, mixed),
+        ("dt_bias", (net.value_heads,), "dt_bias", 1, ()),
+        ("A_log", (net.value_heads,), "A_log", 1, ()),
+    ]
+    output = "linear_attn.out_proj.weight"
+    return [
+        Weight(_NORM, (hidden,), None, "self_attention.in_proj.layer_norm_weight", _NORM),
+        *(
+            Weight(
+                f"linear_attn.{name}",
+                shape,
+                ROWS,
+                f"self_attention.{megatron}",
+                f"linear_attn.{name}",
+                units=units,
+                sections=sections,
+            )
+            for name, shape, megatron, units, sections in rows
+        ),
+        Weight(output, (hidden, net.values), COLUMNS, "self_attention.out_proj.weight", output),
+        Weight(
+            "linear_attn.norm.weight",
+            (net.value_dim,),
+            None,
+            "self_attention.out_norm.weight",
+            "linear_attn.norm.weight",
+        ),
+    ]
 
 
 def _latent_attention(config: ModelConfig) -> list[Weight]:
@@ -148,8 +204,15 @@ def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     if moe.expert_bias:
         bias = f"{name}{of_gate}e_score_correction_bias"
         table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
-    if moe.shared_ffn_hidden_size:
-        table += _gated(SHARED, hidden, moe.shared_ffn_hidden_size)
+    if moe.shared_ffn_hidden_size and not moe.shared_gate:
+        table += _gated(f"{SHARED}s.", hidden, moe.shared_ffn_hidden_size)
+    if moe.shared_gate:
+        local, gate = (
+            (f"{SHARED}s.linear_fc1.weight", f"{SHARED}s.linear_fc2.weight"),
+            f"{SHARED}_gate.weight",
+        )
+        table += _gated(f"{SHARED}.", hidden, moe.shared_ffn_hidden_size, local)
+        table.append(Weight(gate, (1, hidden), None, f"{SHARED}s.gate_weight", gate))
     return table
 
 
@@ -186,9 +249,34 @@ def _gated(
     ]
 
 
+def layer_name(config: ModelConfig, layer: int) -> str:
+    """How the names of a layer's tensors begin; multi-token prediction layers have numbers after the others'."""
+    if config.family == "qwen3_next" and layer >= config.num_layers:
+        return f"mtp.layers.{layer - config.num_layers}."
+    return f"model.layers.{layer}."
+
+
+def prediction_name(config: ModelConfig, layer: int) -> str:
+    """How the names of `prediction_weights` begin in the multi-token prediction layer of this number."""
+    return "mtp." if config.family == "qwen3_next" else layer_name(config, layer)
+
+
 def prediction_weights(config: ModelConfig) -> list[Weight]:
     """The table of a multi-token prediction layer (MTP), other than an ordinary layer's tensors and the copies of the model's."""
     hidden = config.hidden_size
+    if config.family == "qwen3_next":
+        names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
+        norms = [
+            Weight(
+                f"{name}.weight",
+                (hidden,),
+                None,
+                f"{megatron}.weight",
+                f"{'model.' * (name == 'norm')}{name}.weight",
+            )
+            for name, megatron in names.items()
+        ]
+        return [*norms, Weight("fc.weight", (hidden, 2 * hidden), ROWS, "eh_proj.weight", "fc.weight")]
     return [
         Weight("enorm.weight", (hidden,), None, "enorm.weight", "enorm.weight"),
         Weight("hnorm.weight", (hidden,), None, "hnorm.weight", "hnorm.weight"),

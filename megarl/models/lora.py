@@ -27,6 +27,8 @@ ADAPTER = "lora"  # the submodule of a linear layer that holds its adapters
 _LINEAR = (
     "_proj",
     "_proj_with_mqa",
+    "_proj_qkvz",
+    "_proj_ba",
     *(".w1", ".w2", ".w3"),
 )  # how the names of all families' linear layers end, but for heads and routers
 

@@ -81,6 +81,9 @@ class Weight(NamedTuple):
         groups: query groups of attention. Megatron interleaves the tensors of a local tensor by these: first the rows of the first
             group of each, and so on.
         replicated: whether ranks of an engine that are more than the groups share them (keys and values).
+        units: equal blocks of rows, one below the other in the tensor, which ranks share; 1: its rows are of one kind, or in sections.
+        sections: rows of the parts of a unit. Megatron's local tensor has the first parts of all units of a rank, then their second parts,
+            and so on; SGLang's has complete units, one below the other. The sections of a single unit are cut one by one in both.
         whole: whether each Megatron rank has all of it, though an engine's ranks cut it.
     """
 
@@ -91,6 +94,8 @@ class Weight(NamedTuple):
     sglang: str
     groups: int | None = None
     replicated: bool = False
+    units: int = 1
+    sections: tuple[int, ...] = ()
     whole: bool = False
 
 
@@ -110,7 +115,9 @@ def megatron_shards(
             cuts = [(groups, group) for group in range(rank * groups // size, (rank + 1) * groups // size)]
         for count, shard in cuts:
             for weight in parts:
-                yield _shard(weight, name, local + weight.megatron, count, shard, filled)
+                yield from _shards(
+                    weight, name, local + weight.megatron, count, shard, filled, by_section=True
+                )
 
 
 def sglang_shards(weights: Iterable[Weight], name: str, size: int, rank: int) -> Iterable[Piece]:
@@ -118,7 +125,9 @@ def sglang_shards(weights: Iterable[Weight], name: str, size: int, rank: int) ->
     filled: dict[str, int] = {}
     for weight in sorted(weights, key=lambda weight: _is_last([weight])):
         count = size // max(1, size // weight.groups) if weight.replicated and weight.groups else size
-        yield _shard(weight, name, name + weight.sglang, count, rank * count // size, filled)
+        yield from _shards(
+            weight, name, name + weight.sglang, count, rank * count // size, filled, by_section=False
+        )
 
 
 def _is_last(parts: Sequence[Weight]) -> bool:
@@ -126,18 +135,43 @@ def _is_last(parts: Sequence[Weight]) -> bool:
     return parts[0].cut == COLUMNS
 
 
-def _shard(weight: Weight, name: str, local: str, count: int, rank: int, filled: dict[str, int]) -> Piece:
+def _shards(
+    weight: Weight,
+    name: str,
+    local: str,
+    count: int,
+    rank: int,
+    filled: dict[str, int],
+    by_section: bool,
+) -> Iterable[Piece]:
     """Shard `rank` of `count` equal ones, below what is in the local tensor already: `filled` counts its rows."""
     shape = weight.shape
     if weight.cut == ROWS:
-        box = Box.rows(rank * (shape[0] // count), shape[0] // count, shape)
+        boxes = [Box.rows(first, rows, shape) for first, rows in _rows(weight, count, rank, by_section)]
     elif weight.cut == COLUMNS:
-        box = Box.columns(rank * (shape[-1] // count), shape[-1] // count, shape)
+        boxes = [Box.columns(rank * (shape[-1] // count), shape[-1] // count, shape)]
     else:
-        box = Box.whole(shape)
-    at = filled.get(local, 0)
-    filled[local] = at + box.size[0]
-    return Piece(name + weight.name, box, local, Box.rows(at, box.size[0], box.size))
+        boxes = [Box.whole(shape)]
+    for box in boxes:
+        at = filled.get(local, 0)
+        filled[local] = at + box.size[0]
+        yield Piece(name + weight.name, box, local, Box.rows(at, box.size[0], box.size))
+
+
+def _rows(weight: Weight, count: int, rank: int, by_section: bool) -> Iterable[tuple[int, int]]:
+    """The (first row, rows) of shard `rank` of `count`, in the order of the local tensor."""
+    unit = weight.shape[0] // weight.units
+    first, end = rank * weight.units // count, (rank + 1) * weight.units // count
+    if weight.units > 1 and not by_section:
+        yield first * unit, (end - first) * unit
+        return
+    offset = 0
+    for rows in weight.sections or (unit,):
+        if weight.units == 1:
+            yield offset + rank * (rows // count), rows // count
+        else:
+            yield from ((number * unit + offset, rows) for number in range(first, end))
+        offset += rows
 
 
 def vocab_shard(

@@ -5,8 +5,9 @@ of 64.
 
 Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
 checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-(`mtp_copies`), which Megatron shares with it instead. SGLang makes a second model of it, which drafts tokens (srt/models/deepseek_nextn.py,
-glm4_moe_nextn.py and glm4_moe_lite_nextn.py); this has the model's own embedding and head, too.
+(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's has names of its own (`mtp.`) and repeats nothing. SGLang makes a second
+model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py and qwen3_next_mtp.py); this has
+the model's own embedding and head, too.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,11 @@ from megarl.models.layers import (
     SHARED,
     attention_weights,
     expert_weights,
+    is_delta_net,
     is_mixture,
+    layer_name,
     mlp_weights,
+    prediction_name,
     prediction_weights,
 )
 from megarl.models.shards import (
@@ -55,12 +59,11 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
     shapes: Shapes = {EMBEDDING: vocabulary}
     layer_tensors = _once_a_kind(config, lambda layer: _layer_tensors(config, layer))
     for layer in range(config.num_layers):
-        shapes |= _named(layer_tensors(layer), layer)
+        shapes |= _named(layer_tensors(layer), layer_name(config, layer))
     for layer in _mtp_layers(config) if mtp else ():
-        shapes |= {
-            f"model.layers.{layer}.{weight.name}": weight.shape for weight in prediction_weights(config)
-        }
-        shapes |= _named(layer_tensors(layer), layer)
+        own = {weight.name: weight.shape for weight in prediction_weights(config)}
+        shapes |= _named(own, prediction_name(config, layer))
+        shapes |= _named(layer_tensors(layer), layer_name(config, layer))
     shapes[FINAL_NORM] = (hidden,)
     if head == "value":
         shapes[VALUE_HEAD] = (1, hidden)
@@ -71,24 +74,23 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     """Names after the layer's."""
-    weights = attention_weights(config) + mlp_weights(config, layer)
+    weights = attention_weights(config, layer) + mlp_weights(config, layer)
     for expert in expert_weights(config) if is_mixture(config, layer) else ():
         weights += expert
     return {weight.name: weight.shape for weight in weights}
 
 
-def _named(shapes: Shapes, layer: int) -> Shapes:
-    name = f"model.layers.{layer}."
+def _named(shapes: Shapes, name: str) -> Shapes:
     return {name + tensor: shape for tensor, shape in shapes.items()}
 
 
 def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
-    """`make(layer)`, called once for all layers with a mixture and once for all others, which differ in their names alone: large
-    models have thousands of experts in dozens of layers."""
-    made: dict[bool, T] = {}
+    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net), which differ in their
+    names alone: large models have thousands of experts in dozens of layers."""
+    made: dict[tuple[bool, bool], T] = {}
 
     def of_layer(layer: int) -> T:
-        kind = is_mixture(config, layer)
+        kind = is_mixture(config, layer), is_delta_net(config, layer)
         if kind not in made:
             made[kind] = make(layer)
         return made[kind]
@@ -97,8 +99,10 @@ def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
-    """Tensor of an MTP layer that repeats one of the model's -> the repeated one."""
-    found = {}
+    """Tensor of an MTP layer that repeats one of the model's -> the repeated one; Qwen3-Next's files have none."""
+    found: dict[str, str] = {}
+    if config.family == "qwen3_next":
+        return found
     for layer in _mtp_layers(config):
         found[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING
         found[f"model.layers.{layer}.shared_head.head.weight"] = (
@@ -113,9 +117,10 @@ def keeps_float32(tensor: str) -> bool:
 
 
 def sglang_keeps_float32(config: ModelConfig, tensor: str) -> bool:
-    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: routers of the GLM and MiniMax families, too."""
+    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: routers of the GLM and MiniMax families, and decays of
+    gated delta nets, too."""
     routers = config.family in ("glm4_moe", "glm4_moe_lite", "minimax_m2") and tensor.endswith(".gate.weight")
-    return keeps_float32(tensor) or routers
+    return keeps_float32(tensor) or routers or tensor.endswith(".linear_attn.A_log")
 
 
 def padded_vocab_size(config: ModelConfig, tp: int) -> int:
@@ -166,7 +171,9 @@ def megatron_pieces(
     layer_pieces = _once_a_kind(config, lambda layer: _megatron_layer(config, place, layer, part))
     for chunk, numbers in enumerate(layers):
         for index, layer in enumerate(numbers):
-            pieces += _in_layer(layer_pieces(layer), layer, f"{chunk}:decoder.layers.{index}.")
+            pieces += _in_layer(
+                layer_pieces(layer), layer_name(config, layer), f"{chunk}:decoder.layers.{index}."
+            )
     if last_stage and part != "experts":
         pieces += _megatron_end(config, place, head, len(layers) - 1, first_stage)
     if last_stage and mtp:
@@ -179,7 +186,7 @@ def _megatron_layer(config: ModelConfig, place: MegatronPlace, layer: int, part:
     """Names after the layer's, logical and local ones."""
     pieces: list[Piece] = []
     if part != "experts":
-        for table in (attention_weights(config), mlp_weights(config, layer)):
+        for table in (attention_weights(config, layer), mlp_weights(config, layer)):
             pieces += megatron_shards(table, "", "", place.tp, place.tp_rank)
     if part != "dense" and is_mixture(config, layer):
         for expert in expert_weights(config, place.ep, place.ep_rank):
@@ -187,9 +194,8 @@ def _megatron_layer(config: ModelConfig, place: MegatronPlace, layer: int, part:
     return pieces
 
 
-def _in_layer(pieces: list[Piece], layer: int, local: str) -> list[Piece]:
-    """The pieces of a layer, by their names in it and the layer's own local name."""
-    name = f"model.layers.{layer}."
+def _in_layer(pieces: list[Piece], name: str, local: str) -> list[Piece]:
+    """The pieces of a layer, by their names in it and how its names begin, logical and local ones."""
     return [Piece(name + tensor, box, local + within, place) for tensor, box, within, place in pieces]
 
 
@@ -224,10 +230,11 @@ def _megatron_mtp(
     if part != "experts" and not embeds and config.num_mtp_layers:
         pieces += _megatron_vocab(config, place, EMBEDDING, f"{chunk}:embedding.word_embeddings.weight")
     for index, layer in enumerate(_mtp_layers(config)):
-        name, local = f"model.layers.{layer}.", f"{chunk}:mtp.layers.{index}."
+        own, local = prediction_name(config, layer), f"{chunk}:mtp.layers.{index}."
         if part != "experts":
-            pieces += megatron_shards(prediction_weights(config), name, local, place.tp, place.tp_rank)
-        pieces += _in_layer(_megatron_layer(config, place, layer, part), layer, local + _MTP_LAYER)
+            pieces += megatron_shards(prediction_weights(config), own, local, place.tp, place.tp_rank)
+        within = _megatron_layer(config, place, layer, part)
+        pieces += _in_layer(within, layer_name(config, layer), local + _MTP_LAYER)
     return pieces
 
 
@@ -262,7 +269,7 @@ def sglang_pieces(
         pieces += _sglang_vocab(config, EMBEDDING, *attention)
     layer_pieces = _once_a_kind(config, lambda layer: _sglang_layer(config, place, layer, part))
     for layer in range(config.num_layers):
-        pieces += _in_layer(layer_pieces(layer), layer, f"model.layers.{layer}.")
+        pieces += _in_layer(layer_pieces(layer), layer_name(config, layer), f"model.layers.{layer}.")
     if ends:
         pieces.append(_replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
         if not config.tie_word_embeddings:
@@ -277,9 +284,12 @@ def _sglang_draft(config: ModelConfig, place: SGLangPlace, part: str) -> list[Pi
         )
     (layer,) = _mtp_layers(config)
     pieces: list[Piece] = []
+    own, decoder = ("", "model.layers.0.") if config.family == "qwen3_next" else ("model.", "model.decoder.")
     if part != "experts":  # every rank has the complete projection
-        pieces += _in_layer([*sglang_shards(prediction_weights(config), "", 1, 0)], layer, f"{DRAFT}model.")
-    return pieces + _in_layer(_sglang_layer(config, place, layer, part), layer, f"{DRAFT}model.decoder.")
+        shards = [*sglang_shards(prediction_weights(config), "", 1, 0)]
+        pieces += _in_layer(shards, prediction_name(config, layer), DRAFT + own)
+    within = _sglang_layer(config, place, layer, part)
+    return pieces + _in_layer(within, layer_name(config, layer), DRAFT + decoder)
 
 
 def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str) -> list[Piece]:
@@ -287,7 +297,7 @@ def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str
     pieces: list[Piece] = []
     if part != "experts":
         attention = (place.attention_tp, place.attention_tp_rank)
-        pieces += sglang_shards(attention_weights(config), "", *attention)
+        pieces += sglang_shards(attention_weights(config, layer), "", *attention)
         shared: list[Weight] = []
         cut: list[Weight] = []
         for weight in mlp_weights(config, layer):

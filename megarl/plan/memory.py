@@ -30,6 +30,7 @@ from megarl.costs.engine import (
     engine_adapter_bytes,
     engine_weight_bytes,
     rotary_bytes,
+    state_bytes,
     token_bytes,
 )
 from megarl.costs.model import StageBytes, model_bytes
@@ -336,13 +337,16 @@ def engine_owners(
     cached = cache_dtype(rollout)
     beside = draft_folder(rollout)
     weights += beside.weights
+    states = state_bytes(model, layout, dtype, rollout.max_num_seqs, "cuda")
+    weights += states
     token = token_bytes(model, layout, cached) + beside.token * cached.itemsize
     if rollout.max_total_tokens is None:
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
     else:
         tokens = rollout.max_total_tokens // layout.dp
     cache = cache_bytes(model, layout, cached, max(tokens, 0), rollout.max_num_seqs, context)
-    cache += max(tokens, 0) * beside.token * cached.itemsize
+    weights -= states
+    cache += states + max(tokens, 0) * beside.token * cached.itemsize
     found = [
         Owner(name, "rollout", pool, (size,), _when(needs, name) if freed else None)
         for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))

@@ -94,7 +94,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
     def _bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, in float32."""
-        pool = self.token_to_kv_pool
+        # Of models that have attention in some layers alone, these layers' pool is a part of SGLang's.
+        pool = getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool)
         caches = pool.get_key_buffer(pool.start_layer), pool.get_value_buffer(pool.start_layer)
         return pool.layer_num * 4 * sum(cache[0].numel() for cache in caches)
 
@@ -168,7 +169,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
 def _forget_running(result, scheduler, *args, **kwargs):
     """After SGLang has emptied its cache, which it does before its memory is released."""
-    scheduler.tp_worker.model_runner.attn_backend.forget()
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    getattr(backend, "full_attn_backend", backend).forget()
     return result
 
 

@@ -38,14 +38,14 @@ def on_sglang_start() -> None:
         return
     from sglang.srt.utils import cpu_has_amx_support
 
-    from megarl.sglang_cpu import batch_invariant, fp8, memory_saver, minimax_m2
+    from megarl.sglang_cpu import batch_invariant, delta_net, fp8, memory_saver, minimax_m2
 
     _register(HOOKS)
     batch_invariant.offer_backend()
     _register(batch_invariant.HOOKS)
     _register(memory_saver.hooks())
     if not cpu_has_amx_support():  # true only with SGLang's compiled kernels
-        _register(fp8.HOOKS | minimax_m2.HOOKS)
+        _register(fp8.HOOKS | delta_net.HOOKS | minimax_m2.HOOKS)
     _unpin_lora()
 
 
@@ -100,7 +100,13 @@ def _unpadded_sizes(original, model_config, load_config, tp_size):
     """
     from sglang.srt.utils import cpu_has_amx_support
 
-    return original(model_config, load_config, tp_size) if cpu_has_amx_support() else model_config
+    if cpu_has_amx_support():
+        return original(model_config, load_config, tp_size)
+    config = model_config.hf_text_config
+    for heads in ("linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(config, heads):  # gated delta nets read them under the names of the enlarged numbers
+            setattr(config, f"{heads}_cpu", getattr(config, heads))
+    return model_config
 
 
 def _no_nccl() -> str:
@@ -190,7 +196,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, fullname, path=None, target=None):
         top = fullname.partition(".")[0]
-        wanted = top == "triton" or fullname in ("sgl_kernel", "sgl_kernel.speculative")
+        wanted = top == "triton" or fullname in ("sgl_kernel", "sgl_kernel.speculative", "sgl_kernel.mamba")
         if wanted and os.environ.get(SWITCH) == "1":
             is_package = top == "triton" or fullname == "sgl_kernel"
             return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
@@ -206,6 +212,10 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _fill_sgl_kernel(module)
         elif module.__name__ == "sgl_kernel.speculative":
             _add_operators(module)
+        elif module.__name__ == "sgl_kernel.mamba":
+            from megarl.sglang_cpu.delta_net import FUNCTIONS
+
+            vars(module).update(FUNCTIONS)
 
 
 class _Placeholder:
@@ -265,11 +275,14 @@ def _fill_sgl_kernel(module) -> None:
 
     import torch
 
+    from megarl.sglang_cpu.delta_net import define_operators
+
     module.assign_req_to_token_pool_cpu = _assign_req_to_token_pool
     _add_operators(module)
     module.library = torch.library.Library("sgl_kernel", "FRAGMENT")
     module.library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     module.library.impl("murmur_hash32_cpu", _murmur_hash32, "CPU")
+    define_operators(module.library)
     module.__getattr__ = missing
 
 

@@ -46,6 +46,7 @@ def install(card: Card, current: Callable[[], Shadow | None]) -> None:
     _modules_moved_in_place()
     _storages_resized(current)
     _attention_kernels()
+    _derivatives()
     _pinned_memory()
     _compiled_functions(current)
     _launches_do_nothing()
@@ -155,6 +156,7 @@ def _cuda_module(card: Card, current: Callable[[], Shadow | None]) -> None:
         "manual_seed_all": generator.manual_seed,
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": _nothing,
+        **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), lambda device: 0),
         **dict.fromkeys(
             ("_lazy_init", "init", "set_device", "synchronize", "set_stream", "ipc_collect"), _nothing
         ),
@@ -282,6 +284,14 @@ def _attention_kernels() -> None:
         )[0]
 
     torch.nn.functional.scaled_dot_product_attention = attention
+
+
+_KERNELS = torch.library.Library("aten", "IMPL")  # for as long as this module is there
+
+
+def _derivatives() -> None:
+    """One kernel on a GPU. Without CUDA's torch would put it together of several operations, before a mode sees it."""
+    _KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
 
 
 def _pinned_memory() -> None:

@@ -21,14 +21,16 @@ def main() -> None:
     first = requests[0]  # the process has one card, and Transformer Engine or not, for all
     device.load()
 
-    from megarl.shadow import cuda, transformer_engine
+    from megarl.shadow import cuda, fla, transformer_engine
 
     running: list[Any] = []  # the runner, once it is there
 
     def current():
         return running[0].shadow if running else None
 
-    cuda.install(cuda.Card(**first.card), current)
+    card = cuda.Card(**first.card)
+    cuda.install(card, current)
+    fla.install(card, current)
     if first.transformer_engine:
         transformer_engine.install(current)
     else:

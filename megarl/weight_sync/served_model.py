@@ -40,10 +40,15 @@ class RefusedError(ValueError):
 
 
 def renew_derived(model: torch.nn.Module) -> None:
-    """Recompute the tensors that the model derives from its parameters: latent attention's absorbed projections.
+    """Recompute the tensors that the model derives from its parameters: latent attention's absorbed projections, and the factors of norms
+    that multiply by 1 + weight, which some of SGLang's kernels are given (layers/layernorm.py, GemmaRMSNorm).
 
-    SGLang's models have a method for it. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
+    SGLang's models have a method for the former. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
     """
+    for module in model.modules():
+        factor = getattr(module, "gemma_weight", None)
+        if factor is not None:
+            torch.add(module.get_parameter("weight").data, 1.0, out=factor)
     renew = getattr(model, "post_load_weights", None)
     if renew is not None:
         renew()

@@ -18,7 +18,7 @@ from megarl.config import (
 )
 from megarl.config.model_fit import check_rollout_model
 from megarl.config.schema.rollout import SpeculativeConfig
-from megarl.models.config import MLAConfig, MoEConfig
+from megarl.models.config import DeltaNetConfig, MLAConfig, MoEConfig
 from tests.config.conftest import lines_of, problems
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -32,6 +32,7 @@ class Facts:
     ffn_hidden_size: int = 64
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
     max_position_embeddings: int = 1024
@@ -45,6 +46,9 @@ class Facts:
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
 MLA = MLAConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+
+
+NET = DeltaNetConfig((0, 1, 2), key_heads=8, value_heads=16, key_dim=8, value_dim=8, conv=4)
 
 
 def check_models(config: Any, *models: Facts, **critic: Facts) -> None:
@@ -135,6 +139,49 @@ def test_latent_attention_has_no_key_value_heads_but_needs_sequence_parallel() -
         lambda: fit(MegatronConfig(tensor_model_parallel_size=4, sequence_parallel=False), facts)
     )
     assert line.startswith(f"{ACTOR}.sequence_parallel=false with tensor_model_parallel_size=4: ")
+
+
+def test_gated_delta_nets_give_their_heads_to_tensor_and_context_parallel_ranks() -> None:
+    facts = Facts(delta_net=NET, num_query_groups=4, moe=MOE)
+    fit(MegatronConfig(tensor_model_parallel_size=2, context_parallel_size=4), facts)
+    (line,) = lines_of(
+        lambda: fit(MegatronConfig(tensor_model_parallel_size=4, context_parallel_size=4), facts)
+    )
+    assert line == (
+        f"{ACTOR}.context_parallel_size=4 x tensor_model_parallel_size=4 does not divide linear_num_key_heads=8, which both cut"
+    )
+    odd = replace(facts, delta_net=replace(NET, key_heads=3))
+    (line,) = lines_of(lambda: fit(MegatronConfig(tensor_model_parallel_size=2), odd))
+    assert line.startswith(f"{ACTOR}.tensor_model_parallel_size=2 does not divide linear_num_key_heads=3")
+
+
+@pytest.mark.parametrize("keys", [{"fp8": "hybrid"}, {"fsdp": "optim_grads"}], ids=str)
+def test_what_gated_delta_nets_are_not_trained_with(keys: dict[str, str]) -> None:
+    ((name, value),) = keys.items()
+    (line,) = lines_of(
+        lambda: fit(MegatronConfig(**keys), Facts(delta_net=NET, moe=MOE, family="qwen3_next"))
+    )
+    assert line == f"{ACTOR}.{name}={value}: not supported with gated delta nets (qwen3_next); leave it out"
+    fit(MegatronConfig(), Facts(delta_net=NET, moe=MOE))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"quantization": "fp8", "quantization_block_size": (16, 16)}, "quantization=fp8"),
+        ({"speculative": SpeculativeConfig(algorithm="ngram")}, "speculative.algorithm=ngram"),
+        (
+            {"tensor_model_parallel_size": 2, "attention_data_parallel_size": 2},
+            "attention_data_parallel_size=2",
+        ),
+    ],
+    ids=["float8", "speculative", "groups"],
+)
+def test_what_gated_delta_nets_are_not_served_with(keys: dict[str, Any], named: str) -> None:
+    facts = Facts(delta_net=NET, moe=replace(MOE, dense_layers=()), family="qwen3_next")
+    (line,) = lines_of(lambda: check_rollout_model(RolloutConfig(**keys), facts, key="rollout"))
+    assert line == f"rollout.{named}: not supported with gated delta nets (qwen3_next); leave it out"
+    check_rollout_model(RolloutConfig(), facts, key="rollout")
 
 
 def test_experts_of_an_engine() -> None:
@@ -311,6 +358,11 @@ MTP = "actor_rollout_ref.model.mtp=train"
         ({"num_mtp_layers": 0}, [], "the model has no multi-token prediction layers"),
         ({"moe": None}, [], "which the model's last layer has not; give keep"),
         ({"moe": replace(MOE, dense_layers=(0, 3))}, [], "which the model's last layer has not; give keep"),
+        (
+            {"delta_net": replace(NET, layers=(1, 2, 3))},
+            [],
+            "attention, which the model's last layer has not",
+        ),
         ({"tie_word_embeddings": True}, [f"{ACTOR}.pipeline_model_parallel_size=2"], "give 1"),
         (
             {},

@@ -16,7 +16,7 @@ from megarl.models.float8 import SCALES
 from megarl.models.lora import adapted_weights
 from tests.costs.models import Built, build
 from tests.costs.saved import kept_tensors
-from tests.megatron.parity import VOCAB, batches, loss_of
+from tests.megatron.parity import LENGTHS, VOCAB, batches, loss_of
 
 Terms = dict[str, int]
 
@@ -31,8 +31,9 @@ def measure_rank(
     built = build(rank, world, folder, sizes, **options)
     head = value_head if options.get("head") == "value" else lm_head(vocab_size=VOCAB, chunk_tokens=16)
     depth = built.config.num_mtp_layers if options.get("mtp") else 0
-    # Equally long ones: the plan counts so.
-    micro_batches = batches(built.layout, depth)[:1] * (2 * built.layout.pp)
+    # Equally long ones: the plan counts so; of full chunks where there are gated delta nets.
+    lengths = LENGTHS if built.config.delta_net is None else (64,) * len(LENGTHS)
+    micro_batches = batches(built.layout, depth, lengths)[:1] * (2 * built.layout.pp)
     loss = with_predictions(_loss, depth, 0.1, "") if depth else _loss
     parameters = [parameter for chunk in unwrap(built.chunks) for parameter in chunk.parameters()]
     with kept_tensors(parameters) as kept:

@@ -8,17 +8,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from megarl.costs.flops import causal_pairs, model_flops, prediction_flops
+from megarl.megatron.cpu.delta_net import chunk_gated_delta_rule
 from megarl.models import read_model_config
 from tests.costs.models import FAMILIES, make_models
 
 LENGTH = 24
 MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
-KNOWN = [family for family in FAMILIES if family != "kimi_k2"]  # transformers has it as deepseek_v3 alone
+# Kimi-K2 is known to transformers as deepseek_v3 alone; gated delta nets are compared below.
+KNOWN = [family for family in FAMILIES if family not in ("kimi_k2", "qwen3_next")]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_models(tmp_path_factory.mktemp("models"), KNOWN)
+    return make_models(tmp_path_factory.mktemp("models"), [*KNOWN, "qwen3_next"])
 
 
 def counted(model: torch.nn.Module, trained: bool | None) -> int:
@@ -52,6 +54,39 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
     assert counted(model, True) == 3 * (matrices + attention) + angles
     assert counted(model, False) == 2 * matrices + 3 * attention + angles
+
+
+def test_operations_of_gated_delta_nets(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the rule, Hugging Face's; within it, megarl's, which solves for what fla's kernels multiply."""
+    config = read_model_config(folders["qwen3_next"])
+    net, flops = config.delta_net, model_flops(config)
+    assert net is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        folders["qwen3_next"],
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+    )
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            monkeypatch.setattr(module, "chunk_gated_delta_rule", lambda q, k, v, **rest: (v, None))
+    state = sum(layer.state for layer in flops.layers)
+    matrices = (flops.forward(LENGTH) - state) * LENGTH
+    angles = int(config.head_dim * config.rotary_percent) * LENGTH
+    convolution = 2 * (2 * net.keys + net.values) * net.conv * (LENGTH + net.conv - 1) * len(net.layers)
+    with torch.no_grad():
+        assert counted(model, None) == matrices + angles + convolution
+
+    chunks, size = 3, 64
+    keys, values = (
+        torch.rand(1, chunks * size, net.value_heads, width) for width in (net.key_dim, net.value_dim)
+    )
+    rates = torch.rand(1, chunks * size, net.value_heads)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        chunk_gated_delta_rule(keys, keys, values, g=-rates, beta=rates)
+    solved = 2 * size * (net.key_dim + net.value_dim) * net.value_heads
+    first = size * net.value_heads * 2 * 2 * net.key_dim * net.value_dim  # there is no state before it
+    assert counter.get_total_flops() == chunks * size * (flops.layers[0].state - solved) - first
 
 
 def test_published_layers_of_multi_token_prediction() -> None:

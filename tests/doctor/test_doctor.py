@@ -20,6 +20,7 @@ from tests.fixtures.runs import PPO, megarl, on
 VERSIONS = {
     "torch": "2.13.0", "megatron-core": "0.19.2", "sglang": "0.5.21", "ray": "2.60.0", "transformers": "5.12.1",
     "pyarrow": "26.0.0", "transformer-engine": "2.5", "sglang-kernel": "0.4.7", "torch-memory-saver": "0.0.9",
+    "fla-core": "0.6.0",
 }  # fmt: skip
 NODE = NodeFacts(
     host="a", address="10.0.0.1", python="3.11.9", versions=VERSIONS, missing=(), cuda="13.0",
@@ -116,7 +117,7 @@ def test_without_gpus_none_are_asked_for() -> None:
     bare = {
         name: version
         for name, version in VERSIONS.items()
-        if name not in ("sglang-kernel", "transformer-engine")
+        if name not in ("sglang-kernel", "transformer-engine", "fla-core")
     }
     assert bad(check_nodes([replace(NODE, gpus=(), versions=bare)], None, {})) == []
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +14,8 @@ from megarl.checkpoints import CheckpointStore, Keep
 from megarl.cli.main import SCHEMAS, main
 from megarl.config import load_config, resolve, save_config
 from megarl.config.loading import hub
-from megarl.doctor.preflight import ROWS, preflight
+from megarl.doctor.preflight import ROWS, delta_net_problems, preflight
+from megarl.models import read_model_config
 from megarl.util.gpus import Gpu
 from tests.fixtures.runs import PPO, REPOSITORY, on
 
@@ -303,3 +305,19 @@ def test_context_parallelism_on_gpus_needs_transformer_engine(
     assert line.startswith(
         f"{key}: context parallelism on GPUs needs Transformer Engine, which is not installed"
     )
+
+
+def test_gated_delta_nets_need_their_kernels_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read_model_config(str(REPOSITORY / "recipes/models/qwen3-next-80b-a3b"))
+    there = {"transformer_engine": ModuleType("transformer_engine")}
+    monkeypatch.setattr("megarl.doctor.preflight.importlib.util.find_spec", there.get)
+    assert list(delta_net_problems(model)) == []  # there is no GPU
+    monkeypatch.setattr("megarl.doctor.preflight.gpus_here", lambda: (Gpu("H100", "580", 80 << 30, 0),))
+    (line,) = delta_net_problems(model)
+    assert (
+        line.startswith("qwen3_next: gated delta nets need flash-linear-attention's kernels")
+        and "fla-core" in line
+    )
+    assert list(delta_net_problems(read_model_config(str(REPOSITORY / "recipes/models/qwen3-30b-a3b")))) == []
+    there["fla"] = ModuleType("fla")
+    assert list(delta_net_problems(model)) == []

@@ -98,24 +98,26 @@ def test_bfloat16(tmp_path, texts):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+    "family", ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
 )
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
-    mtp = 1 if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0
+    layers = 4 if family == "qwen3_next" else 2  # its fourth is the first with attention
+    mtp = 1 if family in ("qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0
     folder = make_tiny_model(
         tmp_path,
         texts,
         family=family,
         num_mtp_layers=mtp,
         dtype="bfloat16",
-        **{**SIZES, "ffn_hidden_size": 64},
+        **{**SIZES, "ffn_hidden_size": 64, "num_layers": layers},
     )
     model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"]
     tensors = load_file(folder / "model.safetensors")
-    extra = {name for name in tensors if name.startswith("model.layers.2.")}
+    extra = {name for name in tensors if name.startswith((f"model.layers.{layers}.", "mtp."))}
     assert bool(extra) == bool(mtp)
-    assert "model.layers.2.eh_proj.weight" in extra or not mtp
+    projection = "mtp.fc" if family == "qwen3_next" else "model.layers.2.eh_proj"
+    assert f"{projection}.weight" in extra or not mtp
     for name, bias in model.named_buffers():
         if name.endswith("correction_bias"):  # float32, and large enough to change which experts are chosen
             if family == "minimax_m2":  # which transformers rounds

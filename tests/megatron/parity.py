@@ -1,6 +1,6 @@
 """Training as an oracle sees it: two optimizer steps of a Hugging Face model, and of Megatron in a layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,9 @@ class Case:
     optim: OptimConfig = OPTIM
 
 
-def sequences() -> list[list[int]]:
+def sequences(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
 def train_hugging_face(
@@ -83,10 +83,10 @@ def loss_and_gradients(model: PreTrainedModel) -> float:
     return total
 
 
-def batches(layout: ParallelLayout, depth: int = 0) -> list[PackedBatch]:
+def batches(layout: ParallelLayout, depth: int = 0, lengths: Sequence[int] = LENGTHS) -> list[PackedBatch]:
     """This data parallel rank's micro-batches, two sequences each. `depth`: of layers of multi-token prediction."""
     place = coords()
-    tokens = sequences()
+    tokens = sequences(lengths)
     table = pa.table(
         {"input_ids": tokens, "loss_mask": [[False] + [True] * (len(ids) - 1) for ids in tokens]}
     )

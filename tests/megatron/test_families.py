@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
 )
 
 from examples.tiny_model import make_tiny_model
@@ -70,6 +71,7 @@ FAMILIES = {
     "qwen3 with yarn": Family("qwen3", Qwen3ForCausalLM, {"rope_parameters": YARN}),
     "qwen3_moe": Family("qwen3_moe", Qwen3MoeForCausalLM, {"num_experts_per_tok": 3}),
     "qwen3_moe with plain scores": Family("qwen3_moe", Qwen3MoeForCausalLM, {"norm_topk_prob": False}),
+    "qwen3_next": Family("qwen3_next", Qwen3NextForCausalLM, {"num_experts_per_tok": 3}),
     "glm4_moe": Family("glm4_moe", Glm4MoeForCausalLM, {"rms_norm_eps": 1e-5, "n_shared_experts": 2}),
     "deepseek_v3": Family(
         "deepseek_v3",
@@ -204,6 +206,7 @@ TRAINED = [
     ("qwen3 with yarn", "tp2"),
     *[("deepseek_v3", layout) for layout in EXPERT_GRID],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("qwen3_next", layout) for layout in EXPERT_GRID],
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
     *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
@@ -219,6 +222,7 @@ SELDOM = [
         for layout in ("one", "tp2_sp", "etp2", "cp2_ep2", "ep2_dp4", "tp2_sp_ep2_etp2")
     ],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
+    *[("qwen3_next", layout) for layout in EXPERT_GRID if layout not in ("pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     ("glm4_moe", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_cp2_ep4"),
@@ -250,7 +254,7 @@ def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> lis
 
 GRADIENTS = [
     (name, layout)
-    for name in ("deepseek_v3", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+    for name in ("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2")
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
 ]
 

@@ -28,6 +28,24 @@ from tests.ranks import RankPool
 DEPTH, LAYERS, WEIGHT = 2, 4, 0.3
 LENGTHS = (2, 31, 12, 1, 7, 23, 3, 9)
 
+# By family, the names in its files of what a layer has around an ordinary one: both norms before it, its projection, the norm after it.
+AROUND = {
+    "qwen3_next": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+}
+
+
+def depth_of(name: str) -> int:
+    """Layers of a family's model; Qwen3-Next's files have names for one."""
+    return 1 if name == "qwen3_next" else DEPTH
+
+
+def names_of(name: str, index: int) -> tuple[str, tuple[str, ...]]:
+    """How names of an ordinary layer's tensors begin in the layer of this number, and the names around it."""
+    prefix = f"model.layers.{LAYERS + index}."
+    usual = tuple(prefix + own for own in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return ("mtp.layers.0.", AROUND[name]) if name in AROUND else (prefix, usual)
+
+
 Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
 Update = tuple[bool, float, dict[str, torch.Tensor]]
 
@@ -61,7 +79,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             num_key_value_heads=2,
             max_position_embeddings=128,
             family=family.name,
-            num_mtp_layers=DEPTH,
+            num_mtp_layers=depth_of(name),
             fields={"initializer_range": 0.1, **family.fields},
             seed=5,
         )
@@ -76,19 +94,20 @@ class Oracle(torch.nn.Module):
     def __init__(self, folder: str, name: str) -> None:
         super().__init__()
         self.main, state = hugging_face(folder, FAMILIES[name]), load_file(f"{folder}/model.safetensors")
-        self.config = self.main.config
+        self.config, self.name = self.main.config, name
         inner, width = self.main.model, self.main.config.hidden_size
         self.layers = torch.nn.ModuleList()
-        for index in range(DEPTH):
-            prefix, layer = f"model.layers.{LAYERS + index}.", torch.nn.Module()
+        for index in range(depth_of(name)):
+            (prefix, around), layer = names_of(name, index), torch.nn.Module()
             layer.own = deepcopy(inner.layers[-1])
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            for norm in ("enorm", "hnorm", "shared_head.norm"):
+            *before, projection, after = (state[f"{key}.weight"] for key in around)
+            for norm, weight in zip(("enorm", "hnorm", "norm"), (*before, after), strict=True):
                 copied = deepcopy(inner.norm)
-                copied.weight.data.copy_(own[f"{norm}.weight"])
-                setattr(layer, norm.rpartition(".")[2], copied)
+                copied.weight.data.copy_(weight)
+                setattr(layer, norm, copied)
             layer.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
-            layer.eh_proj.weight.data.copy_(own["eh_proj.weight"])
+            layer.eh_proj.weight.data.copy_(projection)
             experts = layer.own.mlp.experts
             for key, value in layer.own.state_dict().items():
                 if not key.startswith("mlp.experts."):
@@ -102,7 +121,7 @@ class Oracle(torch.nn.Module):
             self.layers.append(layer)
 
     def losses(self, tokens: torch.Tensor, counts: torch.Tensor, *, detached: bool) -> torch.Tensor:
-        """-log p summed over the tokens that count, of the model and of each layer, [1 + DEPTH].
+        """-log p summed over the tokens that count, of the model and of each layer, [1 + layers].
 
         Args:
             tokens: int64 [tokens]. counts: bool [tokens]; a first token counts for none.
@@ -132,10 +151,11 @@ class Oracle(torch.nn.Module):
         """By their names in files."""
         yield from self.main.named_parameters()
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{LAYERS + index}."
+            prefix, around = names_of(self.name, index)
+            renamed = dict(zip(("enorm", "hnorm", "eh_proj", "norm"), around, strict=True))
             for name, parameter in layer.named_parameters():
-                name = "shared_head.norm.weight" if name == "norm.weight" else name.removeprefix("own.")
-                yield prefix + name, parameter
+                module = renamed.get(name.removesuffix(".weight"))
+                yield f"{module}.weight" if module else prefix + name.removeprefix("own."), parameter
 
 
 def _step(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, options: dict) -> Result:
@@ -172,12 +192,13 @@ def _train(place: Rank, mtp: str | None, clip_grad: float, steps: int = 1) -> St
     """Some steps on all examples; the last one's result."""
     optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
     layout, table, own = place.layout, examples(), coords()
+    depth = place.chunks[0].config.mtp_num_layers
     rows = list(range(own.dp, len(LENGTHS), layout.dp))
     batches = [
         arrange_sequences(
             table,
             rows[start : start + 2],
-            depth=DEPTH if mtp else 0,
+            depth=depth if mtp else 0,
             tp=layout.tp,
             cp=layout.cp,
             cp_rank=own.cp,
@@ -191,7 +212,7 @@ def _train(place: Rank, mtp: str | None, clip_grad: float, steps: int = 1) -> St
         total = -output.sum()
         return total, {"loss": total, "tokens": batch.mask.sum()}
 
-    both = with_predictions(loss, DEPTH, WEIGHT, "") if mtp else loss
+    both = with_predictions(loss, depth, WEIGHT, "") if mtp else loss
     head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
     for _ in range(steps):
         result = train_step(place.chunks, optimizer, scheduler, batches, head, both)
@@ -210,6 +231,8 @@ GRID = {
 }
 CASES = [
     *[("deepseek_v3", layout, "detached", {}) for layout in GRID],
+    *[("qwen3_next", layout, "detached", {}) for layout in ("one", "tp2_sp_ep2", "pp2", "cp2")],
+    ("qwen3_next", "pp2_vpp2", "attached", {"recompute_granularity": "full"}),
     ("glm4_moe", "one", "detached", {}),
     ("glm4_moe", "cp2", "attached", {}),
     ("deepseek_v3", "pp2", "attached", {}),
@@ -228,18 +251,22 @@ def test_losses_and_gradients_are_the_papers(
     options: dict[str, Any],
 ) -> None:
     (world, sizes), folder = GRID[layout], folder_of(name)
-    oracle, table, total = Oracle(folder, name), examples(), torch.zeros(1 + DEPTH)
+    oracle, table, total = Oracle(folder, name), examples(), torch.zeros(1 + depth_of(name))
     for tokens, counts in zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True):
         losses = oracle.losses(torch.tensor(tokens), torch.tensor(counts), detached=mtp == "detached")
-        (losses[0] + WEIGHT / DEPTH * losses[1:].sum()).backward()
+        (losses[0] + WEIGHT / depth_of(name) * losses[1:].sum()).backward()
         total += losses.detach()
     results = ranks.run(_step, sizes, folder, mtp, options, world=world)
     for stats, _ in results:
         assert stats["loss"] == pytest.approx(total[0].item(), rel=1e-5)
         assert stats["mtp_loss"] == pytest.approx(total[1:].sum().item(), rel=1e-5)
         masks = table["loss_mask"].to_pylist()
-        assert stats["mtp_tokens"] == sum(sum(mask[k + 1 :]) for mask in masks for k in (1, 2))
-    check_gradients(oracle, [gradients for _, gradients in results])
+        assert stats["mtp_tokens"] == sum(
+            sum(mask[k + 1 :]) for mask in masks for k in range(1, 1 + depth_of(name))
+        )
+    # Through gated delta nets gradients of up to 50 are, here and in Hugging Face's model, 5e-4 off those in float64.
+    atol = 2e-3 if name == "qwen3_next" else 1e-5
+    check_gradients(oracle, [gradients for _, gradients in results], atol)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2_sp_ep2", "pp2", "cp2"])

@@ -72,6 +72,38 @@ _QWEN3_MOE = {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }
+_QWEN3_NEXT = {
+    **_COMMON,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}
 _DEEPSEEK = {
     **_COMMON,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -158,6 +190,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, **fields: An
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
     "Llama-3.1-8B": {
         **_LLAMA,
         **_sizes(4096, 14336, 32, 32, rope_scaling={**_LLAMA_ROPE, "factor": 8.0}),
@@ -308,6 +341,7 @@ PARAMETERS = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3-Next-80B-A3B-Instruct": 81_324_862_720,
     # 684,531,386,000 with 41,540,496 scales: one a block of 128 x 128, of every projection but that of the MTP layer
     "DeepSeek-V3": 684_531_386_000 - 41_540_496,
     "GLM-4.5": 358_337_791_296,

@@ -138,6 +138,20 @@ def test_facts_of_mixtures(tmp_path):
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
+def test_facts_of_gated_delta_nets(tmp_path):
+    config = read_published(tmp_path, "Qwen3-Next-80B-A3B-Instruct")
+    net = config.delta_net
+    assert [layer for layer in range(48) if layer not in net.layers] == list(range(3, 48, 4))
+    assert (net.keys, net.values, net.conv) == (2048, 4096, 4)
+    assert (config.rotary_percent, config.output_gate, config.zero_centered_norms) == (0.25, True, True)
+    assert (config.moe.shared_ffn_hidden_size, config.moe.shared_gate) == (512, True)
+    assert config.num_mtp_layers == 1  # of which the published config does not say a word
+    assert (
+        read_published(tmp_path, "Qwen3-Next-80B-A3B-Instruct", num_nextn_predict_layers=0).num_mtp_layers
+        == 0
+    )
+
+
 def test_yarn(tmp_path):
     config = read_published(tmp_path, "Qwen3-8B", rope_scaling=YARN)
     assert config.rope_scaling == {
@@ -174,6 +188,20 @@ def test_yarn(tmp_path):
         ("Qwen3-30B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("Qwen3-30B-A3B", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("Qwen3-30B-A3B", {"norm_topk_prob": None}, "lacks norm_topk_prob"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\]"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"attn_output_gate": False}, "attn_output_gate=False"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"linear_key_head_dim": None}, "lacks linear_key_head_dim"),
+        (
+            "Qwen3-Next-80B-A3B-Instruct",
+            {"linear_num_value_heads": 24},
+            "must be a multiple of linear_num_key_heads",
+        ),
+        (
+            "Qwen3-Next-80B-A3B-Instruct",
+            {"layer_types": ["linear_attention", "full_attention"] * 24},
+            "layer_types must have full_attention in every layer of full_attention_interval=4",
+        ),
         ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method='greedy'"),

@@ -50,6 +50,8 @@ def rank_slices(
                 slices.entries.append((name, name, start, piece))
         elif kind in ("q_proj", "k_proj", "v_proj"):
             slices.entries.append(_attention_slice(name, value, config, *attention))
+        elif "linear_attn" in parts and kind != "norm":
+            slices.entries += _delta_net_slices(name, value, config, *attention)
         elif kind in ("q_norm", "k_norm") and config.model_type == "minimax_m2":
             number, ranks = attention[1], attention[0]
             if kind == "k_norm":  # heads are repeated where there are more ranks
@@ -70,9 +72,11 @@ def rank_slices(
             slices.entries.append((name, name.replace(kind, "gate_up_proj"), start, piece))
         elif kind in ("o_proj", "down_proj") and tail == "weight":
             ranks, number = attention if kind == "o_proj" else (tp, rank)
-            slices.entries.append((name, name, start, value.chunk(ranks, dim=1)[number]))
+            local = name.replace("self_attn.", "") if config.model_type == "qwen3_next" else name
+            slices.entries.append((name, local, start, value.chunk(ranks, dim=1)[number]))
         else:
-            slices.entries.append((name, name, start, value))
+            local = name.replace("self_attn.", "") if config.model_type == "qwen3_next" else name
+            slices.entries.append((name, local, start, value))
     return slices
 
 
@@ -80,20 +84,33 @@ def _attention_slice(name: str, value: torch.Tensor, config, tp: int, rank: int)
     """Query heads, then key heads, then value heads; key and value heads are repeated where there are more ranks."""
     kind = name.split(".")[-2]
     heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, state_head_dim(config)
-    q_rows = heads // tp * dim
+    gated = config.model_type == "qwen3_next"  # each head's gate is below its query
+    q_rows = heads // tp * dim * (1 + gated)
     kv_rows = max(1, groups // tp) * dim
     kv_rank = rank if groups >= tp else rank // (tp // groups)
     begin = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[kind]
     first, count = (rank * q_rows, q_rows) if kind == "q_proj" else (kv_rank * kv_rows, kv_rows)
     start = [begin] + [0] * (value.dim() - 1)
-    return name, name.replace(kind, "qkv_proj"), start, value[first : first + count]
+    local = name.replace("self_attn.", "") if gated else name
+    return name, local.replace(kind, "qkv_proj"), start, value[first : first + count]
+
+
+def _delta_net_slices(name: str, value: torch.Tensor, config, tp: int, rank: int) -> list:
+    """Key heads with their values are together in the projections' rows; the convolution has all queries, all keys, all values."""
+    if "conv1d" not in name:
+        return [(name, name, [0] * value.dim(), value.chunk(tp, dim=int("out_proj" in name))[rank])]
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    parts = [part.chunk(tp)[rank] for part in value.split([keys, keys, len(value) - 2 * keys])]
+    starts = (0, len(parts[0]), 2 * len(parts[0]))
+    return [(name, name, [start, 0, 0], part) for start, part in zip(starts, parts, strict=True)]
 
 
 def _expert_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):
     """One expert's matrix, if the rank has that expert: gate (w1) above up (w3) in w13_weight, down (w2) in w2_weight."""
     path, _, rest = name.partition(".experts.")
     expert, kind, _ = rest.split(".")
-    here = config.num_local_experts // ep
+    here = getattr(config, "num_local_experts", None) or config.num_experts
+    here //= ep
     expert_tp, index = tp // ep, int(expert) - rank // (tp // ep) * here
     if not 0 <= index < here:
         return None

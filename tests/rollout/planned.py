@@ -3,7 +3,13 @@
 import torch
 
 from megarl.config.schema.models import LoraConfig
-from megarl.costs.engine import cache_bytes, engine_adapter_bytes, engine_weight_bytes, rotary_bytes
+from megarl.costs.engine import (
+    cache_bytes,
+    engine_adapter_bytes,
+    engine_weight_bytes,
+    rotary_bytes,
+    state_bytes,
+)
 from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig
 from megarl.weight_sync.layouts import EngineLayout
@@ -30,7 +36,8 @@ def planned(engine: EngineConfig, lora: LoraConfig | None = None) -> dict[str, i
         "weights": weights + adapters + rotary_bytes(model, context),
         "kv_cache": cache_bytes(
             model, layout, dtype, engine.max_total_tokens // groups, engine.max_num_seqs, context
-        ),
+        )
+        + state_bytes(model, layout, torch.float32, engine.max_num_seqs, "cpu"),
     }
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from megarl.costs.flops import model_flops
+from megarl.costs.speed import BACKWARD_RULE
+from megarl.models import read_model_config
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.dry_run import run_ranks
+from megarl.shadow.fla import backward_operations, forward_operations
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 
 WORKSPACE = "transformer_engine.pytorch.cpp_extensions.gemm"
@@ -131,6 +135,27 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
         assert workspaces == 32 * 1024**2 + 1024, (role, rank)
         assert report["released"] - workspaces < 1024**2, (role, rank, report["kept_by"])
         assert not any("get_dummy_wgrad" in line for (_, _, line), _ in report["kept_by"])
+
+
+@pytest.mark.parametrize(("recompute", "mtp"), [("null", "train"), ("full", "drop")])
+def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recompute: str, mtp: str) -> None:
+    """With flash-linear-attention's own code, whose kernels write into what it allocates."""
+    keys = [
+        *expert_overrides(delta_nets),
+        f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
+        f"actor_rollout_ref.model.mtp={mtp}",
+    ]
+    (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=2, num_processes=1)
+    for row in peaks([report], keys):
+        assert abs(row.difference) < 0.05, row
+    flops, net = model_flops(read_model_config(str(delta_nets))), read_model_config(str(delta_nets)).delta_net
+    assert net is not None
+    # Of actor and reference two micro-batches of 2,016 tokens each; two ranks have a half of each product.
+    tokens = 2 * 2 * 2016 / 2
+    assert report["flops"]["evaluate"] == pytest.approx(tokens * flops.forward(pairs=32), rel=0.01)
+    assert flops.layers[0].state == net.value_heads * forward_operations(net.key_dim, net.value_dim)
+    forward, backward = (operations(128, 128) for operations in (forward_operations, backward_operations))
+    assert pytest.approx(backward / forward, rel=0.01) == BACKWARD_RULE
 
 
 def test_layers_in_torch_run_on_the_cuda_branch_too(machine, model: Path) -> None:

@@ -87,6 +87,15 @@ CASES = [
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
         ),
     ),
+    # gated delta nets over tensor parallel ranks, a trained MTP layer, replayed routing
+    Case(
+        "qwen3_next", 4,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY, MTP,
+        ),
+        num_mtp_layers=1,
+    ),
     # latent attention over pipeline stages
     Case(
         "glm4_moe_lite", 2,
@@ -131,7 +140,8 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     replays = bool({REPLAY, RECORDED} & {*case.overrides})
     for step in steps(out):
         assert (step["actor/ratio_mean"], step["actor/ppo_kl"], step["actor/pg_clipfrac"]) == (1.0, 0.0, 0.0)
-        assert step["training/rollout_log_prob_diff_max"] < 2e-5
+        # Gated delta nets round more: an engine goes on from token to token, the trainer from chunk to chunk.
+        assert step["training/rollout_log_prob_diff_max"] < (1e-4 if case.family == "qwen3_next" else 2e-5)
         # In float32 engine, old log-probs and update choose the same experts themselves.
         assert step.get("actor/routing_changed") == (0.0 if replays else None)
         by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}
@@ -175,11 +185,12 @@ def assert_trained(before: Path, after: Path, layers: int | None, biases_move: b
     assert old.keys() == new.keys()
     same = {name for name in old if torch.equal(old[name], new[name])}
     repeated = (f"layers.{layers}.embed_tokens.weight", f"layers.{layers}.shared_head.head.weight")
+    predicting = (f"model.layers.{layers}.", "mtp.")
     assert same == {
         name
         for name in old
         if (name.endswith("e_score_correction_bias") and not biases_move)
-        or (name.startswith(f"model.layers.{layers}.") and not name.endswith(repeated))
+        or (layers is not None and name.startswith(predicting) and not name.endswith(repeated))
     }
 
 

@@ -33,7 +33,13 @@ def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             out[p + norm] = state[p + norm]
         latent = p + "self_attn.kv_b_proj.weight" in state
-        out |= (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
+        if p + "linear_attn.A_log" in state:
+            out |= _delta_net(state, hf, rank, p + "linear_attn.")
+        else:
+            attention = (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
+            if hf["model_type"] == "qwen3_next":  # its class takes the name away (load_weights)
+                attention = {name.replace(".self_attn", ""): value for name, value in attention.items()}
+            out |= attention
         mlp = p + ("block_sparse_moe." if hf["model_type"] == "minimax_m2" else "mlp.")
         routed = mlp + "gate.weight" in state
         out |= _mixture(state, hf, rank, mlp) if routed else _gated(state, rank.whole, mlp)
@@ -81,6 +87,20 @@ def _latent(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     return out
 
 
+def _delta_net(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
+    """models/qwen3_next.py, Qwen3GatedDeltaNet: rows of key heads; mamba_v2_sharded_weight_loader cuts queries, keys and values one by one."""
+    keys = hf["linear_num_key_heads"] * hf["linear_key_head_dim"]
+    convolution = state[p + "conv1d.weight"]
+    mixed = convolution.split([keys, keys, len(convolution) - 2 * keys])
+    out = {p + "conv1d.weight": torch.cat([_rows(part, rank.attention) for part in mixed])}
+    for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias", "A_log"):
+        out[p + name] = _rows(state[p + name], rank.attention)
+    return out | {
+        p + "norm.weight": state[p + "norm.weight"],
+        p + "out_proj.weight": _columns(state[p + "out_proj.weight"], rank.attention),
+    }
+
+
 def _gated(state: State, cut: tuple[int, int], p: str) -> State:
     names = ("w1", "w3", "w2") if p + "w1.weight" in state else ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (state[f"{p}{name}.weight"] for name in names)
@@ -97,6 +117,9 @@ def _mixture(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
             out[bias] = state[bias]
     if p + "shared_experts.up_proj.weight" in state:
         out |= _gated(state, rank.whole, p + "shared_experts.")
+    if p + "shared_expert.up_proj.weight" in state:
+        out |= _gated(state, rank.whole, p + "shared_expert.")
+        out[p + "shared_expert_gate.weight"] = state[p + "shared_expert_gate.weight"]
     numbers = torch.arange(len(state[p + "gate.weight"])).chunk(rank.expert_share[0])[rank.expert_share[1]]
     experts = [_gated(state, rank.inside_expert, f"{p}experts.{number}.") for number in numbers.tolist()]
     stacked = {"w13_weight": "gate_up_proj.weight", "w2_weight": "down_proj.weight"}

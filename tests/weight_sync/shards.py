@@ -26,7 +26,7 @@ class TinyModel:
     @property
     def decoder(self) -> dict[str, torch.Tensor]:
         """The tensors without those of MTP layers."""
-        extra = f"model.layers.{self.config.num_layers}."
+        extra = (f"model.layers.{self.config.num_layers}.", "mtp.")
         return {name: tensor for name, tensor in self.state.items() if not name.startswith(extra)}
 
 

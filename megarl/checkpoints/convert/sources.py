@@ -8,6 +8,7 @@ sharded separately, so all of the gate comes first there too. Beyond that:
 - layers are stacked (`decoder.layers.mlp.linear_fc2.weight` with a leading axis of layers), unless the layers differ
   or the caller that saves asks for numbered names (`non_homogeneous_layers`);
 - experts are stacked in an axis after that of layers, under `mlp.experts.experts.`;
+- of a gated delta net the parts of `in_proj` and of `conv1d` (`.query`, `.key`, `.value` and so on) are tensors of their own;
 - a layer's position among MTP layers stays in the name, with `transformer_layer` in place of `mtp_model_layer`.
 """
 
@@ -43,7 +44,9 @@ VOCAB_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 # Modules whose parameters are no Transformer Engine module's: they have no extra state in a checkpoint.
-_WITHOUT_EXTRA_STATE = re.compile(r"embedding\.word_embeddings|output_layer|value_head|.*\.mlp\.router")
+_WITHOUT_EXTRA_STATE = re.compile(
+    r"embedding\.word_embeddings|output_layer|value_head|.*\.mlp\.router|.*\.mlp\.shared_experts|.*\.self_attention(\.conv1d)?"
+)
 
 
 class GlobalTensor(NamedTuple):
@@ -93,11 +96,11 @@ def megatron_checkpoint(
         mtp=mtp,
     )
     for piece in everything:
-        local = piece.local.removeprefix("0:")
+        local, local_box = _in_section(piece.local.removeprefix("0:"), piece.local_box, config)
         key, at, extent = _global_place(local, config, stacked)
-        box = Box(at + piece.local_box.start, (1,) * len(at) + piece.local_box.size)
+        box = Box(at + local_box.start, (1,) * len(at) + local_box.size)
         pieces.append(Piece(piece.tensor, piece.box, key, box))
-        end = [a + n for a, n in zip(piece.local_box.start, piece.local_box.size, strict=True)]
+        end = [a + n for a, n in zip(local_box.start, local_box.size, strict=True)]
         ends[key] = [max(pair) for pair in zip(ends.get(key, end), end, strict=True)]
         places.setdefault(key, (extent, set()))[1].add(at)
     tensors = {
@@ -109,6 +112,24 @@ def megatron_checkpoint(
             tensors[key] = tensors[key]._replace(shape=padded)
     layout = Layout.by_rank("Megatron checkpoint", 1, lambda rank: pieces)
     return MegatronCheckpoint(layout, tensors, tuple(_extra_states(places, config)))
+
+
+def _in_section(local: str, box: Box, config: ModelConfig) -> tuple[str, Box]:
+    """A part of a parameter, as a gated delta net's sharded one by one are named and lie; others as they are."""
+    net = config.delta_net
+    module = local.rpartition("self_attention.")[2]
+    if net is None or module not in ("in_proj.weight", "conv1d.weight"):
+        return local, box
+    sections = {"query": net.keys, "key": net.keys, "value": net.values}
+    if module == "in_proj.weight":
+        sections |= {"z": net.values, "beta": net.value_heads, "alpha": net.value_heads}
+    first = box.start[0]
+    for name, rows in sections.items():
+        if first < rows:
+            assert first + box.size[0] <= rows, (local, box)
+            return f"{local}.{name}", Box((first, *box.start[1:]), box.size)
+        first -= rows
+    raise AssertionError((local, box))
 
 
 def _global_place(
@@ -137,7 +158,7 @@ def _extra_states(
     own = (".q_layernorm", ".k_layernorm") if config.qk_norm_all_heads else ()  # megarl's modules
     names: dict[str, None] = {}
     for key, (extent, indices) in places.items():
-        module = key.rpartition(".")[0]
+        module = key.partition(".weight.")[0] if ".weight." in key else key.rpartition(".")[0]
         if not _WITHOUT_EXTRA_STATE.fullmatch(module) and not module.endswith(own):
             for at in sorted(indices):
                 shard, total = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megarl.megatron.cpu import rotary
+from megarl.megatron.cpu import delta_net, rotary
 from megarl.megatron.cpu.attention import PackedAttention
 
 # RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4), with a backward pass of its own. On a CPU torch's own (2.13.0)
@@ -68,17 +68,23 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    """A norm's factor: the weight, or 1 + weight in float32."""
+    return weight.float() + 1 if zero_centered else weight
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """Stands for TENorm with normalization="RMSNorm"."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         assert config.normalization == "RMSNorm"
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.centered = config.layernorm_zero_centered_gamma
         # Under sequence parallelism each rank sees a part of the tokens: finalize_model_grads sums these.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, _factor(self.weight, self.centered), self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -90,6 +96,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         assert config.normalization == "RMSNorm"
         super().__init__(input_size, output_size, config=config, **arguments)
         self.eps = config.layernorm_epsilon
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.layer_norm_weight = torch.nn.Parameter(
             torch.ones(input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
@@ -97,7 +104,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.allreduce = True
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        normed = rms_norm(input_, self.layer_norm_weight, self.eps)
+        factor = _factor(self.layer_norm_weight, self.zero_centered_gamma)
+        normed = rms_norm(input_, factor, self.eps)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -241,18 +249,20 @@ class TorchTEProvider(LocalSpecProvider):
 def standing_in() -> Iterator[None]:
     """While this is active, Megatron's GPU specification, and models made of it, have the modules above.
 
-    Its rotary embedding is replaced for good: it is looked up whenever a model runs.
+    Its rotary embedding and the kernels of gated delta nets are replaced for good: they are looked up whenever a model runs.
     """
     rotary.install()
+    delta_net.install()
     stand_ins = [
         (gpt_layer_specs, "TESpecProvider", TorchTEProvider),
         (gpt_layer_specs, "TENorm", RMSNorm),
+        (experimental_attention_variant_module_specs, "TESpecProvider", TorchTEProvider),
         # Latent attention compares its projections with TELinear, and asks for the modules of a "backend",
         # when a layer is made, not when its specification is.
         (multi_latent_attention, "TELinear", DuplicatedLinear),
         (mla_qk_norm_config, "get_backend", lambda transformer_impl: TorchTEProvider()),
     ]
-    saved = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
+    saved = [(module, name, getattr(module, name, None)) for module, name, _ in stand_ins]
     for module, name, stand_in in stand_ins:
         setattr(module, name, stand_in)
     try:

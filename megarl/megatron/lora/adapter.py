@@ -437,7 +437,11 @@ def _as_slice(rows: Tensor, device: torch.device) -> Tensor | slice:
 def _normed(layer: torch.nn.Module, x: Tensor) -> Tensor:
     """The input that the layer's weight is multiplied with: some layers norm it first, with a frozen weight."""
     weight = getattr(layer, "layer_norm_weight", None)
-    return x if weight is None else rms_norm(x, (x.shape[-1],), weight, layer.eps)
+    if weight is None:
+        return x
+    if layer.zero_centered_gamma:
+        weight = 1 + weight
+    return rms_norm(x, (x.shape[-1],), weight, layer.eps)
 
 
 def _parameter(

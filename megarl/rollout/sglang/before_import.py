@@ -72,16 +72,19 @@ def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # into buffers that stay where they are, as CUDA graphs need them
         "OMP_NUM_THREADS": "1",  # of each TP rank
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # of gated delta nets' windows; else bfloat16 in a float32 model, too
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
     }
 
 
-def prepare_schedulers(environment: MutableMapping[str, str], packages: Path) -> None:
+def prepare_schedulers(environment: MutableMapping[str, str], packages: Path, dtype: str) -> None:
     """Change the environment of an engine's owner on GPUs before it starts schedulers, which inherit it.
 
     Args:
         packages: the folder in which torch is installed.
+        dtype: of the model.
     """
+    environment["SGLANG_MAMBA_CONV_DTYPE"] = dtype  # of gated delta nets' windows; else bfloat16
     for name in _ALLOCATOR:
         environment.pop(name, None)
     # torch_memory_saver is preloaded into the schedulers and needs libcudart before torch loads its own. Where ld.so finds none, it

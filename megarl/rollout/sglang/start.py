@@ -24,6 +24,7 @@ from megarl.config.model_fit import check_rollout_model
 from megarl.config.options import unknown_options
 from megarl.config.problems import raise_if_any
 from megarl.models import read_model_config
+from megarl.models.config import ENGINE_STATES
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.sglang.before_import import prepare_schedulers
 from megarl.util.memory import without_collection
@@ -97,6 +98,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
+        **_state_arguments(config, model),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
@@ -120,6 +122,14 @@ def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "enable_dp_attention": True,
         "enable_dp_lm_head": config.data_parallel_lm_head or bool(model.get("tie_word_embeddings")),
     }
+
+
+def _state_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The argument that says how many states of gated delta nets an engine has; else SGLang (0.5.21) gives them half of the cache's
+    memory, and runs as many requests as have states there."""
+    if "linear_num_key_heads" not in model:
+        return {}
+    return {"max_mamba_cache_size": ENGINE_STATES[config.device] * config.max_num_seqs}
 
 
 def _cache_tokens(config: EngineConfig, tokens: int | None) -> int | None:
@@ -302,7 +312,7 @@ def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.
     if config.device == "cuda":
         spec = find_spec("torch")
         assert spec is not None and spec.origin is not None
-        prepare_schedulers(os.environ, Path(spec.origin).parents[1])
+        prepare_schedulers(os.environ, Path(spec.origin).parents[1], config.dtype)
     arguments = server_arguments(config, model)
     try:
         engine = start_sglang(arguments, config.start_timeout)

@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen2_tied": {"family": "qwen2", "tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {},
+    "qwen3_next": {},
     "deepseek_v3": {},
     "glm4_moe": {},
     "glm4_moe_lite": {},
@@ -40,6 +41,9 @@ CASES = [
     ("qwen3", "tp2pp2"),
     ("qwen3_moe", "alone"),
     ("qwen3_moe", "tp2ep4"),
+    ("qwen3_next", "alone"),
+    ("qwen3_next", "tp2ep4"),
+    ("qwen3_next", "pp2ep2_uneven"),
     ("deepseek_v3", "tp2pp2"),
     ("deepseek_v3", "pp2ep2_uneven"),
     ("glm4_moe", "pp2vpp2dp2"),
@@ -128,7 +132,7 @@ def test_megatron_finds_the_common_state_in_its_old_and_its_new_place(tmp_path):
     )  # Megatron-LM reorders rows of linear_qkv in what is older than 2
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 2)])
+@pytest.mark.parametrize(("family", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 2), ("qwen3_next", 1)])
 def test_megatron_loads_multi_token_prediction_layers(ranks, tmp_path, family, num_layers):
     model = make(tmp_path / "hf", family, num_layers)
     convert(model, str(tmp_path / "converted"))
@@ -145,7 +149,8 @@ def test_megatron_loads_multi_token_prediction_layers(ranks, tmp_path, family, n
         mtp=True,
     )
     assert {piece.local for piece in pieces} == parameters.keys()
-    assert sum(".layers.4." in piece.tensor for piece in pieces) > 20  # the first layer after the model's own
+    later = "mtp." if family == "qwen3_next" else "model.layers.4."  # the first layer after the model's own
+    assert sum(piece.tensor.startswith(later) for piece in pieces) > 20
     for piece in pieces:
         values = parameters[piece.local][piece.local_box.slices]
         assert torch.equal(values, weights[piece.tensor][piece.box.slices]), piece

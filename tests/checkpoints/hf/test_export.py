@@ -27,7 +27,8 @@ def export(source, target, layout, dtype=torch.float32, ranks=None, **options):
 
 @pytest.mark.parametrize("mtp", [False, True])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+    "family",
+    ["llama", "qwen2", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"],
 )
 @pytest.mark.parametrize(
     "layout",
@@ -60,8 +61,9 @@ def test_kept_prediction_layers_repeat_the_trained_embedding(tmp_path, tiny_mode
     assert torch.equal(written[unchanged], model.state[unchanged])
 
 
-def test_trained_prediction_layers_are_exported(tmp_path, tiny_model):
-    model, layout = tiny_model("glm4_moe"), ParallelLayout(world=4, tp=2, pp=2)
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_trained_prediction_layers_are_exported(tmp_path, tiny_model, family):
+    model, layout = tiny_model(family), ParallelLayout(world=4, tp=2, pp=2)
     ranks = load_all(model.folder, layout, mtp=True)
     for rank in ranks:
         for tensor in rank.values():

@@ -1,6 +1,7 @@
 """Reading checkpoints: what is refused, value heads, float8, layers that are dropped."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -132,14 +133,18 @@ def test_scales_that_are_missing_or_without_a_weight_are_named(tmp_path, tiny_mo
         check_hf_weights(str(folder), read_model_config(str(folder)))
 
 
-def test_prediction_layers_may_be_missing_unless_they_are_wanted(tmp_path, tiny_model):
-    folder = shutil.copytree(tiny_model("glm4_moe").folder, tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("family", "projection"),
+    [("glm4_moe", "model.layers.4.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")],
+)
+def test_prediction_layers_may_be_missing_unless_they_are_wanted(tmp_path, tiny_model, family, projection):
+    folder = shutil.copytree(tiny_model(family).folder, tmp_path / "hf")
     config = read_model_config(str(folder))
     assert config.num_mtp_layers == 1
     check_hf_weights(str(folder), config, mtp=True)
-    change_tensors(folder, lambda tensors: tensors.pop("model.layers.4.eh_proj.weight"))
+    change_tensors(folder, lambda tensors: tensors.pop(projection))
     check_hf_weights(str(folder), config)
-    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight is missing"):
+    with pytest.raises(ValueError, match=rf"{re.escape(projection)} is missing"):
         check_hf_weights(str(folder), config, mtp=True)
 
 

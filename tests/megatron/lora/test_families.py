@@ -162,17 +162,18 @@ USUAL = [
     ("glm4_moe", "some rows", "uneven_pp2"),
     (DIRECT, "patterns", "pp2_vpp2_ep2"),
     ("minimax_m2", "plain", "tp2_sp_ep2_etp2"),
+    ("qwen3_next", "plain", "tp2_sp_ep2_etp2"),
     ("llama", "shared_a", "tp2_sp_cp2"),
     ("qwen2", "first layer", "pp2"),
 ]
 _DENSE, _EXPERTS = (
     ("llama", "qwen3"),
-    ("deepseek_v3", DIRECT, "kimi_k2", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    ("deepseek_v3", DIRECT, "kimi_k2", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
 )
 GRIDS = [
     *[(name, "plain", layout) for name in _DENSE for layout in ("tp2_sp_pp2", "pp2_vpp2", "tp2_sp_cp2", "uneven_pp3")],
     *[(name, "plain", layout) for name in _EXPERTS for layout in EXPERT_GRID],
-    *[(name, "dora", layout) for name in ("qwen3", "qwen3_moe", "deepseek_v3", DIRECT, "glm4_moe")
+    *[(name, "dora", layout) for name in ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", DIRECT, "glm4_moe")
       for layout in ("pp2", "tp2_sp", "cp2")],
     *[(name, kind, layout) for name in ("deepseek_v3", "qwen3_moe") for kind in ("groups", "shared dora groups", "last experts")
       for layout in ("ep2_dp4", "tp2_sp_etp2", "tp2_sp_cp2_ep4", "pp2_vpp2_ep2")],
@@ -224,6 +225,7 @@ def test_stages_without_adapters(
         ("qwen3_moe", "routers", "cp2_ep2"),
         pytest.param("deepseek_v3", "plain", "tp2_sp_ep2_etp2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "shared dora groups", "tp2_sp_ep2", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "dora", "tp2_sp_etp2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", "some rows", "cp2_ep2", marks=pytest.mark.slow),
     ],
 )
@@ -234,11 +236,13 @@ def test_every_gradient_is_the_oracles(
     case = case_of(name, kind)
     expected = case.oracle.gradients
     seen = {name: torch.zeros_like(gradient, dtype=torch.bool) for name, gradient in expected.items()}
+    # Gated delta nets round more, here and in Hugging Face's model (tests/megatron/test_prediction.py).
+    atol = 1e-5 if name == "qwen3_next" else 1e-6
     for pieces in check(ranks, case, layout, distributed=False):
         for piece, gradient in pieces:
             wanted = expected[piece.tensor][piece.box.slices]
             torch.testing.assert_close(
-                gradient, wanted, rtol=1e-4, atol=1e-6, msg=lambda m, p=piece: f"{p}: {m}"
+                gradient, wanted, rtol=1e-4, atol=atol, msg=lambda m, p=piece: f"{p}: {m}"
             )
             seen[piece.tensor][piece.box.slices] = True
     assert not [name for name, covered in seen.items() if not covered.all()]

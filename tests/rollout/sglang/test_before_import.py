@@ -27,18 +27,24 @@ def test_the_memory_saver_finds_the_runtime_that_torch_has(tmp_path: Path):
     (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
     environment = {"LD_LIBRARY_PATH": f"/toolkit/lib{os.pathsep}"}
     for _ in range(2):
-        prepare_schedulers(environment, tmp_path)
-        assert environment == {"LD_LIBRARY_PATH": f"/toolkit/lib{os.pathsep}{folder}"}
+        prepare_schedulers(environment, tmp_path, "bfloat16")
+        assert environment["LD_LIBRARY_PATH"] == f"/toolkit/lib{os.pathsep}{folder}"
     environment = {}
-    prepare_schedulers(environment, tmp_path / "no")
-    assert environment == {}
+    prepare_schedulers(environment, tmp_path / "no", "bfloat16")
+    assert "LD_LIBRARY_PATH" not in environment
+
+
+def test_windows_of_gated_delta_nets_have_the_models_type():
+    environment: dict[str, str] = {}
+    prepare_schedulers(environment, Path("/no"), "float16")
+    assert environment == {"SGLANG_MAMBA_CONV_DTYPE": "float16"}
 
 
 def test_the_allocator_does_not_map_memory_beneath_the_saver():
     settings = dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True")
     environment = {**settings, "HOME": "/home"}
-    prepare_schedulers(environment, Path("/no"))
-    assert environment == {"HOME": "/home"}
+    prepare_schedulers(environment, Path("/no"), "bfloat16")
+    assert not settings.keys() & environment.keys() and environment["HOME"] == "/home"
 
 
 ROOT = Path(__file__).resolve().parents[3]

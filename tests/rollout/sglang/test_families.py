@@ -26,6 +26,7 @@ TP, NUM_TOKENS = 2, 12
 EXPERT_PARALLEL = {
     "qwen3": 1,
     "qwen3_moe": 2,
+    "qwen3_next": 2,
     "deepseek_v3": 2,
     "glm4_moe": 2,
     "glm4_moe_lite": 2,
@@ -33,6 +34,7 @@ EXPERT_PARALLEL = {
 }
 ALWAYS = (
     "qwen3_moe",
+    "qwen3_next",
     "deepseek_v3",
     "minimax_m2",
 )  # all that is special in the others is in one of these, too
@@ -56,7 +58,7 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
         family=family,
         vocab_size=330,
         hidden_size=64,
-        num_layers=3,
+        num_layers=4 if family == "qwen3_next" else 3,  # its fourth is the first with attention
         ffn_hidden_size=80,
         max_position_embeddings=128,
         seed=seed,
@@ -92,7 +94,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the model's file, without those of its MTP layer, which no engine holds."""
     layers = AutoConfig.from_pretrained(folder).num_hidden_layers
     tensors = load_file(folder / "model.safetensors")
-    return {name: value for name, value in tensors.items() if not name.startswith(f"model.layers.{layers}.")}
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith((f"model.layers.{layers}.", "mtp."))
+    }
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -51,6 +53,7 @@ _FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
@@ -77,7 +80,9 @@ def make_tiny_model(
     ffn_hidden_size: int = 384,
     tie_word_embeddings: bool = False,
     max_position_embeddings: int = 1024,
-    family: Literal["qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2"] = "qwen2",
+    family: Literal[
+        "qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss"
+    ] = "qwen2",
     num_mtp_layers: int = 0,
     head: Literal["lm", "score"] = "lm",
     seed: int = 0,
@@ -174,6 +179,12 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
     if family == "glm4_moe":
         return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
+    if family == "gpt_oss":
+        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
+                "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": positions // 4}  # fmt: skip
+        gated = {"swiglu_limit": 7.0, "sliding_window": 8}
+        return {**wide_heads, **gated, "intermediate_size": ffn // 4, "num_local_experts": 8, "num_experts_per_tok": 2,
+                "rope_parameters": yarn}  # fmt: skip
     if family not in _LATENT:
         return {}
     latent = {
@@ -207,6 +218,8 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
         for name, vector in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
                 vector.normal_(0.0, _BIAS_STD)
+            elif name.endswith("sinks"):
+                vector.normal_()
             elif name.endswith("norm.weight"):
                 vector.normal_(1.0, _NORM_STD)
     # Checkpoints keep the bias of a router's choice in float32.

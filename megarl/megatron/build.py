@@ -22,6 +22,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
@@ -270,12 +271,24 @@ def _build_chunk(
             **rope_arguments(config),
         )
     forget_routings(model)
+    _settle_sinks(model)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:
         model.output_layer = None
         model.value_head = _value_head(settings)
     return model
+
+
+def _settle_sinks(model: GPTModel) -> None:
+    """Have attention's sinks in the model's type, and said to be cut over tensor parallel ranks.
+
+    Transformer Engine (2.18) makes them in float32 and says nothing; a gradient's norm would have those of the first rank alone.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(".softmax_offset"):
+            parameter.data = parameter.data.to(model.config.params_dtype)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def _value_head(settings: TransformerConfig) -> torch.nn.Linear:

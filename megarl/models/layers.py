@@ -46,6 +46,12 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
                     )
                 )
     table.append(_output(hidden, queries))
+    if config.output_bias:
+        name = "self_attn.o_proj.bias"
+        table.append(Weight(name, (hidden,), None, "self_attention.linear_proj.bias", name))
+    if config.sinks:
+        heads, name = config.num_attention_heads, "self_attn.sinks"
+        table.append(Weight(name, (heads,), ROWS, "self_attention.core_attention.softmax_offset", name))
     for norm, megatron in (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")) if config.qk_norm else ():
         name = f"self_attn.{norm}.weight"
         table.append(Weight(name, (dim,), None, f"self_attention.{megatron}.weight", name))
@@ -105,10 +111,13 @@ def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     if moe is None or not is_mixture(config, layer):
         norm = Weight(_MLP_NORM, (hidden,), None, "mlp.linear_fc1.layer_norm_weight", _MLP_NORM)
         return [norm, *_gated("mlp.", hidden, config.ffn_hidden_size)]
+    router = "mlp.router" if config.family == "gpt_oss" else "mlp.gate"
     table = [
         Weight(_MLP_NORM, (hidden,), None, "pre_mlp_layernorm.weight", _MLP_NORM),
-        Weight("mlp.gate.weight", (moe.num_experts, hidden), None, "mlp.router.weight", "mlp.gate.weight"),
+        Weight(f"{router}.weight", (moe.num_experts, hidden), None, "mlp.router.weight", f"{router}.weight"),
     ]
+    if moe.biases:
+        table.append(Weight(f"{router}.bias", (moe.num_experts,), None, "mlp.router.bias", f"{router}.bias"))
     if moe.expert_bias:
         bias = "mlp.gate.e_score_correction_bias"
         table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
@@ -126,7 +135,20 @@ def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[
         megatron = (f"mlp.experts.linear_fc1.weight{index}", f"mlp.experts.linear_fc2.weight{index}")
         sglang = ("mlp.experts.w13_weight", "mlp.experts.w2_weight")
         name = f"mlp.experts.{rank * count + index}."
-        yield _gated(name, config.hidden_size, moe.ffn_hidden_size, megatron, sglang)
+        table = _gated(name, config.hidden_size, moe.ffn_hidden_size, megatron, sglang)
+        yield [*table, *_biases(table)] if moe.biases else table
+
+
+def _biases(projections: list[Weight]) -> Iterator[Weight]:
+    """The biases of an expert's projections; that of a projection that is cut by columns is whole on every rank."""
+    for weight in projections:
+        yield Weight(
+            weight.name.removesuffix("weight") + "bias",
+            weight.shape[:1],
+            ROWS if weight.cut == ROWS else None,
+            weight.megatron.replace(".weight", ".bias"),
+            f"{weight.sglang}_bias",
+        )
 
 
 def _gated(

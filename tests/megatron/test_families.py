@@ -14,6 +14,7 @@ import torch
 from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
+    GptOssForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
@@ -80,6 +81,7 @@ FAMILIES = {
         {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
+    "gpt_oss": Family("gpt_oss", GptOssForCausalLM, {"num_experts_per_tok": 3}),
 }
 
 

@@ -18,13 +18,22 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.megatron.shared_prompts import attend_shared
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's `core_attention`: softmax(q k^T * scale) v, causal within each packed sequence."""
+    """Megatron's `core_attention`: softmax(q k^T * scale) v, causal within each packed sequence.
+
+    With `softmax_type` "learnable" each head has a sink, a learnt logit that takes part in its softmax and that no value belongs to
+    (Agarwal et al. 2025, arXiv:2508.10925, section 2.2); as in Transformer Engine it is the parameter `softmax_offset` [heads of this rank].
+    In layers with a window a query attends to so many positions before its own.
+    """
 
     def __init__(
         self,
@@ -42,6 +51,15 @@ class PackedAttention(MegatronModule):
         self.cp_group = (
             pg_collection.cp if pg_collection is not None else parallel_state.get_context_parallel_group()
         )
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.before: int | None = config.window_size[0] if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            )
+        self._tp_group = pg_collection.tp if pg_collection is not None else None
 
     def forward(
         self,
@@ -62,6 +80,8 @@ class PackedAttention(MegatronModule):
         lengths = _padded_lengths(packed_seq_params)
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         assert sum(lengths) == len(query) * cp, f"{lengths} do not add up to {len(query)} x {cp} tokens"
+        if self.softmax_offset is not None or self.before is not None:
+            return self._forward_in_full(query, key, value, lengths)
         shared = getattr(packed_seq_params, "shared", None)
         if shared is not None:  # a prompt is computed once for several trajectories
             return attend_shared(self._attend, query, key, value, lengths, shared).flatten(1)
@@ -92,6 +112,62 @@ class PackedAttention(MegatronModule):
                 self._attend_zigzag(q, k, v, cp, rank) for q, k, v in zip(queries, keys, values, strict=True)
             ]
         return torch.cat(outputs).flatten(1)
+
+    def _forward_in_full(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
+        """`forward` with sinks or a window: all scores of a sequence exist at one time."""
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        if cp == 1:
+            parts = (part.split(lengths) for part in (query, key, value))
+            positions = [torch.arange(length, device=query.device) for length in lengths]
+            sequences = zip(*parts, positions, strict=True)
+        else:
+            keys, values = (self._gather_sequences(part, lengths) for part in (key, value))
+            positions = []
+            for length in lengths:
+                halves = torch.arange(length, device=query.device).chunk(2 * cp)
+                positions.append(torch.cat((halves[rank], halves[2 * cp - 1 - rank])))
+            queries = query.split([length // cp for length in lengths])
+            sequences = zip(queries, keys, values, positions, strict=True)
+        return torch.cat([self._attend_in_full(*sequence) for sequence in sequences]).flatten(1)
+
+    def _attend_in_full(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """One sequence's queries [n, heads, dim] at `positions` [n] of it, its keys and values [length, groups, dim] -> as query."""
+        heads, groups = query.shape[1], key.shape[1]
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        # [groups, heads of a group, n, length]
+        scores = torch.einsum("ngqd,lgd->gqnl", query.unflatten(1, (groups, -1)) * scale, key)
+        before = positions[:, None] - torch.arange(len(key), device=key.device)
+        hidden = before < 0 if self.before is None else (before < 0) | (before > self.before)
+        scores = scores.masked_fill(hidden, -torch.inf).float()
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(-1, -1, len(query), 1)
+            weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        output = torch.einsum("gqnl,lgd->ngqd", weights.to(value.dtype), value)
+        return output.reshape(len(query), heads, -1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """For distributed checkpoints, as Transformer Engine's: heads' sinks are cut over tensor parallel ranks."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def _attend(
         self,

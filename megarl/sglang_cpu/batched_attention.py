@@ -123,6 +123,7 @@ def attend(
     mask: torch.Tensor,
     scale: float | None,
     same_bits: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence.
 
@@ -132,6 +133,7 @@ def attend(
         mask: [n, 1, 1, padded].
         same_bits: whether the result must have the bits of the token's attention within a prompt. If not, query rows are not padded:
             a group has few heads, and most rows would be padding.
+        sinks: [heads], logits in the heads' softmax that no value belongs to.
 
     Returns:
         [n, heads, value dim].
@@ -139,22 +141,38 @@ def attend(
     n, heads, dim = query.shape
     num_kv = keys.shape[2]
     rows = query.view(n, num_kv, heads // num_kv, dim)
-    out = _attention(rows, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, same_bits)
+    by_group = None if sinks is None else sinks.view(num_kv, -1)
+    out = _attention(rows, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, same_bits, by_group)
     return out.reshape(n, heads, values.shape[3])
 
 
+def within(group: Group, window: int) -> torch.Tensor:
+    """The mask of a group whose new tokens attend to `window` tokens before them."""
+    hidden = group.mask.isinf()
+    newest = (~hidden).sum(-1, keepdim=True) - 1
+    return group.mask.masked_fill(torch.arange(hidden.shape[-1]) < newest - window, float("-inf"))
+
+
 def attend_prompts(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the new tokens of sequences of one length, whose first tokens, equally many, may have been cached.
 
     Args:
         query: [n, new, heads, dim].
         keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; including the new tokens.
+        window: how many tokens before it a token attends to; None: all.
+        sinks: as of `attend`.
 
     Returns:
         [n, new, heads, value dim].
     """
+    by_head = None if sinks is None else sinks[:, None]
     length = keys.shape[1]
     cached = length - query.shape[1]
     width = max(query.shape[3], values.shape[3])
@@ -162,12 +180,14 @@ def attend_prompts(
     parts = []
     for first, end in prompt_blocks(cached, length):
         num_keys = padded_length(end)
-        hidden = (
-            torch.arange(num_keys) > torch.arange(first, first + padded_rows(end - first, width))[:, None]
-        )
+        positions = torch.arange(first, first + padded_rows(end - first, width))[:, None]
+        hidden = torch.arange(num_keys) > positions
+        if window is not None:
+            hidden |= torch.arange(num_keys) < positions - window
         mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
         k, v = (pad(x[:, :, :end], num_keys, x.shape[3]) for x in (keys, values))
-        parts.append(_attention(query[:, :, first - cached : end - cached], k, v, mask, scale))
+        rows = query[:, :, first - cached : end - cached]
+        parts.append(_attention(rows, k, v, mask, scale, sinks=by_head))
     return torch.cat(parts, 2).transpose(1, 2)
 
 
@@ -238,19 +258,36 @@ def _attention(
     mask: torch.Tensor,
     scale: float | None,
     same_bits: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim]."""
+    """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim].
+
+    sinks: [heads, rows or 1]. With l the logarithm of the sum of a row's exp(score), its output without a sink is multiplied by
+    exp(l) / (exp(l) + exp(sink)).
+    """
     rows, dim, value_dim = query.shape[2], query.shape[3], values.shape[3]
     width = max(dim, value_dim)  # latent attention's values are narrower, which torch's kernel does not take
-    out = torch.nn.functional.scaled_dot_product_attention(
+    padded = (
         pad(query, padded_rows(rows, width) if same_bits else rows, width),
         pad(keys, keys.shape[2], width),
         pad(values, values.shape[2], width),
-        attn_mask=mask,
-        scale=dim**-0.5 if scale is None else scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
     )
-    return out[:, :, :rows, :value_dim]
+    scale = dim**-0.5 if scale is None else scale
+    if sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *padded, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
+        )
+        return out[:, :, :rows, :value_dim]
+    heads = query.shape[1] // keys.shape[1]
+    if heads > 1:
+        padded = (padded[0], *(part.repeat_interleave(heads, 1) for part in padded[1:]))
+    mask = mask.expand(len(query), query.shape[1], padded[0].shape[2], -1)
+    # The kernel that torch's attention is on a CPU; this way it gives the sums, too (torch 2.13.0).
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *padded, attn_mask=mask, scale=scale
+    )
+    share = torch.sigmoid(sums[:, :, :rows].float() - sinks.float())
+    return (out[:, :, :rows, :value_dim] * share[..., None]).to(query.dtype)
 
 
 def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -97,6 +97,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
+        **({"disable_hybrid_swa_memory": True} if "sliding_window" in model else {}),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }

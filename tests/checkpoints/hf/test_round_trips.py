@@ -16,7 +16,7 @@ from tests.weight_sync.shards import empty_shards, load_all, run_plan
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
 TIED_FAMILIES = (*DENSE_FAMILIES, "deepseek_v3", "kimi_k2")
-FAMILIES = (*DENSE_FAMILIES, "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2")
+FAMILIES = (*DENSE_FAMILIES, "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss")
 
 LAYOUTS = {
     "tp1": ParallelLayout(world=1),

@@ -171,7 +171,7 @@ class ServedModel:
 
     def step_operations(self, batch: float, context: float) -> float:
         """Operations of a rank in a step of `batch` texts."""
-        pairs = sum(layer.decode_pair for layer in self.flops.layers) * context
+        pairs = sum(layer.decode_pair * min(context, layer.window or context) for layer in self.flops.layers)
         return self._tokens(batch) * (2 * self.flops.active + pairs) / self.layout.tp
 
     def prefill_operations(self, prompts: float, length: float) -> float:

@@ -15,6 +15,7 @@ from megarl.models.shards import Shapes
 from megarl.models.table import EMBEDDING
 
 _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
@@ -28,6 +29,7 @@ class LayerFlops:
             attention works on the latent keys and values themselves.
         is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.
         mlp: weights of these or of that, which are among the dense ones; up: of latent attention's projections to heads, likewise.
+        window: tokens, itself among them, that a token attends to; None: all before it.
     """
 
     dense: int
@@ -39,10 +41,18 @@ class LayerFlops:
     shared: bool
     mlp: int = 0
     up: int = 0
+    window: int | None = None
+
+    def attended(self, pairs: float) -> float:
+        """Tokens that a token attends to in this layer, on the average of a text in which it would be `pairs` (`causal_pairs`)."""
+        length, window = 2 * pairs - 1, self.window
+        if window is None or length <= window:
+            return pairs
+        return window - window * (window - 1) / (2 * length)
 
     def forward(self, pairs: float) -> float:
-        """Operations of a token that attends to `pairs` tokens."""
-        return 2 * (self.dense + self.active) + self.pair * pairs
+        """Operations of a token that attends to `pairs` tokens, where no window ends before."""
+        return 2 * (self.dense + self.active) + self.pair * self.attended(pairs)
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
             experts[layer] += prod(shape)
             continue
         dense[layer] += prod(shape)
-        if found[2].startswith("mlp.") and found[2] != "mlp.gate.weight":
+        if found[2].startswith("mlp.") and found[2] not in _ROUTERS:
             mlp[layer] += prod(shape)
         elif config.mla is not None and found[2] in _UP:
             up[layer] += prod(shape)
@@ -107,7 +117,8 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
     for layer, number in experts.items():
         # Every expert has the same share.
         active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
-        of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer])
+        window = config.window if layer in config.window_layers else None
+        of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer], window)
         layers.append(LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer))
     return tuple(layers)
 

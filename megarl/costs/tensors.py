@@ -24,6 +24,7 @@ _BUFFER = ".router.expert_bias"  # a weight of the table that is no parameter
 # buffer, and so which rank's part has it, depends on their order.
 _MODULES = (
     "input_layernorm.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",
@@ -42,7 +43,7 @@ _MODULES = (
     "mlp.shared_experts.linear_fc1.",
     "mlp.shared_experts.linear_fc2.",
 )
-_TENSORS = ("weight", "bias", "layer_norm_weight")
+_TENSORS = ("weight", "bias", "layer_norm_weight", "softmax_offset")
 _IN_A_LAYER = re.compile(
     r"(\d+:(?:decoder\.layers\.\d+\.|mtp\.layers\.\d+\.mtp_model_layer\.))(.*\.)([a-z_]+)(\d*)"
 )
@@ -216,7 +217,7 @@ def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
             around = (tensor.chunk, part, int(predicts[1]), _IN_PREDICTION.index(predicts[2]), place)
         if found is None:
             return around
-        return *around, _MODULES.index(found[2]), _TENSORS.index(found[3]), int(found[4] or 0)
+        return *around, _MODULES.index(found[2]), int(found[4] or 0), _TENSORS.index(found[3])
 
     return sorted(weights, key=key)
 

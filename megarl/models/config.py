@@ -83,7 +83,8 @@ class ModelConfig:
         ffn_hidden_size: width of the dense MLP (of the layers that have one).
         head_dim: of GQA; with MLA the width of a query head, qk_nope_head_dim + qk_rope_head_dim.
         rope_scaling: None, {"rope_type": "llama3", "factor"} or {"rope_type": "yarn", "factor",
-            "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}.
+            "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}, and "truncate": False where the bounds of yarn's ramp
+            are not rounded.
         rotary_percent: share of `head_dim` that rotates (GQA only).
         num_mtp_layers: multi-token prediction layers that the model's checkpoint has after its `num_layers`.
         fp8_block: rows and columns of a block of weights that share a scale, in a checkpoint in float8; None: not
@@ -200,7 +201,7 @@ def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
         "beta_slow": rope.number("beta_slow", 1.0),
         "mscale": rope.number("mscale", 0.0, zero=True),
         "mscale_all_dim": rope.number("mscale_all_dim", 0.0, zero=True),
-        "truncate": truncate,
+        **({} if truncate else {"truncate": False}),
     }
 
 

@@ -78,10 +78,17 @@ def linear_weights(config: ModelConfig) -> Shapes:
 
 
 def adaptable_weights(config: ModelConfig) -> Shapes:
-    """The weights that may have adapters: linear layers' and routers'."""
+    """The weights that may have adapters: linear layers' and routers'.
+
+    gpt-oss's experts have none: in its files and for PEFT 0.21 they are parameters of a layer, not layers, which "all-linear" leaves out there,
+    too.
+    """
     linear, end = linear_weights(config), f".mlp.{_ROUTER}.weight"
+    whole = config.moe is not None and config.moe.biases
     return {
-        name: shape for name, shape in logical_tensors(config).items() if name in linear or name.endswith(end)
+        name: shape
+        for name, shape in logical_tensors(config).items()
+        if (name in linear and not (whole and ".experts." in name)) or name.endswith(end)
     }
 
 

@@ -117,6 +117,36 @@ def test_facts_of_mixtures(tmp_path):
     assert (kimi.family, kimi.architecture, kimi.num_mtp_layers) == ("kimi_k2", "DeepseekV3ForCausalLM", 0)
 
 
+def test_facts_of_gpt_oss(tmp_path):
+    config = read_published(tmp_path, "gpt-oss-120b")
+    assert (config.qkv_bias, config.output_bias, config.sinks, config.qk_norm) == (True, True, True, False)
+    assert (config.window, config.window_layers) == (128, tuple(range(0, 36, 2)))
+    assert (config.moe.num_experts, config.moe.top_k, config.moe.biases, config.moe.clamp) == (
+        128,
+        4,
+        True,
+        7,
+    )
+    assert config.rope_scaling["truncate"] is False and config.fp8_block is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"swiglu_limit": 5.0}, r"swiglu_limit=5\.0 changes the computation"),
+        ({"swiglu_limit": None}, r"swiglu_limit=None changes the computation"),
+        ({"attention_bias": False}, "attention_bias=False changes the computation"),
+        ({"layer_types": ["full_attention"]}, "for each of the 24 layers, found 1 of them"),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 12}, "found .'chunked_attention'. among them"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' is not supported; supported: mxfp4"),
+        ({"sliding_window": None}, "lacks sliding_window"),
+    ],
+)  # fmt: skip
+def test_gpt_oss_with_other_facts_is_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        read_published(tmp_path, "gpt-oss-20b", **fields)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

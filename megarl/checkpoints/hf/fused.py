@@ -148,5 +148,5 @@ def _fused(stored: str, parts: Mapping[str, Tensor]) -> Tensor:
     fused = first.new_empty((count, *rest, out))
     for expert in range(count):
         for at, name in enumerate(names):
-            fused[expert, ..., at :: len(names)] = parts[f"{layer}.{expert}.{name}.{kind}"].T
+            fused[expert, ..., at :: len(names)] = parts[f"{layer}.{expert}.{name}.{kind}"].movedim(0, -1)
     return fused

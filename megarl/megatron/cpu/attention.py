@@ -116,7 +116,7 @@ class PackedAttention(MegatronModule):
     def _forward_in_full(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
-        """`forward` with sinks or a window: all scores of a sequence exist at one time."""
+        """`forward` with sinks or a window: all scores of a sequence exist at one time, and none is kept for the backward pass."""
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp == 1:
             parts = (part.split(lengths) for part in (query, key, value))
@@ -136,20 +136,10 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """One sequence's queries [n, heads, dim] at `positions` [n] of it, its keys and values [length, groups, dim] -> as query."""
-        heads, groups = query.shape[1], key.shape[1]
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        # [groups, heads of a group, n, length]
-        scores = torch.einsum("ngqd,lgd->gqnl", query.unflatten(1, (groups, -1)) * scale, key)
         before = positions[:, None] - torch.arange(len(key), device=key.device)
         hidden = before < 0 if self.before is None else (before < 0) | (before > self.before)
-        scores = scores.masked_fill(hidden, -torch.inf).float()
-        if self.softmax_offset is not None:
-            sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(-1, -1, len(query), 1)
-            weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        output = torch.einsum("gqnl,lgd->ngqd", weights.to(value.dtype), value)
-        return output.reshape(len(query), heads, -1)
+        return _Attention.apply(query, key, value, self.softmax_offset, hidden, scale)
 
     def sharded_state_dict(
         self,
@@ -217,6 +207,61 @@ class PackedAttention(MegatronModule):
             halves = [by_rank[rank][index].chunk(2) for rank in range(cp)]
             sequences.append(torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)]))
         return sequences
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of one sequence with a mask and sinks. Its backward pass makes the scores anew, from the rows' sums (Dao et al. 2022,
+    arXiv:2205.14135, algorithm 4); a sink is a key whose value is 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        hidden: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """query: [n, heads, dim]; key, value: [length, groups, dim]; sinks: [heads]; hidden: bool [n, length] -> as query."""
+        scores = _scores(query, key, hidden, scale)
+        sums = scores.logsumexp(-1)  # [groups, heads of a group, n]
+        if sinks is not None:
+            sums = torch.logaddexp(sums, _by_row(sinks, sums))
+        weights = scores.sub_(sums[..., None]).exp_().to(value.dtype)
+        output = torch.einsum("gqnl,lgd->ngqd", weights, value).reshape(query.shape)
+        ctx.save_for_backward(query, key, value, sinks, hidden, sums, output)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, hidden, sums, output = ctx.saved_tensors
+        groups, kind = key.shape[1], query.dtype
+        weights = _scores(query, key, hidden, ctx.scale).sub_(sums[..., None]).exp_()
+        split = grad.unflatten(1, (groups, -1))  # [n, groups, heads of a group, dim]
+        along = (grad.float() * output.float()).sum(-1).T.unflatten(0, (groups, -1))  # as the sums
+        grad_value = torch.einsum("gqnl,ngqd->lgd", weights.to(kind), split)
+        grad_scores = torch.einsum("ngqd,lgd->gqnl", split, value).float().sub_(along[..., None])
+        grad_scores = grad_scores.mul_(weights).mul_(ctx.scale).to(kind)
+        grad_query = torch.einsum("gqnl,lgd->ngqd", grad_scores, key).reshape(query.shape)
+        grad_key = torch.einsum("gqnl,ngqd->lgd", grad_scores, query.unflatten(1, (groups, -1)))
+        grad_sinks = None
+        if sinks is not None:
+            shares = (_by_row(sinks, sums) - sums).exp_()
+            grad_sinks = -(shares * along).sum(-1).flatten().to(sinks.dtype)
+        return grad_query, grad_key, grad_value, grad_sinks, None, None
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+    """float32 [groups, heads of a group, n, length]; -inf where `hidden`."""
+    scores = torch.einsum("ngqd,lgd->gqnl", query.unflatten(1, (key.shape[1], -1)), key).float()
+    return scores.mul_(scale).masked_fill_(hidden, -torch.inf)
+
+
+def _by_row(sinks: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """[heads] -> as the sums [groups, heads of a group, n]."""
+    return sinks.float().view(sums.shape[0], -1, 1).expand_as(sums)
 
 
 def _fits_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:

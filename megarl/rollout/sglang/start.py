@@ -97,7 +97,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
-        **({"disable_hybrid_swa_memory": True} if "sliding_window" in model else {}),
+        **_window_arguments(model),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
@@ -121,6 +121,14 @@ def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "enable_dp_attention": True,
         "enable_dp_lm_head": config.data_parallel_lm_head or bool(model.get("tie_word_embeddings")),
     }
+
+
+def _window_arguments(model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of attention to windows: one cache for all layers, so that it has as many tokens as are planned.
+
+    SGLang (0.5.21) would have another one for layers with windows, of a share of the tokens that it sets itself.
+    """
+    return {"disable_hybrid_swa_memory": True} if model.get("model_type") == "gpt_oss" else {}
 
 
 def _cache_tokens(config: EngineConfig, tokens: int | None) -> int | None:

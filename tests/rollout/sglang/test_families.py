@@ -21,9 +21,10 @@ from tests.rollout.sender import sync_state
 from tests.rollout.sglang.test_determinism import assert_alone_as_together
 from tests.rollout.sglang.test_interruption import interrupt_often, take_off
 from tests.routing import experts_of
+from tests.weight_sync.fusions import single_experts
 
 TP, NUM_TOKENS = 2, 12
-EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "glm4_moe": 2}
+EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "glm4_moe": 2, "gpt_oss": 2}
 ALWAYS = ("qwen3_moe", "deepseek_v3")  # all that is special in the others is in one of these, too
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
 UIDS = [f"p{index}" for index in range(len(PROMPTS))]
@@ -80,7 +81,7 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the model's file, without those of its MTP layer, which no engine holds."""
     layers = AutoConfig.from_pretrained(folder).num_hidden_layers
-    tensors = load_file(folder / "model.safetensors")
+    tensors = single_experts(load_file(folder / "model.safetensors"))
     return {name: value for name, value in tensors.items() if not name.startswith(f"model.layers.{layers}.")}
 
 

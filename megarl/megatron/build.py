@@ -22,7 +22,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
@@ -33,6 +32,7 @@ from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
 from megarl.megatron.parallel import coords
 from megarl.megatron.prediction import PredictingModel, prediction_spec
+from megarl.megatron.sinks import settle_sinks
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
@@ -271,24 +271,13 @@ def _build_chunk(
             **rope_arguments(config),
         )
     forget_routings(model)
-    _settle_sinks(model)
+    settle_sinks(model)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:
         model.output_layer = None
         model.value_head = _value_head(settings)
     return model
-
-
-def _settle_sinks(model: GPTModel) -> None:
-    """Have attention's sinks in the model's type, and said to be cut over tensor parallel ranks.
-
-    Transformer Engine (2.18) makes them in float32 and says nothing; a gradient's norm would have those of the first rank alone.
-    """
-    for name, parameter in model.named_parameters():
-        if name.endswith(".softmax_offset"):
-            parameter.data = parameter.data.to(model.config.params_dtype)
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def _value_head(settings: TransformerConfig) -> torch.nn.Linear:

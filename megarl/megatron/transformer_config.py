@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.megatron.sinks import attention_settings, bias_settings, check_sinks_and_biases
 from megarl.models import ModelConfig
 
 # Parts whose output is freed and made again: megatron-core 0.19.2 asks Transformer Engine for its state there (tensor_parallel/random.py).
@@ -100,7 +100,7 @@ def transformer_config(
         settings |= {"mtp_num_layers": predicted, "mtp_detach_heads": mtp == "detached"}
     # The default dispatcher is refused with variable lengths, experts or not.
     settings["moe_token_dispatcher_type"] = "alltoall"
-    settings |= _attention_settings(config, layout) | _bias_settings(config)
+    settings |= attention_settings(config, layout) | bias_settings(config)
     if config.moe is not None:
         # In plain torch a layer's tokens are sorted by masks and gathered by several kernels, and the choice of experts is about ten.
         settings |= _moe_settings(config) | {"moe_permute_fusion": fused, "moe_router_fusion": fused}
@@ -181,29 +181,7 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
         _check_yarn(config)
     if config.moe is not None:
         _check_routing(config)
-    _check_sinks_and_biases(config, layout)
-
-
-def _check_sinks_and_biases(config: ModelConfig, layout: ParallelLayout) -> None:
-    """Refuse what would hold all scores of a sequence, cut what is not cut so far, or add a bias once a rank."""
-    attention = "attention sinks" if config.sinks else "attention to a window of positions"
-    if config.sinks or config.window is not None:
-        if platform.is_cuda() and not has_transformer_engine():
-            raise ValueError(
-                f"a model with {attention} needs Transformer Engine on GPUs: megarl's attention in torch would hold all scores of a sequence; "
-                "install it (requirements/gpu.txt)"
-            )
-        if layout.cp > 1 and config.num_query_groups % (layout.tp * layout.cp):
-            raise ValueError(
-                f"a model with {attention} has its heads cut by context parallelism: its {config.num_query_groups} key/value heads cannot be "
-                f"divided by megatron.tensor_model_parallel_size={layout.tp} times context_parallel_size={layout.cp}"
-            )
-    if config.moe is not None and config.moe.biases and layout.etp > 1:
-        raise ValueError(
-            f"experts with biases and megatron.expert_tensor_parallel_size={layout.etp}: each rank that has a part of an expert would add the "
-            "bias of its output; set it to 1, and megatron.expert_model_parallel_size up to "
-            f"{config.moe.num_experts}"
-        )
+    check_sinks_and_biases(config, layout, has_transformer_engine())
 
 
 def _assert_predicts(config: ModelConfig, layout: ParallelLayout) -> None:
@@ -367,36 +345,6 @@ def _moe_settings(config: ModelConfig) -> dict[str, Any]:
     if _is_grouped(config):
         settings["moe_router_num_groups"] = moe.num_groups
         settings["moe_router_group_topk"] = moe.topk_group
-    return settings
-
-
-def _attention_settings(config: ModelConfig, layout: ParallelLayout) -> dict[str, Any]:
-    """Of attention with sinks and windows."""
-    settings: dict[str, Any] = {}
-    if config.window is not None:
-        settings["window_size"] = (config.window - 1, 0)  # positions before a query's own, and after it
-        settings["window_attn_skip_freq"] = [
-            int(layer in config.window_layers) for layer in range(config.num_layers)
-        ]
-    if config.sinks:
-        settings["softmax_type"] = "learnable"
-    if layout.cp > 1 and (config.sinks or config.window is not None):
-        settings["cp_comm_type"] = "a2a"  # the only way in which Transformer Engine (2.18) has sinks
-    return settings
-
-
-def _bias_settings(config: ModelConfig) -> dict[str, Any]:
-    """Of linear layers that all have biases, and experts with a clamped gated unit."""
-    moe, settings = config.moe, {}
-    if moe is not None and moe.biases:
-        # Megatron-core 0.19.2 refuses the fusion of dropout for experts with biases.
-        settings = {"add_bias_linear": True, "bias_dropout_fusion": False}
-    if moe is not None and moe.clamp is not None:
-        settings |= {
-            "activation_func": quick_gelu,
-            "glu_linear_offset": 1.0,
-            "activation_func_clamp_value": moe.clamp,
-        }
     return settings
 
 

@@ -26,6 +26,7 @@ from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.step import train_step
+from megarl.megatron.transformer_config import check_layout
 from megarl.models import read_model_config
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
@@ -194,6 +195,7 @@ TRAINED = [
     *[("deepseek_v3", layout) for layout in EXPERT_GRID],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
+    *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe with plain scores", "ep2"),
     ("deepseek_v3 without low rank queries", "tp2_sp_ep2"),
 ]
@@ -207,6 +209,7 @@ SELDOM = [
     ],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
     ("glm4_moe", "tp2_sp_ep2"),
+    ("gpt_oss", "pp2_vpp2_ep2"),
 ]
 
 
@@ -236,12 +239,15 @@ GRADIENTS = [
     (name, layout)
     for name in ("deepseek_v3", "qwen3_moe", "glm4_moe")
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
-]
+] + [("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")]
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    marked(GRADIENTS, [case for case in GRADIENTS if case[0] != "deepseek_v3" and case[1] != "ep2_dp4"]),
+    marked(
+        GRADIENTS,
+        [case for case in GRADIENTS if case[0] not in ("deepseek_v3", "gpt_oss") and case[1] != "ep2_dp4"],
+    ),
 )
 def test_every_gradient_is_hugging_faces(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
@@ -276,3 +282,24 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
     """8 bits of mantissa, 2**-8 a rounding: some tokens go to other experts, and the loss is a mean over all."""
     layout = {"tp": 2, "sp": True, "ep": 2}
     check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"etp": 2},
+            "expert_tensor_parallel_size=2: each rank that has a part of an expert would add the bias",
+        ),
+        (
+            {"tp": 2, "sp": True, "cp": 2},
+            "its 2 key/value heads cannot be divided by .*tensor_model_parallel_size=2",
+        ),
+    ],
+)
+def test_what_gpt_oss_cannot_be_cut_by_is_refused(
+    case_of: Callable[[str], Case], sizes: dict[str, Any], message: str
+) -> None:
+    config = read_model_config(case_of("gpt_oss").folder)
+    with pytest.raises(ValueError, match=message):
+        check_layout(config, ParallelLayout(world=4, **sizes))

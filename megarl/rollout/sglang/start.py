@@ -97,7 +97,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
-        **_window_arguments(model),
+        **_sink_arguments(config, model),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
@@ -123,12 +123,34 @@ def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     }
 
 
-def _window_arguments(model: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of attention to windows: one cache for all layers, so that it has as many tokens as are planned.
+def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of gpt-oss: one cache for all layers, so that it has as many tokens as are planned.
 
-    SGLang (0.5.21) would have another one for layers with windows, of a share of the tokens that it sets itself.
+    SGLang (0.5.21) would have another one for layers with windows, of a share of the tokens that it sets itself. It holds sinks in
+    bfloat16, but with its own choice of kernels on Blackwell, trtllm_mha, in float32.
+
+    Raises:
+        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels.
     """
-    return {"disable_hybrid_swa_memory": True} if model.get("model_type") == "gpt_oss" else {}
+    if model.get("model_type") != "gpt_oss":
+        return {}
+    told: dict[str, Any] = {"disable_hybrid_swa_memory": True}
+    if config.device != "cuda":
+        return told
+    if config.dtype != "bfloat16":
+        raise ValueError(
+            f"rollout.dtype={config.dtype}: SGLang has gpt-oss's sinks in bfloat16; so must be the engine"
+        )
+    given = [value for name, value in config.arguments.items() if name.endswith("attention_backend")]
+    if "trtllm_mha" in given:
+        raise ValueError(
+            "rollout.engine_kwargs: trtllm_mha has gpt-oss's sinks in float32, which no sync fills; take triton"
+        )
+    import torch
+
+    if not given and torch.cuda.get_device_capability()[0] >= 10:
+        told["attention_backend"] = "triton"
+    return told
 
 
 def _cache_tokens(config: EngineConfig, tokens: int | None) -> int | None:

@@ -22,6 +22,7 @@ SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainCon
 SIZES = {
     "deepseek-llm-7b": 6.91,
     "deepseek-v3": 671.0,
+    "gpt-oss-120b": 116.8,
     "llama-3-8b": 8.03,
     "llama-3.1-70b": 70.6,
     "llama-3.2-3b": 3.21,

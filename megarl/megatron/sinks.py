@@ -60,7 +60,8 @@ def attention_settings(config: ModelConfig, layout: ParallelLayout) -> dict[str,
 
 def bias_settings(config: ModelConfig) -> dict[str, Any]:
     """Of linear layers that all have biases, and experts with a clamped gated unit."""
-    moe, settings = config.moe, {}
+    settings: dict[str, Any] = {}
+    moe = config.moe
     if moe is not None and moe.biases:
         # Megatron-core 0.19.2 refuses the fusion of dropout for experts with biases.
         settings = {"add_bias_linear": True, "bias_dropout_fusion": False}

@@ -84,7 +84,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     A layer to which SGLang gave adapters wraps the original layer as `base_layer` (sglang 0.5.21). In gpt-oss's experts gate's rows and
     up's alternate: they are views [experts, gate and up, rows, ...], as the weight table names their places.
     """
-    found = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {
+        name.replace(".base_layer.", "."): value for name, value in model.named_parameters()
+    }
     if type(model).__name__ == "GptOssForCausalLM":
         for name in found:
             if name.endswith((".w13_weight", ".w13_weight_bias")):

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3 without low rank queries": {"q_lora_rank": None, "kv_lora_rank": 64},
     "glm4_moe": {"n_shared_experts": 2},
     "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},
+    "gpt_oss": {},
 }
 PREDICTING = "deepseek_v3 with two layers of multi-token prediction"
 LORA = LoraConfig(rank=8)  # all sizes are multiples of 64, at which Megatron lets parameters begin

@@ -32,7 +32,9 @@ def test_one_rank(
     check(ranks, folders[family], 1, {}, lora=lora, recompute=recompute)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3 without low rank queries"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3 without low rank queries", "gpt_oss"]
+)
 def test_every_kind_of_layer(ranks: RankPool, folders: dict[str, str], family: str) -> None:
     check(ranks, folders[family], 1, {})
 

@@ -22,6 +22,7 @@ FAMILIES = {
     "deepseek_v3": {},
     "glm4_moe": {},
     "kimi_k2": {},
+    "gpt_oss": {},
 }
 LAYOUTS = {
     "alone": (1, {}),
@@ -42,6 +43,7 @@ CASES = [
     ("deepseek_v3", "pp2ep2_uneven"),
     ("glm4_moe", "pp2vpp2dp2"),
     ("kimi_k2", "tp2ep4"),
+    ("gpt_oss", "tp2ep4"),
 ]
 
 
@@ -103,7 +105,7 @@ def test_a_converted_checkpoint_has_the_tensors_and_objects_of_megatrons_own(ran
     assert set(saved.objects) <= set(ours.objects)
     # what Transformer Engine's modules have an extra state of, and their doubles in torch have none
     theirs = re.compile(
-        r".*(norm|experts\.linear_fc[12]|linear_(q|kv)_down_proj)\._extra_state/shard_[\d.]+_[\d.]+"
+        r".*(norm|core_attention|experts\.linear_fc[12]|linear_(q|kv)_down_proj)\._extra_state/shard_[\d.]+_[\d.]+"
     )
     assert [key for key in set(ours.objects) - set(saved.objects) if not theirs.fullmatch(key)] == []
 

@@ -176,6 +176,8 @@ def _gpt_oss(hf: Fields) -> ModelConfig:
     # Experts in MXFP4 are read as bfloat16 (`megarl.checkpoints.hf.fused`).
     plain = {key: value for key, value in hf.values.items() if key != "quantization_config"}
     facts = decoder_facts(Fields(plain, hf.file)) | {"hf": hf.values}
+    if "quantization_config" in hf and "dtype" not in hf and "torch_dtype" not in hf:
+        facts["dtype"] = "bfloat16"  # published configs do not say
     return ModelConfig(
         family="gpt_oss",
         qkv_bias=True,

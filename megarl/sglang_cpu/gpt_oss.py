@@ -1,16 +1,10 @@
 """What SGLang's CPU engine lacks for gpt-oss, other than attention (attention.py).
 
-Seen with sglang 0.5.21: it refuses the attention backend `torch_native` for this model, since its own has no sinks; it compiles the
-experts' gated unit with inductor in each scheduler; and it has the sinks in bfloat16 whatever the engine's type, so that a float32 engine
-would not have the trainer's.
+Seen with sglang 0.5.21: it compiles the experts' gated unit with inductor in each scheduler, and has the sinks in bfloat16 whatever the
+engine's type, so that a float32 engine would not have the trainer's.
 """
 
 import torch
-
-
-def _backends(original, config) -> tuple[str, str]:
-    """The names of the attention backends, for SGLang's check of gpt-oss alone: megarl's `torch_native` has what Triton's has."""
-    return tuple("triton" if name == "torch_native" else name for name in original(config))
 
 
 def _gated(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -27,7 +21,6 @@ def _widen_sinks(result, attention, *args, **kwargs):
 
 
 HOOKS = {
-    "sglang.srt.arg_groups.model_hook.attention_backends_of": ("AROUND", _backends),
     "sglang.srt.layers.moe.fused_moe_native.swiglu_gpt_oss_sigmoid_alpha": ("REPLACE", _gated),
     "sglang.srt.models.gpt_oss.GptOssAttention.__init__": ("AFTER", _widen_sinks),
 }

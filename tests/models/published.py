@@ -148,7 +148,7 @@ _GLM = {
 
 
 _GPT_OSS = {
-    **_COMMON,
+    **{key: value for key, value in _COMMON.items() if key != "torch_dtype"},
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
     "attention_bias": True,

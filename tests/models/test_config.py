@@ -128,6 +128,7 @@ def test_facts_of_gpt_oss(tmp_path):
         7,
     )
     assert config.rope_scaling["truncate"] is False and config.fp8_block is None
+    assert config.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_yarn(tmp_path):
         ("Qwen3-8B", {"head_dim": None}, "lacks head_dim"),
         ("Qwen3-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("Qwen3-8B", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, "rope attention_factor=1.2"),
-        ("Qwen3-8B", {"rope_scaling": {**YARN, "truncate": False}}, "rope truncate=false"),
+        ("DeepSeek-V3", {"rope_scaling": {**YARN, "truncate": False}}, "rope truncate=false"),
         ("Qwen3-8B", {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope mscale=1.0"),
         ("Qwen3-8B", {"rope_scaling": {**YARN, "factor": None}}, "rope type 'yarn' lacks factor"),
         ("Qwen3-8B", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),

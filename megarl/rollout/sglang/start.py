@@ -130,13 +130,19 @@ def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, An
     bfloat16, but with its own choice of kernels on Blackwell, trtllm_mha, in float32.
 
     Raises:
-        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels.
+        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels; one that would load MXFP4.
     """
     if model.get("model_type") != "gpt_oss":
         return {}
+    if config.load_format != "dummy" and "quantization_config" in model:
+        raise ValueError(
+            f"{config.model_path}: an engine that loads this folder by itself would serve it in MXFP4, by kernels that nobody has tried here; "
+            "megarl convert writes it in bfloat16"
+        )
     told: dict[str, Any] = {"disable_hybrid_swa_memory": True}
     if config.device != "cuda":
-        return told
+        # SGLang refuses torch_native for this model by its name, and then takes it where it finds no AMX; megarl's has sinks.
+        return {**told, "attention_backend": "intel_amx"}
     if config.dtype != "bfloat16":
         raise ValueError(
             f"rollout.dtype={config.dtype}: SGLang has gpt-oss's sinks in bfloat16; so must be the engine"
@@ -421,4 +427,8 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
         overrides["quantization_config"] = None  # synced weights have another type than the folder's
+    if model.get("model_type") == "gpt_oss":
+        overrides["dtype"] = (
+            None  # else SGLang makes some layers in the type that the folder names, not in the engine's
+        )
     return overrides

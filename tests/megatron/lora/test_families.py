@@ -163,6 +163,7 @@ USUAL = [
     (DIRECT, "patterns", "pp2_vpp2_ep2"),
     ("llama", "shared_a", "tp2_sp_cp2"),
     ("qwen2", "first layer", "pp2"),
+    ("gpt_oss", "dora", "tp2_sp_ep2"),
 ]
 _DENSE, _EXPERTS = ("llama", "qwen3"), ("deepseek_v3", DIRECT, "kimi_k2", "qwen3_moe", "glm4_moe")
 GRIDS = [

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
@@ -149,14 +150,13 @@ class PackedAttention(MegatronModule):
         tp_group: Any = None,
     ) -> dict[str, Any]:
         """For distributed checkpoints, as Transformer Engine's: heads' sinks are cut over tensor parallel ranks."""
-        assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
             tp_group=self._tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
 
     def _attend(

@@ -71,6 +71,10 @@ CASES = (
     Case("opo", "clip_cov"),
     Case("grpo", "kl_cov"),
     Case("gpg", "gpg"),
+    Case("maxrl", "vanilla"),
+    Case("rloo", "topr", (f"{POLICY}.optim.lr=1e-4",)),
+    Case("grpo", "dppo_tv", (f"{POLICY}.clip_ratio=0.15", f"{POLICY}.clip_ratio_c=20")),
+    Case("grpo", "dppo_kl", (f"{POLICY}.clip_ratio=0.05", f"{POLICY}.clip_ratio_c=20")),
 )
 
 

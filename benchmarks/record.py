@@ -1,6 +1,6 @@
 """Runs the recorded benchmarks one after the other, and writes the tables of results in docs/results.md and README.md.
 
-    python benchmarks/record.py                         # all but chaos and peers, 9 minutes on two cores
+    python benchmarks/record.py                         # all but chaos and peers, 20 minutes on two cores
     python benchmarks/record.py --only step dispatch    # these; chaos (2 hours) and peers (environments of 5 GB) by name alone
     python benchmarks/record.py --table                 # measures nothing: the tables of the files in benchmarks/results/
 
@@ -191,6 +191,30 @@ def update(report: dict[str, Any]) -> Rows:
         )
 
 
+def routing_replay(report: dict[str, Any]) -> Rows:
+    seeds = len({run["seed"] for run in report["runs"]})
+
+    def ends(curve: str, scale: float, digits: int) -> str:
+        """First and last third of the steps, without replay and with it: means over steps and seeds, and the range of the seeds."""
+        texts = []
+        for replay in (None, "rollout"):
+            runs = [run["curves"][curve] for run in report["runs"] if run["replay"] == replay]
+            third = report["steps"] // 3
+            for part in (slice(0, third), slice(-third, None)):
+                means = [scale * sum(run[part]) / len(run[part]) for run in runs]
+                texts.append(
+                    f"{sum(means) / len(means):.{digits}f} ({min(means):.{digits}f}-{max(means):.{digits}f})"
+                )
+        return f"{texts[0]} -> {texts[1]} without replay, {texts[2]} -> {texts[3]} with it"
+
+    about = f"GRPO of a tiny mixture in bfloat16, {report['steps']} steps, {seeds} seeds, first -> last third of the steps"
+    yield (
+        f"{about}: k3 estimate of the KL between engine and trainer, in 1e-6 nats a token",
+        ends("k3_kl", 1e6, 1),
+    )
+    yield f"{about}: reward", ends("reward", 1.0, 3)
+
+
 def chaos(report: dict[str, Any]) -> Rows:
     found = report["summary"]
     yield (
@@ -224,6 +248,7 @@ RECORDINGS = {
     "update": Recording("update.py", (), update),
     "generation": Recording("generation.py", (), generation),
     "sampling": Recording("sampling.py", (), sampling, sampling),
+    "routing_replay": Recording("routing_replay.py", (), routing_replay),
     "chaos": Recording("chaos.py", ("--kills", "200"), chaos, chaos, out="--json", asked=True),
 }
 

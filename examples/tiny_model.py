@@ -14,11 +14,15 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
@@ -53,6 +57,8 @@ _FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -62,7 +68,7 @@ _CLASSIFIERS = {
     "llama": LlamaForSequenceClassification,
     "qwen3": Qwen3ForSequenceClassification,
 }
-_LATENT = ("deepseek_v3", "kimi_k2")
+_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
@@ -81,7 +87,16 @@ def make_tiny_model(
     tie_word_embeddings: bool = False,
     max_position_embeddings: int = 1024,
     family: Literal[
-        "qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss"
+        "qwen2",
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "kimi_k2",
+        "minimax_m2",
+        "gpt_oss",
     ] = "qwen2",
     num_mtp_layers: int = 0,
     head: Literal["lm", "score"] = "lm",
@@ -179,6 +194,8 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
     if family == "glm4_moe":
         return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
+    if family == "minimax_m2":
+        return {**wide_heads, **_minimax_fields(head_dim), "intermediate_size": ffn // 4}
     if family == "gpt_oss":
         yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
                 "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": positions // 4}  # fmt: skip
@@ -194,6 +211,8 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         "qk_rope_head_dim": head_dim // 2,
         "v_head_dim": 3 * head_dim // 2,
     }
+    if family == "glm4_moe_lite":  # a scaling of 1e-6 is what transformers' norms of latent vectors have
+        return {**grouped, **latent, "rms_norm_eps": 1e-6}
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -210,6 +229,20 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         else {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     )
     return {**grouped, **groups, **latent, "rope_parameters": yarn}
+
+
+def _minimax_fields(rotary_dim: int) -> dict[str, Any]:
+    """MiniMax-M2's: SGLang reads `rotary_dim`, transformers the share of the head that it is, here one half."""
+    return {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": rotary_dim,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+    }
 
 
 def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel:

@@ -55,7 +55,7 @@ def test_readme_is_short_and_has_the_two_commands() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {*commands, "test-all", "docs"} <= set(targets)
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "make test-all"
-    for statement in ("Nothing of megarl has run on a GPU yet", "Apache-2.0"):
+    for statement in ("megarl has run on one GPU", "Apache-2.0"):
         assert statement in text
 
 
@@ -129,7 +129,7 @@ def test_commands_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_way_on_gpus_says_what_was_run_and_has_recipes_for_a_node() -> None:
     page = (DOCS / "quickstart_gpus.md").read_text()
-    assert "What has and has not been run on a GPU: nothing has been run." in page
+    assert "What has and has not been run on a GPU: nothing has been run on two." in page
     recipes = re.findall(r"^\| `([\w.]+)` \| .* \| \d x 80 GB \|$", page, re.MULTILINE)
     assert len(recipes) == 5 and all((ROOT / f"recipes/{name}.yaml").is_file() for name in recipes)
 

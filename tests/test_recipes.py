@@ -22,10 +22,12 @@ SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainCon
 SIZES = {
     "deepseek-llm-7b": 6.91,
     "deepseek-v3": 671.0,
+    "glm-4.7": 352.8,  # 358.3 with the layer for MTP, and the embedding and head that it repeats
     "gpt-oss-120b": 116.8,
     "llama-3-8b": 8.03,
     "llama-3.1-70b": 70.6,
     "llama-3.2-3b": 3.21,
+    "minimax-m2": 229.0,
     "qwen2.5-0.5b": 0.494,
     "qwen2.5-72b": 72.7,
     "qwen2.5-7b": 7.62,
@@ -123,6 +125,8 @@ LARGE = (  # take 20 s of a core or more
     "deepseek_v3_grpo_512x80gb",
     "deepseek_v3_grpo_96x96gb",
     "deepseek_v3_grpo_96x96gb_async",
+    "glm_4.7_grpo",
+    "minimax_m2_grpo",
     "qwen3_235b_a22b_grpo",
 )
 

@@ -130,6 +130,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(TESTS):  # not of a file that a test has written
             name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
             tier = tier_of(name, getattr(item, "fixturenames", ()))
+            if tier == UNIT and item.get_closest_marker("gpu"):
+                tier = PROCESSES  # ranks on a GPU have processes of their own
             item.add_marker(tier)
             if tier != UNIT and name.startswith(SMOKE):
                 item.add_marker("smoke")

@@ -228,6 +228,19 @@ def gpg(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
     return (values * (scores.numel() / max(useful, 1))).to(scores.dtype)
 
 
+def maxrl(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
+    """(score - mean of its group) / mean of its group; 0 in groups whose mean is not positive.
+
+    MaxRL, arXiv:2602.02710: of scores 0 and 1 the gradient of the log of the probability to be right, of which that of the mean score is
+    the first term; prompts that are rarely answered count more.
+    """
+    group, size = _groups(scores, group_ids)
+    values = scores.double()
+    mean = torch.zeros_like(size).index_add_(0, group, values) / size
+    lead = _centred(values, group, size)
+    return torch.where(mean[group] > 0, lead / mean[group], 0.0).to(scores.dtype)
+
+
 def centred(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
     """score - mean of its group."""
     group, size = _groups(scores, group_ids)
@@ -320,6 +333,7 @@ _COMPARISONS: dict[str, GroupComparison] = {
     "rloo": lambda scores, uids, *_: rloo(scores, uids),
     "opo": lambda scores, uids, lengths, _: opo(scores, uids, lengths),
     "gpg": lambda scores, uids, *_: gpg(scores, uids),
+    "maxrl": lambda scores, uids, *_: maxrl(scores, uids),
     # REINFORCE++-baseline, arXiv:2501.03262: then normalised over all tokens of the batch.
     "reinforce_plus_plus_baseline": lambda scores, uids, *_: centred(scores, uids),
 }

@@ -338,6 +338,64 @@ def gpg(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> 
     return -tokens.advantages * log_probs, {}
 
 
+@register_policy_loss("topr")
+def topr(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
+    """-A log pi where A >= 0, else -sg[min(1, pi / pi_old of the trajectory)] A log pi (TOPR, arXiv:2503.14286).
+
+    A trajectory that the policy has left is unlearnt no further, and a good one is learnt however unlikely it is. The paper sums over a
+    trajectory's tokens, as the default of loss_agg_mode does.
+
+    Sums: actor/topr_taper, 1 - the weight of the tokens with A < 0.
+    """
+    sequences = _sequences(tokens, "topr")
+    own = log_ratio(log_probs, tokens).detach()
+    whole = sequences.spread(sequences.sum(own).clamp(max=0.0).exp()).to(own.dtype)
+    weight = torch.where(tokens.advantages < 0, whole, 1.0)
+    return -weight * tokens.advantages * log_probs, {"actor/topr_taper": _total((1.0 - weight) * tokens.mask)}
+
+
+@register_policy_loss("dppo_tv")
+def dppo_tv(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
+    """-A times the ratio, 0 where the token's probability has moved by more than clip_high up for A > 0, or by more than clip_low down
+    for A < 0 (DPPO with its binary total variation, arXiv:2602.04879).
+
+    A ratio of a rare token is large after a small change of the policy, that of a frequent one small after a large change.
+    `_within_divergence` has the form of the gradient.
+    """
+    change = log_probs.detach().exp() - tokens.old_log_probs.exp()
+    outside = torch.where(tokens.advantages > 0, change > options.clip_high, change < -options.clip_low)
+    return _within_divergence(log_probs, tokens, options, outside)
+
+
+@register_policy_loss("dppo_kl")
+def dppo_kl(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
+    """As `dppo_tv`, with bounds on KL(old || new) of the token and all others as one, in nats (DPPO, arXiv:2602.04879)."""
+    new, old = log_probs.detach().exp(), tokens.old_log_probs.exp()
+    rest, old_rest = (1.0 - new).clamp(min=_REST), (1.0 - old).clamp(min=_REST)
+    kl = old * (tokens.old_log_probs - log_probs.detach()) + old_rest * (old_rest / rest).log()
+    up = (kl > options.clip_high) & (new > old)
+    down = (kl > options.clip_low) & (new < old)
+    return _within_divergence(log_probs, tokens, options, torch.where(tokens.advantages > 0, up, down))
+
+
+_REST = 1e-8  # least probability of all other tokens together
+
+
+def _within_divergence(
+    log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions, outside: Tensor
+) -> tuple[Tensor, Sums]:
+    """-A sg[min(ratio, clip_c)] log pi, 0 on the tokens `outside`: the gradient of -A ratio, with a bounded ratio as in verl's losses of
+    these names.
+
+    Sums: actor/pg_clipfrac (the token is outside).
+    """
+    ratio = log_ratio(log_probs, tokens).detach().exp()
+    if options.clip_c is not None:
+        ratio = ratio.clamp(max=options.clip_c)
+    losses = torch.where(outside, 0.0, -ratio * tokens.advantages * log_probs)
+    return losses, {"actor/pg_clipfrac": (outside & tokens.mask).sum().double()}
+
+
 def _clipped(ratio: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
     unclipped = -tokens.advantages * ratio
     clipped = -tokens.advantages * ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)

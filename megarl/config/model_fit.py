@@ -133,6 +133,11 @@ def fit_problems(
             problems.append(
                 f"{POLICY}.actor.router_replay={replayed}: the model has no experts; set it to null"
             )
+        coef = config.actor_rollout_ref.actor.router_z_loss_coef
+        if coef:
+            problems.append(
+                f"{POLICY}.actor.router_z_loss_coef={coef:g}: the model has no experts; leave it out"
+            )
     if isinstance(config, TrainConfig) and model is not None and not (model.moe and model.moe.expert_bias):
         rate = config.actor_rollout_ref.actor.expert_bias_update_rate
         if rate:
@@ -402,6 +407,8 @@ def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
             f"{name}=mtp: the model has {model.num_mtp_layers} layers for further tokens (num_nextn_predict_layers), and SGLang drafts with one; "
             "use ngram, or eagle3 with a draft model"
         )
+    if algorithm == "mtp" and model.family == "glm4_moe_lite":
+        yield f"{name}=mtp: with this family's own layer no engine has drafted, nor the shadow of one; use ngram, or eagle3 with a draft model"
     served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
     if algorithm == "mtp" and model.num_mtp_layers == 1 and served != model.fp8_block:
         yield (
@@ -451,6 +458,10 @@ def _group_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
     if not model.data_parallel_attention:
         yield f"{key}.attention_data_parallel_size={dp}: SGLang has no data parallel attention for {model.family} models; set it to 1"
         return
+    if rollout.data_parallel_lm_head and model.family == "minimax_m2":
+        yield (
+            f"{key}.data_parallel_lm_head=true: SGLang's class for minimax_m2 models (0.5.21) cuts the output layer over all ranks; set it to false"
+        )
     heads, ranks = {"num_attention_heads": sizes.pop("num_attention_heads")}, tp // dp
     name = f"{key}.tensor_model_parallel_size / attention_data_parallel_size={ranks}"
     yield from _undivided_heads(name, ranks, heads, model)

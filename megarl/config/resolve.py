@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from megarl.config.schema.algorithm import COVARIANCE_LOSSES, SEQUENCE_LOSSES
+from megarl.config.schema.algorithm import COVARIANCE_LOSSES, OWN_AGGREGATION
 from megarl.config.schema.commands import (
     POLICY,
     STREAMED,
@@ -227,7 +227,7 @@ def _resolve_actor(config: TrainConfig, pools: dict[str, PoolConfig]) -> ActorCo
     low, high = actor.clip_range or (actor.clip_ratio_low, actor.clip_ratio_high)
     mode, scale = actor.loss_agg_mode, actor.loss_scale_factor
     if mode is None:
-        mode = "seq-mean-token-mean" if actor.policy_loss.loss_mode in SEQUENCE_LOSSES else "token-mean"
+        mode = OWN_AGGREGATION.get(actor.policy_loss.loss_mode, "token-mean")
     if mode == "seq-mean-token-sum-norm" and scale is None:
         scale = float(config.data.max_response_length)
     tokens, trajectories = _chosen(actor.use_dynamic_bsz, _actor_size(actor), least_tokens(config))

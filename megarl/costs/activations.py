@@ -195,7 +195,9 @@ def _grouped_attention(run: RankPass, name: str) -> int:
         copies = (
             groups > 1 and not run.use.fused
         )  # queries of several groups are put together before their norm
-        each += item * copies * queries + FLOAT32 * (heads + groups)
+        each += item * copies * queries + FLOAT32 * (2 if config.qk_norm_all_heads else heads + groups)
+        if config.qk_norm_all_heads and not run.use.fused:  # keys are copied out of the fused tensor
+            each += item * keys
     each += _core(run, heads, queries, name + "linear_proj")
     return run.tokens * each + _norm(run, config.hidden_size, run.own, name + "linear_qkv")
 

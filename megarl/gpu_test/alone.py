@@ -112,6 +112,7 @@ class LoneRunner(Runner):
 
     @contextmanager
     def _running(self) -> Iterator[Any]:
+        self._meter.phases = {}  # those of the rank before
         self.shadow = RealTensorMode(self._meter, self._device)
         self.log = self.shadow.log
         try:

@@ -256,7 +256,7 @@ def _build_chunk(
     # 0.19.2 logs at every construction that GPTModel will give way to HybridModel.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     with layer_modules(), unallocated(held):
-        layers = layer_spec(settings, vp_stage, last)
+        layers = layer_spec(settings, vp_stage, last, config.qk_norm_all_heads)
         model = (PredictingModel if settings.mtp_num_layers else GPTModel)(
             config=settings,
             transformer_layer_spec=layers,

@@ -9,17 +9,14 @@ Loads are integers, summed over all ranks: the same in every layout, and so are 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl import platform
-from megarl.megatron.router_replay import routed_layers
+from megarl.megatron.routers import RouterPass, routed_layers
 
 
 class ExpertLoads:
@@ -37,26 +34,23 @@ class ExpertLoads:
         """
         self._routers = {}  # by layer of the model
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=platform.device())
-        self._mask: Tensor | None = None  # of the layer that computes, bool [tokens of its router]
         for layer in routed_layers(chunks):
             number = layer.layer_number - 1
             self._routers[number] = layer.mlp.router
-            layer.register_forward_pre_hook(self._begin, with_kwargs=True)
-            layer.mlp.router.register_forward_hook(partial(self._count, number))
-
-    def _begin(self, layer: TransformerLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs["packed_seq_params"].mask
-        if layer.config.sequence_parallel:  # the router has this rank's part of the tokens
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            mask = mask.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
-        self._mask = mask
+            layer.mlp.router.register_forward_hook(partial(self._count, number, RouterPass(layer)))
 
     def _count(
-        self, number: int, router: torch.nn.Module, inputs: tuple, output: tuple[Tensor, Tensor]
+        self,
+        number: int,
+        router_pass: RouterPass,
+        router: torch.nn.Module,
+        inputs: tuple,
+        output: tuple[Tensor, Tensor],
     ) -> None:
         if torch.is_grad_enabled():
-            assert self._mask is not None
-            self._counts[number] += (output[1] & self._mask[:, None]).sum(0)
+            assert router_pass.bounds is not None
+            mask = router_pass.own_part(router_pass.bounds.mask)
+            self._counts[number] += (output[1] & mask[:, None]).sum(0)
 
     def forget(self) -> None:
         """Begin again."""

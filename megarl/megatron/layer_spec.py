@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl import platform
+from megarl.megatron.all_heads_norm import norm_all_heads
 from megarl.megatron.cpu import torch_te
 from megarl.megatron.transformer_config import has_transformer_engine
 
@@ -90,16 +91,21 @@ def layer_modules() -> Iterator[None]:
         tensor_parallel.ColumnParallelLinear = original
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None, last: bool) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None, last: bool, all_heads: bool = False
+) -> TransformerBlockSubmodules:
     """The specification of this rank's layers, for a model chunk; within `layer_modules`.
 
     Args:
         last: whether the chunk has the model's last layer.
+        all_heads: whether norms of queries and keys are over all heads together.
     """
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = DirectQueryAttention
+    if all_heads:
+        norm_all_heads(spec)
     # With sequence parallelism ranks have equally many positions each. Transformer Engine's kernels have bounds on how many
     # there are (multiples of 8 or 16 for FP8, at least one), and have not been tried.
     if last and spec.layer_specs and not config.sequence_parallel and not has_transformer_engine():

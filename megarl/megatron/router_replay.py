@@ -6,9 +6,8 @@ engine's; the weights of the chosen experts are the trainer's own, from its own 
 ("rollout routing replay", arXiv:2510.11370).
 
 Written against megatron-core 0.19.2, whose router asks an object for its choice where there is one (transformer/moe/router_replay.py).
-Megatron's own object holds one batch's choice for all passes. Here the choice travels with the batch, in the bounds that every layer is
-given (`PackedBounds`): so a layer that is computed again in the backward pass has the choice of its own micro-batch, however
-many others the pipeline has begun since.
+Megatron's own object holds one batch's choice for all passes. Here the choice travels with the batch (`megarl.megatron.routers`): so a
+layer that is computed again in the backward pass has the choice of its own micro-batch, however many others the pipeline has begun since.
 
 Experts' loads, by which DeepSeek-V3's biases are adjusted, count the replayed choice.
 """
@@ -22,14 +21,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.data.routing import RoutingShape
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.packing import PackedBatch, unpack_tokens
 from megarl.megatron.parallel import context_parallel_group
+from megarl.megatron.routers import RouterPass, routed_layers
 from megarl.models import ModelConfig
 from megarl.models.layers import is_mixture
 
@@ -84,11 +82,6 @@ class RouterReplay:
         return scores.gather(1, experts), experts
 
 
-def routed_layers(chunks: Sequence[GPTModel]) -> list[TransformerLayer]:
-    """This rank's layers that have experts, in the order of the chunks."""
-    return [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
-
-
 def routing_shape(config: ModelConfig) -> RoutingShape:
     """What the model's trajectories say of experts."""
     assert config.moe is not None
@@ -117,27 +110,19 @@ def replay_routings(chunks: Sequence[GPTModel]) -> list[RouterReplay]:
         assert not layer.mlp.router.config.moe_router_fusion, "the fused kernel asks no replay"
         replay = RouterReplay()
         layer.mlp.router.router_replay = replay
-        layer.register_forward_pre_hook(partial(_give, replay, index), with_kwargs=True)
+        layer.mlp.router.register_forward_pre_hook(partial(_give, replay, RouterPass(layer), index))
         replays.append(replay)
     return replays
 
 
-def _give(
-    replay: RouterReplay, index: int, layer: TransformerLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    bounds = kwargs["packed_seq_params"]
+def _give(replay: RouterReplay, router_pass: RouterPass, index: int, *router: Any) -> None:
+    bounds = router_pass.bounds
+    assert bounds is not None
     experts, is_routed = bounds.experts, bounds.is_routed
-    if experts is None:
+    if experts is None or is_routed is None:
         replay.give(None, None)
         return
-    experts = experts[:, index]
-    if layer.config.sequence_parallel:  # the router has this rank's part of the tokens
-        tp, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        experts, is_routed = experts.chunk(tp)[rank], is_routed.chunk(tp)[rank]
-    replay.give(experts, is_routed)
+    replay.give(router_pass.own_part(experts[:, index]), router_pass.own_part(is_routed))
 
 
 def start_recording(replays: Sequence[RouterReplay]) -> None:

@@ -86,7 +86,7 @@ def transformer_config(
         # latent attention is yarn's.
         "apply_rope_fusion": fused
         and (config.mla is not None) == _is_yarn(config)
-        and _fits_fused_rotary(config),
+        and _fits_fused_rotary(config, layout.tp),
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "persist_layer_norm": fused,
@@ -262,12 +262,22 @@ def _is_yarn(config: ModelConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling["rope_type"] == "yarn"
 
 
-def _fits_fused_rotary(config: ModelConfig) -> bool:
-    """Whether latent attention's widths are powers of two: a Triton kernel's ranges have to be
-    (fused_mla_yarn_rope_apply.py)."""
+def _fits_fused_rotary(config: ModelConfig, tp: int) -> bool:
+    """Whether latent attention's widths and the heads of a rank are powers of two (fused_mla_yarn_rope_apply.py).
+
+    A Triton kernel's ranges have to be. A block of heads that reaches beyond the last one is not masked: it overwrites the first heads of
+    the next token (megatron-core 0.19.2; seen on an H100 with 3 heads in blocks of 2). Blocks of 1 to 128 heads are tried for their speed.
+    """
     mla = config.mla
-    widths = (mla.qk_nope_head_dim, mla.v_head_dim, mla.qk_rope_head_dim // 2) if mla is not None else ()
-    return all(width & (width - 1) == 0 for width in widths)
+    if mla is None:
+        return True
+    sizes = (
+        mla.qk_nope_head_dim,
+        mla.v_head_dim,
+        mla.qk_rope_head_dim // 2,
+        config.num_attention_heads // tp,
+    )
+    return all(size & (size - 1) == 0 for size in sizes)
 
 
 def _is_grouped(config: ModelConfig) -> bool:

@@ -86,6 +86,8 @@ class ModelConfig:
             "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}, and "truncate": False where the bounds of yarn's ramp
             are not rounded.
         rotary_percent: share of `head_dim` that rotates (GQA only).
+        qk_norm_all_heads: the norms of queries and keys (`qk_norm`) are each over all heads together, with a weight for every
+            element of every head.
         num_mtp_layers: multi-token prediction layers that the model's checkpoint has after its `num_layers`.
         fp8_block: rows and columns of a block of weights that share a scale, in a checkpoint in float8; None: not
             quantised.
@@ -115,6 +117,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     rotary_percent: float = 1.0
+    qk_norm_all_heads: bool = False
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
     output_bias: bool = False
@@ -238,7 +241,11 @@ def _fp8_block(hf: Fields) -> tuple[int, int] | None:
         return None
     how = hf.object("quantization_config")
     where = f"{hf.file}: quantization_config"
-    accepted = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
+    accepted = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "activation_scheme": ("dynamic", None),
+    }
     for key, values in accepted.items():
         if how.values.get(key) not in values:
             raise ValueError(

@@ -4,6 +4,7 @@ A field that changes the computation and is not supported is refused by name.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from megarl.models.config import (
     DECODER,
@@ -16,7 +17,7 @@ from megarl.models.config import (
     refuse_layer_types,
     refuse_unsupported,
 )
-from megarl.models.fields import Fields
+from megarl.models.fields import Fields, short
 
 
 def _llama(hf: Fields) -> ModelConfig:
@@ -67,18 +68,21 @@ _MIXTURE = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method":
 """Accepted values of fields that transformers 5 does not write, since its code knows no other values."""
 
 
-def _latent(family: str) -> Callable[[Fields], ModelConfig]:
+# The norms of latent queries, keys and values take 1e-6 in Hugging Face's code whatever this field says; Megatron's and SGLang's take
+# the field.
+_LATENT_EPSILON = {"rms_norm_eps": (1e-6,)}
+
+
+def _latent(family: str, more: dict[str, tuple[Any, ...]]) -> Callable[[Fields], ModelConfig]:
     """DeepSeek-V3 and R1, and Kimi-K2, which has the same architecture and names of weights under a type of its own: latent attention,
-    sigmoid-scored experts in groups after dense layers, a layer for MTP."""
+    sigmoid-scored experts in groups after dense layers, a layer for MTP. `more`: accepted values of further fields."""
 
     def config_from_hf(hf: Fields) -> ModelConfig:
         accepted = {
             "attention_bias": (False,),
             "rope_interleave": (True,),
             "num_key_value_heads": (hf.count("num_attention_heads"), None),
-            # The norms of latent queries, keys and values take 1e-6 in Hugging Face's code whatever this field says;
-            # Megatron's and SGLang's take the field.
-            "rms_norm_eps": (1e-6,),
+            **more,
         }
         refuse_unsupported(hf, DECODER | _MIXTURE | accepted)
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -131,13 +135,79 @@ def _mixture(hf: Fields) -> dict[str, MoEConfig | int]:
     return {"moe": moe, "num_mtp_layers": hf.count("num_nextn_predict_layers", 0, least=0, most=100)}
 
 
+_latent_glm4_moe = _latent(
+    # SGLang 0.5.21 never ties this model's head to its embedding.
+    "glm4_moe_lite",
+    {"tie_word_embeddings": (False,)},
+)
+
+
+def _glm4_moe_lite(hf: Fields) -> ModelConfig:
+    """GLM-4.7-Flash: DeepSeek-V3's latent attention, mixture and layer for MTP.
+
+    Its `rms_norm_eps` is 1e-5. The norms of latent queries, keys and values take it, too, as SGLang's do; those of transformers 5.12.1 take
+    1e-6 whatever the config says, as its code for DeepSeek-V3 does.
+    """
+    dense = hf.count(
+        "first_k_dense_replace", least=0
+    )  # SGLang's field; transformers 5 writes `mlp_layer_types`
+    layers = hf.count("num_hidden_layers")
+    types, expected = hf.texts("mlp_layer_types"), ["dense"] * dense + ["sparse"] * (layers - dense)
+    if types and types != expected[:layers]:
+        raise ValueError(
+            f"{hf.file}: mlp_layer_types={short(types)} and first_k_dense_replace={dense} are not the same layers; "
+            f"the latter are {short(expected[:layers])}"
+        )
+    return _latent_glm4_moe(hf)
+
+
 def _glm4_moe(hf: Fields) -> ModelConfig:
-    """GLM-4.5: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP."""
+    """GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP."""
     # SGLang 0.5.21 never ties this model's head to its embedding.
     refuse_unsupported(hf, DECODER | _MIXTURE | {"tie_word_embeddings": (False,)})
     hf.require("head_dim", "num_key_value_heads", "attention_bias", "use_qk_norm")
     biases = {"qkv_bias": hf.flag("attention_bias"), "qk_norm": hf.flag("use_qk_norm")}
     return ModelConfig(family="glm4_moe", **biases, **_mixture(hf), **decoder_facts(hf, rotary=0.5))
+
+
+def _minimax_m2(hf: Fields) -> ModelConfig:
+    """MiniMax-M2 (M2.1, M2.5, M2.7): grouped-query attention that rotates a part of each head and norms queries and keys over all heads
+    together; sigmoid-scored experts in every layer, none shared. `num_mtp_modules` count layers that the published checkpoints do not have."""
+    accepted = {
+        # By layer: 1 is attention to all positions before; MiniMax-M1 has linear attention, too.
+        "attn_type_list": ([1] * hf.count("num_hidden_layers"), None),
+        "qk_norm_type": ("per_layer",),
+        "router_jitter_noise": (0, 0.0),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0, None),
+        "sliding_window": (None,),
+        # SGLang 0.5.21 never ties this model's head to its embedding.
+        "tie_word_embeddings": (False,),
+        # Transformers 5.12.1 has these parts whatever the config says; SGLang has them only where it says so.
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    }
+    refuse_unsupported(hf, DECODER | accepted)
+    needed = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+    hf.require(*needed, "rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias")
+    experts = num_experts(hf, "num_local_experts")
+    moe = MoEConfig(
+        num_experts=experts,
+        top_k=hf.count("num_experts_per_tok", most=experts),
+        ffn_hidden_size=hf.count("intermediate_size"),
+        scoring="sigmoid",
+        expert_bias=True,
+    )
+    # SGLang reads rotary_dim alone, Hugging Face the share alone.
+    head = hf.count("head_dim")
+    share = hf.count("rotary_dim", most=head) / head
+    facts = decoder_facts(hf, rotary=share)
+    if facts["rotary_percent"] != share:
+        raise ValueError(
+            f"{hf.file}: partial_rotary_factor={facts['rotary_percent']:g} is not rotary_dim / head_dim, {share:g}"
+        )
+    norms = {"qk_norm": True, "qk_norm_all_heads": True}
+    return ModelConfig(family="minimax_m2", qkv_bias=False, moe=moe, **norms, **facts)
 
 
 def _gpt_oss(hf: Fields) -> ModelConfig:
@@ -197,8 +267,10 @@ FAMILIES = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
-    "deepseek_v3": _latent("deepseek_v3"),
+    "deepseek_v3": _latent("deepseek_v3", _LATENT_EPSILON),
     "glm4_moe": _glm4_moe,
-    "kimi_k2": _latent("kimi_k2"),
+    "glm4_moe_lite": _glm4_moe_lite,
+    "kimi_k2": _latent("kimi_k2", _LATENT_EPSILON),
+    "minimax_m2": _minimax_m2,
 }
 """By `model_type` of config.json: reads a model's facts; raises ValueError for a field that is missing or not supported."""

@@ -4,6 +4,8 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
 
 - Grouped-query attention: Megatron's `linear_qkv` interleaves by query group [q heads of the group | k | v]; SGLang's `qkv_proj` is
   [q shard | k shard | v shard], key/value heads replicated where the ranks exceed them.
+  Norms of queries and keys over all heads (MiniMax-M2) are complete on every rank in Megatron (`megarl.megatron.all_heads_norm`); SGLang cuts
+  them with the heads.
 - Multi-head latent attention: SGLang's `fused_qkv_a_proj_with_mqa` is [queries | keys, values and the rotary key], complete on every rank.
   Queries and keys rotate pairs of neighbouring dimensions in Hugging Face, Megatron and SGLang alike, so that no rows change their order.
 - Gated MLPs: [gate shard | up shard] in one tensor in both. The shared experts of a mixture, which SGLang does not fuse with the routed
@@ -19,6 +21,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.shards import COLUMNS, ROWS, Weight
 
 SHARED = "mlp.shared_experts."  # names of the shared experts' tensors begin with this, after the layer's
+_PROJECTIONS, _MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # gate, up, down
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 
 
@@ -52,9 +55,20 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
     if config.sinks:
         heads, name = config.num_attention_heads, "self_attn.sinks"
         table.append(Weight(name, (heads,), ROWS, "self_attention.core_attention.softmax_offset", name))
-    for norm, megatron in (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")) if config.qk_norm else ():
-        name = f"self_attn.{norm}.weight"
-        table.append(Weight(name, (dim,), None, f"self_attention.{megatron}.weight", name))
+    return table + (_head_norms(config) if config.qk_norm else [])
+
+
+def _head_norms(config: ModelConfig) -> list[Weight]:
+    """The norms of queries and keys: of each head, or of all heads together."""
+    table = []
+    for kind, heads in (("q", config.num_attention_heads), ("k", config.num_query_groups)):
+        name, megatron = f"self_attn.{kind}_norm.weight", f"self_attention.{kind}_layernorm.weight"
+        weight = Weight(name, (config.head_dim,), None, megatron, name)
+        if config.qk_norm_all_heads:
+            weight = weight._replace(
+                shape=(heads * config.head_dim,), cut=ROWS, groups=heads, replicated=kind == "k", whole=True
+            )
+        table.append(weight)
     return table
 
 
@@ -105,13 +119,35 @@ def is_mixture(config: ModelConfig, layer: int) -> bool:
     return config.moe is not None and layer not in config.moe.dense_layers
 
 
+def _mixture_name(config: ModelConfig) -> str:
+    """How names of a mixture's tensors begin, after the layer's; MiniMax-M2 has Mixtral's names."""
+    return "block_sparse_moe." if config.family == "minimax_m2" else "mlp."
+
+
+def expert_projections(config: ModelConfig) -> tuple[str, str, str]:
+    """The names of an expert's gate, up and down projection."""
+    return _MIXTRAL if config.family == "minimax_m2" else _PROJECTIONS
+
+
+def name_in_files(config: ModelConfig, name: str) -> str:
+    """The logical name of what transformers 5 calls `name` in a model; they differ in MiniMax-M2's mixtures."""
+    return name.replace(".mlp.", f".{_mixture_name(config)}") if config.moe is not None else name
+
+
+def name_in_models(config: ModelConfig, name: str) -> str:
+    """The inverse of `name_in_files`."""
+    return name.replace(f".{_mixture_name(config)}", ".mlp.") if config.moe is not None else name
+
+
 def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     """The table of a layer's norm and MLP, or of its router and shared experts."""
     hidden, moe = config.hidden_size, config.moe
     if moe is None or not is_mixture(config, layer):
         norm = Weight(_MLP_NORM, (hidden,), None, "mlp.linear_fc1.layer_norm_weight", _MLP_NORM)
         return [norm, *_gated("mlp.", hidden, config.ffn_hidden_size)]
-    router = "mlp.router" if config.family == "gpt_oss" else "mlp.gate"
+    name = _mixture_name(config)
+    router = f"{name}router" if config.family == "gpt_oss" else f"{name}gate"
+    of_gate = "" if config.family == "minimax_m2" else "gate."
     table = [
         Weight(_MLP_NORM, (hidden,), None, "pre_mlp_layernorm.weight", _MLP_NORM),
         Weight(f"{router}.weight", (moe.num_experts, hidden), None, "mlp.router.weight", f"{router}.weight"),
@@ -119,7 +155,7 @@ def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
     if moe.biases:
         table.append(Weight(f"{router}.bias", (moe.num_experts,), None, "mlp.router.bias", f"{router}.bias"))
     if moe.expert_bias:
-        bias = "mlp.gate.e_score_correction_bias"
+        bias = f"{name}{of_gate}e_score_correction_bias"
         table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
     if moe.shared_ffn_hidden_size:
         table += _gated(SHARED, hidden, moe.shared_ffn_hidden_size)
@@ -133,9 +169,11 @@ def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[
     count = moe.num_experts // ep
     for index in range(count):
         megatron = (f"mlp.experts.linear_fc1.weight{index}", f"mlp.experts.linear_fc2.weight{index}")
-        sglang = ("mlp.experts.w13_weight", "mlp.experts.w2_weight")
-        name = f"mlp.experts.{rank * count + index}."
-        table = _gated(name, config.hidden_size, moe.ffn_hidden_size, megatron, sglang)
+        experts = _mixture_name(config) + "experts."
+        sglang = (experts + "w13_weight", experts + "w2_weight")
+        name = f"{experts}{rank * count + index}."
+        sizes = config.hidden_size, moe.ffn_hidden_size
+        table = _gated(name, *sizes, megatron, sglang, expert_projections(config))
         yield [*table, *_biases(table)] if moe.biases else table
 
 
@@ -157,14 +195,16 @@ def _gated(
     ffn: int,
     megatron: tuple[str, str] | None = None,
     sglang: tuple[str, str] | None = None,
+    projections: tuple[str, str, str] = _PROJECTIONS,
 ) -> list[Weight]:
     """The three projections under `name`. `megatron`, `sglang`: the local tensors of gate and up, and of down."""
+    gate_name, up_name, down_name = (f"{name}{projection}.weight" for projection in projections)
     up, down = megatron or (name + "linear_fc1.weight", name + "linear_fc2.weight")
     served_up, served_down = sglang or (name + "gate_up_proj.weight", name + "down_proj.weight")
     return [
-        Weight(name + "gate_proj.weight", (ffn, hidden), ROWS, up, served_up),
-        Weight(name + "up_proj.weight", (ffn, hidden), ROWS, up, served_up),
-        Weight(name + "down_proj.weight", (hidden, ffn), COLUMNS, down, served_down),
+        Weight(gate_name, (ffn, hidden), ROWS, up, served_up),
+        Weight(up_name, (ffn, hidden), ROWS, up, served_up),
+        Weight(down_name, (hidden, ffn), COLUMNS, down, served_down),
     ]
 
 

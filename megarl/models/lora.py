@@ -27,6 +27,7 @@ ADAPTER = "lora"  # the submodule of a linear layer that holds its adapters
 _LINEAR = (
     "_proj",
     "_proj_with_mqa",
+    *(".w1", ".w2", ".w3"),
 )  # how the names of all families' linear layers end, but for heads and routers
 
 
@@ -83,7 +84,7 @@ def adaptable_weights(config: ModelConfig) -> Shapes:
     gpt-oss's experts have none: in its files and for PEFT 0.21 they are parameters of a layer, not layers, which "all-linear" leaves out there,
     too.
     """
-    linear, end = linear_weights(config), f".mlp.{_ROUTER}.weight"
+    linear, end = linear_weights(config), f".{_ROUTER}.weight"
     whole = config.moe is not None and config.moe.biases
     return {
         name: shape

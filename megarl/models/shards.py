@@ -81,6 +81,7 @@ class Weight(NamedTuple):
         groups: query groups of attention. Megatron interleaves the tensors of a local tensor by these: first the rows of the first
             group of each, and so on.
         replicated: whether ranks of an engine that are more than the groups share them (keys and values).
+        whole: whether each Megatron rank has all of it, though an engine's ranks cut it.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Weight(NamedTuple):
     sglang: str
     groups: int | None = None
     replicated: bool = False
+    whole: bool = False
 
 
 def megatron_shards(
@@ -100,7 +102,8 @@ def megatron_shards(
     filled: dict[str, int] = {}
     tensors: dict[str, list[Weight]] = {}
     for weight in weights:
-        tensors.setdefault(weight.megatron, []).append(weight)
+        held = weight._replace(cut=None, groups=None) if weight.whole else weight
+        tensors.setdefault(weight.megatron, []).append(held)
     for parts in sorted(tensors.values(), key=_is_last):
         groups, cuts = parts[0].groups, [(size, rank)]
         if groups is not None:

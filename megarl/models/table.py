@@ -5,8 +5,8 @@ of 64.
 
 Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
 checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-(`mtp_copies`), which Megatron shares with it instead. SGLang makes a second model of it, which drafts tokens (srt/models/deepseek_nextn.py
-and glm4_moe_nextn.py); this has the model's own embedding and head, too.
+(`mtp_copies`), which Megatron shares with it instead. SGLang makes a second model of it, which drafts tokens (srt/models/deepseek_nextn.py,
+glm4_moe_nextn.py and glm4_moe_lite_nextn.py); this has the model's own embedding and head, too.
 """
 
 from collections.abc import Callable
@@ -113,10 +113,12 @@ def keeps_float32(tensor: str) -> bool:
 
 
 def sglang_keeps_float32(config: ModelConfig, tensor: str) -> bool:
-    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: GLM-4.5's routers and experts' biases, too."""
+    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: routers of the GLM and MiniMax families and biases of
+    experts, too."""
     if ".mlp.experts." in tensor and tensor.endswith(".bias"):
         return True
-    return keeps_float32(tensor) or (config.family == "glm4_moe" and tensor.endswith(".mlp.gate.weight"))
+    routers = config.family in ("glm4_moe", "glm4_moe_lite", "minimax_m2") and tensor.endswith(".gate.weight")
+    return keeps_float32(tensor) or routers
 
 
 def padded_vocab_size(config: ModelConfig, tp: int) -> int:

@@ -38,7 +38,7 @@ def on_sglang_start() -> None:
         return
     from sglang.srt.utils import cpu_has_amx_support
 
-    from megarl.sglang_cpu import batch_invariant, fp8, gpt_oss, memory_saver
+    from megarl.sglang_cpu import batch_invariant, fp8, gpt_oss, memory_saver, minimax_m2
 
     _register(HOOKS)
     _register(gpt_oss.HOOKS)
@@ -46,7 +46,7 @@ def on_sglang_start() -> None:
     _register(batch_invariant.HOOKS)
     _register(memory_saver.hooks())
     if not cpu_has_amx_support():  # true only with SGLang's compiled kernels
-        _register(fp8.HOOKS)
+        _register(fp8.HOOKS | minimax_m2.HOOKS)
     _unpin_lora()
 
 

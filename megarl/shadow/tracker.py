@@ -30,7 +30,7 @@ class Phase:
 
     Attributes:
         before: on the device when it began. peak: at most. after: when it ended.
-        at_peak: bytes on the device at the peak, or up to a hundredth below it, by their makers.
+        at_peak: bytes on the device at the peak, by their makers; or up to a fiftieth of what the phase took below it.
     """
 
     before: int
@@ -53,7 +53,7 @@ class Tracker:
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Count as phase `name`; a phase of the same name before is forgotten."""
-        outer, self._name, self._noted = self._name, name, 0
+        outer, self._name, self._noted = self._name, name, self.current
         found = self.phases[name] = Phase(self.current, self.current)
         try:
             yield found
@@ -112,8 +112,9 @@ class Tracker:
         phase = self.phases.get(self._name)
         if phase is not None and self.current > phase.peak and not self._in_fused:
             phase.peak = self.current
-            # An account of every new peak would take longer than the run: only of peaks that are a hundredth higher.
-            if self.current > self._noted + self._noted // 100:
+            # An account of every new peak would take longer than the run: only of peaks of which the phase took a fiftieth more. What
+            # was there before does not count: of 100 GiB of weights a hundredth is more than a layer takes.
+            if self.current - self._noted > (self.current - phase.before) // 50:
                 phase.at_peak, self._noted = self.live(), self.current
 
 

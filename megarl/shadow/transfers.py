@@ -52,10 +52,11 @@ class Moved:
 
 @dataclass(frozen=True)
 class Released:
-    """A rank's parts, by name, as they left and came back; and the bytes that stayed when all had left, by their makers."""
+    """A rank's parts, by name, as they left and came back; the bytes that stayed when all had left, and these by their makers."""
 
     parts: dict[str, Moved]
-    stays: dict[Made, int]
+    stays: int
+    makers: dict[Made, int]
 
 
 def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
@@ -240,10 +241,10 @@ def release_and_resume(worker: ModelWorker, tracker: Tracker) -> Released:
             worker.release_memory([part])
             freed[part] = before - tracker.current
         gc.collect()
-        stays = tracker.live()
+        stays, makers = tracker.current, tracker.live()
     with tracker.phase("resume"):
         for part in worker.parts:
             before = tracker.current
             worker.resume_memory([part])
             back[part] = tracker.current - before
-    return Released({part: Moved(freed[part], back[part]) for part in freed}, stays)
+    return Released({part: Moved(freed[part], back[part]) for part in freed}, stays, makers)

@@ -17,7 +17,9 @@ STRIP_ELEMENTS = 1 << 20
 # The projections whose weights SGLang's Fp8Config quantises (0.5.21): every linear layer and all experts, but for the
 # router, the embedding and the head.
 _ATTENTION = {f"{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")} | {"kv_a_proj_with_mqa"}
-_PROJECTIONS = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
+_PROJECTIONS = (
+    _ATTENTION | {"gate_proj", "up_proj", "down_proj"} | {"w1", "w2", "w3"}
+)  # the latter MiniMax-M2's
 
 
 def is_quantised(tensor: str) -> bool:

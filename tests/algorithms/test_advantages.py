@@ -21,6 +21,7 @@ from megarl.algorithms.advantages import (
     grpo,
     grpo_passk,
     masked_whiten,
+    maxrl,
     opo,
     register_advantage,
     reward_to_go,
@@ -303,7 +304,7 @@ def test_centred_by_hand():
     torch.testing.assert_close(centred(SCORES, IDS), torch.tensor([0.5, 1.0, -0.5, -0.5, -1.0, 0.5]))
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "centred"])
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "centred"])
 def test_a_group_of_one_says_nothing(name):
     found = COMPARE[name](torch.tensor([0.7, 0.0, 1.0]), ["alone", "g", "g"], torch.tensor([2, 3, 3]))
     assert found[0] == 0
@@ -316,6 +317,7 @@ COMPARE = {
     "rloo": lambda scores, ids, lengths: rloo(scores, ids),
     "opo": opo,
     "gpg": lambda scores, ids, lengths: gpg(scores, ids),
+    "maxrl": lambda scores, ids, lengths: maxrl(scores, ids),
     "centred": lambda scores, ids, lengths: centred(scores, ids),
 }
 
@@ -342,6 +344,8 @@ def by_definition(name, scores, ids, lengths):
             out.append(scores[i] - sum(lengths[j] * scores[j] for j in group) / weight)
         elif name == "gpg":
             out.append((scores[i] - mean) * len(ids) / max(useful, 1))
+        elif name == "maxrl":
+            out.append((scores[i] - mean) / mean if mean > 0 else 0.0)
         else:
             out.append(scores[i] - mean)
     return out
@@ -353,7 +357,7 @@ def by_definition(name, scores, ids, lengths):
         st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 1.0, -2.0]), st.integers(1, 9)),
         min_size=1,
     ),
-    st.sampled_from(["grpo", "grpo_passk", "rloo", "opo", "gpg", "centred"]),
+    st.sampled_from(["grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "centred"]),
 )
 def test_every_comparison_equals_its_definition(trajectories, name):
     ids, scores, lengths = ([row[field] for row in trajectories] for field in range(3))

@@ -23,7 +23,7 @@ from megarl.algorithms.policy_loss import (
     token_covariance,
 )
 from megarl.algorithms.ragged import segment_ids
-from megarl.config.schema.algorithm import POLICY_LOSSES, SEQUENCE_LOSSES
+from megarl.config.schema.algorithm import POLICY_LOSSES
 from megarl.util.plugins import load_plugins
 from tests.algorithms.ragged_examples import brief, normal, ragged_masks, repeatable, rows
 
@@ -171,12 +171,12 @@ def test_micro_batches_and_ranks_add_up_to_the_mini_batch(ragged, mode, agg, see
 @brief
 @given(
     ragged_masks(),
-    st.sampled_from([mode for mode in POLICY_LOSSES if mode not in SEQUENCE_LOSSES or mode == "sapo"]),
+    st.sampled_from([mode for mode in POLICY_LOSSES if mode not in ("gspo", "gmpo", "topr")]),
     st.integers(0, 2**31),
     st.data(),
 )
 def test_token_losses_may_be_split_within_a_trajectory(ragged, mode, seed, data):
-    """As context parallelism does; losses of whole trajectories are in tests/megatron/test_sequences.py."""
+    """As context parallelism does; losses of whole trajectories are in tests/trainer/test_policy_updates.py."""
     case, count = make_case(ragged, seed), ragged[0].numel()
     owner = torch.tensor(
         data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype=torch.int64
@@ -447,6 +447,33 @@ BY_HAND = {
         [-LOG_PROBS[0], -LOG_PROBS[1], LOG_PROBS[2], LOG_PROBS[3], 2 * LOG_PROBS[4]],
         [-1, -1, 1, 1, 2],
         {},
+    ),
+    # The trajectories' ratios are 3/8 and 8: the only token of the first with A < 0 counts 3/8, those of the second 1.
+    "topr": (
+        {"ids": TRAJECTORIES},
+        [-LOG_PROBS[0], -LOG_PROBS[1], 0.375 * LOG_PROBS[2], LOG_PROBS[3], 2 * LOG_PROBS[4]],
+        [-1, -1, 0.375, 1, 2],
+        {"topr_taper": 0.625},
+    ),
+    # Probabilities move by 0.18, -0.07, -0.30, 0.22 and 0.15: token 2, of A < 0, by more than 0.2 down. The ratio 4 is cut to 3.
+    "dppo_tv": (
+        {},
+        [-1.5 * LOG_PROBS[0], -0.5 * LOG_PROBS[1], 0, 2 * LOG_PROBS[3], 6 * LOG_PROBS[4]],
+        [-1.5, -0.5, 0, 2, 6],
+        {"pg_clipfrac": 1},
+    ),
+    # KL of 0.068 up for token 0, 0.196 down for token 2; the others go the other way than their advantages push.
+    "dppo_kl": (
+        {"clip_low": 0.19, "clip_high": 0.06},
+        [0, -0.5 * LOG_PROBS[1], 0, 2 * LOG_PROBS[3], 6 * LOG_PROBS[4]],
+        [0, -0.5, 0, 2, 6],
+        {"pg_clipfrac": 2},
+    ),
+    "dppo_kl within its bounds": (
+        {"clip_low": 0.2, "clip_high": 0.07, "clip_c": None},
+        [-1.5 * LOG_PROBS[0], -0.5 * LOG_PROBS[1], 0.5 * LOG_PROBS[2], 2 * LOG_PROBS[3], 8 * LOG_PROBS[4]],
+        [-1.5, -0.5, 0.5, 2, 8],
+        {"pg_clipfrac": 0},
     ),
 }  # fmt: skip
 # Sums of every loss; ppo_kl is of old - new.

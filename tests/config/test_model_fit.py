@@ -181,6 +181,9 @@ def test_data_parallel_attention_cuts_heads_within_groups_and_all_else_over_all_
     assert groups(12, 12, Facts()) == [
         "rollout.tensor_model_parallel_size=12 does not divide ffn_hidden_size=64; possible: 1,2,4,8,16,32,64"
     ]
+    minimax = Facts(family="minimax_m2")
+    (line,) = groups(2, 2, minimax, data_parallel_lm_head=True)
+    assert line.startswith("rollout.data_parallel_lm_head=true: SGLang's class for minimax_m2 models")
     assert groups(2, 2, Facts(family="llama", data_parallel_attention=False)) == [
         "rollout.attention_data_parallel_size=2: SGLang has no data parallel attention for llama models; set it to 1"
     ]
@@ -284,6 +287,16 @@ def test_biases_that_move_need_routers_with_biases(train: Callable[..., TrainCon
         found = lines_of(lambda model=model: check_models(train(key), model))
         assert found == [f"{key}: the model's routers have no biases; leave it out"]
     check_models(train(key), Facts(moe=replace(MOE, expert_bias=True)))
+    lora = "actor_rollout_ref.model.lora.rank=4"
+    (line,) = problems(train(key, lora))
+    assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
+
+
+def test_a_router_z_loss_needs_routers_that_are_trained(train: Callable[..., TrainConfig]) -> None:
+    key = "actor_rollout_ref.actor.router_z_loss_coef=0.001"
+    found = lines_of(lambda: check_models(train(key), Facts()))
+    assert found == [f"{key}: the model has no experts; leave it out"]
+    check_models(train(key), Facts(moe=MOE))
     lora = "actor_rollout_ref.model.lora.rank=4"
     (line,) = problems(train(key, lora))
     assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
@@ -413,6 +426,8 @@ def test_layers_that_draft_are_loaded_from_the_models_folder_as_they_are_there()
     assert drafting("ngram", Facts()) == drafting("mtp", Facts(**sizes)) == drafting("eagle3", Facts()) == []
     (line,) = drafting("mtp", Facts())
     assert "algorithm=mtp: the model has 0 layers for further tokens (num_nextn_predict_layers)" in line
+    (line,) = drafting("mtp", Facts(family="glm4_moe_lite", **sizes))
+    assert "no engine has drafted" in line
     in_float8 = Facts(fp8_block=(128, 128), **sizes)
     assert drafting("mtp", in_float8, quantization="fp8") == []
     (line,) = drafting("mtp", in_float8)

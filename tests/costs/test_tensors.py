@@ -55,6 +55,7 @@ OFTEN = {
     ("deepseek_v3", "tp2_sp_ep2_dp2"),
     ("glm4_moe", "tp2_sp_etp2_pp2"),
     ("qwen3_moe", "pp2_vpp2_ep2"),
+    ("minimax_m2", "tp2_sp_etp2_pp2"),
     ("gpt_oss", "tp2_sp_ep2_dp2"),
 }
 

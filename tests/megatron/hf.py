@@ -145,17 +145,30 @@ def optimizer_settings() -> SimpleNamespace:
     )
 
 
+def name_in_file(model: PreTrainedModel, name: str) -> str:
+    """The name in the model's files of what the model calls `name`; MiniMax-M2's files have Mixtral's names."""
+    mixtral = model.config.model_type == "minimax_m2"
+    return name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+
+
+def projections_of(model: PreTrainedModel, kind: str) -> tuple[str, ...]:
+    """The names in the model's files of an expert's projections that are one parameter, `gate_up_proj` or `down_proj`, from its top."""
+    if model.config.model_type == "minimax_m2":
+        return ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
+    return ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+
+
 def gradients_by_file_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A Hugging Face model's gradients under the names in its files, which have a tensor for each expert."""
     found = {}
     if model.config.model_type == "gpt_oss":
         return single_experts({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, parameter in model.named_parameters():
-        layer, fused, kind = name.rpartition("experts.")
+        layer, fused, kind = name_in_file(model, name).rpartition("experts.")
         if kind not in ("gate_up_proj", "down_proj"):
-            found[name] = parameter.grad
+            found[layer + fused + kind] = parameter.grad
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        parts = projections_of(model, kind)
         for expert, grad in enumerate(parameter.grad):
             for part, rows in zip(parts, grad.chunk(len(parts)), strict=True):
                 found[f"{layer}{fused}{expert}.{part}.weight"] = rows

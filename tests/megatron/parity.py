@@ -1,5 +1,6 @@
 """Training as an oracle sees it: two optimizer steps of a Hugging Face model, and of Megatron in a layout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,12 @@ def sequences() -> list[list[int]]:
     return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def train_hugging_face(model: PreTrainedModel, optim: OptimConfig = OPTIM) -> list[tuple[float, float]]:
-    """Two steps over all sequences, one at a time, with torch's own AdamW."""
+def train_hugging_face(
+    model: PreTrainedModel,
+    optim: OptimConfig = OPTIM,
+    gradients: Callable[[PreTrainedModel], float] | None = None,
+) -> list[tuple[float, float]]:
+    """Two steps over all sequences, one at a time, with torch's own AdamW. `gradients`: in the place of `loss_and_gradients`."""
     decayed, others = [], []
     for name, parameter in model.named_parameters():  # biases of several experts have two dimensions
         (others if parameter.dim() == 1 or name.endswith("bias") else decayed).append(parameter)
@@ -60,7 +65,7 @@ def train_hugging_face(model: PreTrainedModel, optim: OptimConfig = OPTIM) -> li
     history = []
     for _ in range(2):
         adam.zero_grad()
-        total = loss_and_gradients(model)
+        total = (gradients or loss_and_gradients)(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
         adam.step()
         history.append((total, norm.item()))

@@ -20,7 +20,7 @@ from megarl.models import read_model_config
 from megarl.models.layers import is_mixture
 from tests.megatron.parity import VOCAB, load_model, loss_of, sequences
 from tests.megatron.test_families import FAMILIES, STEADY, hugging_face, make_family
-from tests.megatron.test_router_replay import GRID, batches_of
+from tests.megatron.test_router_replay import GRID, batches_of, recomputation
 from tests.ranks import RankPool
 from tests.routing import experts_of
 
@@ -88,6 +88,7 @@ def _train(
         ("glm4_moe", "pp2_ep2", None),
         ("qwen3_moe", "pp2_vpp2", "full"),
         ("qwen3_moe", "tp2_sp_etp2", "selective"),
+        ("glm4_moe", "pp2_ep2", "moe"),
     ],
 )
 def test_loads_are_hugging_faces_and_biases_move_against_them(
@@ -96,7 +97,7 @@ def test_loads_are_hugging_faces_and_biases_move_against_them(
     (folder, table, expected), (world, sizes) = routed(family), GRID[name]
     seen = set()
     for loads, before, after in ranks.run(
-        _train, folder, table, sizes, {"recompute_granularity": recompute}, world=world
+        _train, folder, table, sizes, recomputation(recompute), world=world
     ):
         assert np.array_equal(loads, expected)
         for layer, bias in before.items():

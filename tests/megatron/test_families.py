@@ -14,7 +14,9 @@ import torch
 from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
     GptOssForCausalLM,
+    MiniMaxM2ForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
@@ -82,6 +84,9 @@ FAMILIES = {
         {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
+    # an epsilon that shows where a norm has another one
+    "glm4_moe_lite": Family("glm4_moe_lite", Glm4MoeLiteForCausalLM, {"rms_norm_eps": 1e-2}),
+    "minimax_m2": Family("minimax_m2", MiniMaxM2ForCausalLM, {"num_experts_per_tok": 3}),
     "gpt_oss": Family("gpt_oss", GptOssForCausalLM, {"num_experts_per_tok": 3}),
 }
 
@@ -111,7 +116,15 @@ def hugging_face(folder: str, family: Family) -> PreTrainedModel:
         shutil.copytree(folder, known, ignore=shutil.ignore_patterns("known"), dirs_exist_ok=True)
         (known / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
         folder = str(known)
-    return family.model_class.from_pretrained(folder, dtype=torch.float32)
+    model = family.model_class.from_pretrained(folder, dtype=torch.float32)
+    if family.name == "glm4_moe_lite":
+        # SGLang's norms of latent vectors have the config's epsilon, and those of the run that published it (Megatron) can have no
+        # other; transformers' have 1e-6.
+        for name, module in model.named_modules():
+            if name.endswith("_a_layernorm"):
+                assert module.variance_epsilon == 1e-6
+                module.variance_epsilon = config["rms_norm_eps"]
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +208,8 @@ TRAINED = [
     *[("deepseek_v3", layout) for layout in EXPERT_GRID],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
+    *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe with plain scores", "ep2"),
     ("deepseek_v3 without low rank queries", "tp2_sp_ep2"),
@@ -209,6 +224,9 @@ SELDOM = [
     ],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
     ("glm4_moe", "tp2_sp_ep2"),
+    ("glm4_moe_lite", "tp2_sp_ep2"),
+    ("glm4_moe_lite", "tp2_sp_cp2_ep4"),
+    ("minimax_m2", "tp2_sp_cp2_ep4"),
     ("gpt_oss", "pp2_vpp2_ep2"),
 ]
 
@@ -237,7 +255,7 @@ def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> lis
 
 GRADIENTS = [
     (name, layout)
-    for name in ("deepseek_v3", "qwen3_moe", "glm4_moe")
+    for name in ("deepseek_v3", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2")
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
 ] + [("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")]
 

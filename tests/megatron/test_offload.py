@@ -149,7 +149,8 @@ def test_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
 def test_a_gpus_memory_is_free_for_other_processes() -> None:
     tensors = [torch.randn(64 << 20, device="cuda"), torch.randn(1000, device="cuda")]
-    part = Offloadable(lambda: [*tensors, tensors[0][1:]])
+    view = tensors[0][1:]
+    part = Offloadable(lambda: [*tensors, view])
     expected = [tensor.cpu() for tensor in tensors]
     for _ in range(2):
         free, _ = torch.cuda.mem_get_info()

@@ -76,6 +76,7 @@ class Oracle(torch.nn.Module):
     def __init__(self, folder: str, name: str) -> None:
         super().__init__()
         self.main, state = hugging_face(folder, FAMILIES[name]), load_file(f"{folder}/model.safetensors")
+        self.config = self.main.config
         inner, width = self.main.model, self.main.config.hidden_size
         self.layers = torch.nn.ModuleList()
         for index in range(DEPTH):

@@ -138,6 +138,13 @@ def batches_of(table: pa.Table, layout: ParallelLayout, routing: Any, micro: int
     ]
 
 
+def recomputation(kind: str | None) -> dict[str, Any]:
+    """What a model is built with. `kind`: a granularity; moe: each MoE layer alone."""
+    if kind == "moe":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    return {"recompute_granularity": kind}
+
+
 def _train(
     rank: int, world: int, folder: str, table: pa.Table, sizes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[tuple[float, float]], list[float]]:
@@ -174,6 +181,8 @@ CASES = [
     ("glm4_moe", "ep2", "full"),
     ("qwen3_moe", "pp2_vpp2", "full"),
     ("qwen3_moe", "pp2_ep2", "selective"),
+    ("qwen3_moe", "pp2_ep2", "moe"),
+    ("deepseek_v3", "pp2_vpp2", "moe"),
 ]
 
 
@@ -182,7 +191,7 @@ def test_trains_as_hugging_face_with_the_same_experts(
     ranks: RankPool, forced: Callable[[str], Forced], family: str, name: str, recompute: str | None
 ) -> None:
     case, (world, sizes) = forced(family), GRID[name]
-    options = {"recompute_granularity": recompute}
+    options = recomputation(recompute)
     for history, _ in ranks.run(_train, case.folder, case.table, sizes, options, world=world):
         for (loss, norm), (expected_loss, expected_norm) in zip(history, case.expected, strict=True):
             assert loss == pytest.approx(expected_loss, rel=TOLERANCE)

@@ -13,17 +13,27 @@ from megarl.util.packages import shipped
 
 
 @pytest.mark.parametrize(
-    ("changes", "fused"), [({}, True), ({"v_head_dim": 96}, False), ({"qk_rope_head_dim": 48}, False)]
+    ("changes", "heads", "tp", "fused"),
+    [
+        ({}, 128, 1, True),
+        ({}, 128, 2, True),
+        ({"v_head_dim": 96}, 128, 1, False),
+        ({"qk_rope_head_dim": 48}, 128, 1, False),
+        ({}, 20, 1, False),
+        ({}, 24, 2, False),
+    ],
 )
 def test_latent_attentions_rotary_kernel_takes_powers_of_two_alone(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], fused: bool
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], heads: int, tp: int, fused: bool
 ) -> None:
-    """Its ranges are widths of queries and values; of others Triton says so when it compiles, in the first forward pass."""
+    """Its ranges are widths of queries and values; of others Triton says so when it compiles, in the first forward pass. Of the heads
+    it takes blocks, and writes past the last one: interpreted with 3 heads in blocks of 2, it corrupts the heap."""
     monkeypatch.setattr(transformer_config, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(transformer_config, "MLATransformerConfig", dict)
     config = read_model_config(str(shipped() / "recipes" / "models" / "deepseek-v3"))
-    config = replace(config, mla=replace(config.mla, **changes))
-    settings = transformer_config.transformer_config(config, ParallelLayout(world=1), torch.bfloat16, None)
+    config = replace(config, num_attention_heads=heads, mla=replace(config.mla, **changes))
+    layout = ParallelLayout(world=tp, tp=tp, sp=tp > 1)
+    settings = transformer_config.transformer_config(config, layout, torch.bfloat16, None)
     assert settings["apply_rope_fusion"] is fused
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from math import prod
 
@@ -113,6 +114,23 @@ def test_facts_of_mixtures(tmp_path):
     qwen = read_published(tmp_path, "Qwen3-30B-A3B")
     assert (qwen.moe.scoring, qwen.moe.expert_bias, qwen.moe.top_k) == ("softmax", False, 8)
     assert qwen.moe.shared_ffn_hidden_size == 0 and qwen.qk_norm
+    glm = read_published(tmp_path, "GLM-4.7")
+    assert glm == dataclasses.replace(read_published(tmp_path, "GLM-4.5"), max_position_embeddings=202752)
+    flash = read_published(tmp_path, "GLM-4.7-Flash")
+    assert (flash.head_dim, flash.mla.v_head_dim, flash.norm_epsilon, flash.moe.dense_layers) == (
+        256,
+        256,
+        1e-5,
+        (0,),
+    )
+    minimax = read_published(tmp_path, "MiniMax-M2")
+    assert (minimax.qk_norm, minimax.qk_norm_all_heads, minimax.rotary_percent) == (True, True, 0.5)
+    assert (minimax.moe.ffn_hidden_size, minimax.moe.shared_ffn_hidden_size, minimax.fp8_block) == (
+        1536,
+        0,
+        (128, 128),
+    )
+    assert minimax.moe.expert_bias and not minimax.moe.dense_layers and minimax.num_mtp_layers == 0
     kimi = read_published(tmp_path, "Kimi-K2-Instruct")
     assert (kimi.family, kimi.architecture, kimi.num_mtp_layers) == ("kimi_k2", "DeepseekV3ForCausalLM", 0)
 
@@ -196,6 +214,26 @@ def test_yarn(tmp_path):
         ("DeepSeek-V3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ("DeepSeek-V3", {"n_shared_experts": None}, "lacks n_shared_experts"),
         ("Kimi-K2-Instruct", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ("GLM-4.7-Flash", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        (
+            "GLM-4.7-Flash",
+            {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45},
+            "mlp_layer_types=.* first_k_dense_replace=1",
+        ),
+        ("GLM-4.7-Flash", {"n_group": 7}, "multiple of n_group"),
+        ("MiniMax-M2", {"attn_type_list": [0] + [1] * 61}, "attn_type_list="),
+        ("MiniMax-M2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+        ("MiniMax-M2", {"use_qk_norm": False}, "use_qk_norm=False"),
+        ("MiniMax-M2", {"use_routing_bias": None}, "use_routing_bias=None"),
+        ("MiniMax-M2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("MiniMax-M2", {"shared_intermediate_size": 1536}, "shared_intermediate_size=1536"),
+        ("MiniMax-M2", {"rotary_dim": None}, "lacks rotary_dim"),
+        (
+            "MiniMax-M2",
+            {"partial_rotary_factor": 1.0},
+            "partial_rotary_factor=1 is not rotary_dim / head_dim, 0.5",
+        ),
+        ("MiniMax-M2", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("GLM-4.5", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("GLM-4.5", {"use_qk_norm": None}, "lacks use_qk_norm"),
     ],
@@ -220,7 +258,11 @@ def test_what_transformers_makes_by_itself_is_accepted(tmp_path, cls):
         (LlamaConfig, {"attention_bias": True}, "attention_bias=True"),
         (LlamaConfig, {"mlp_bias": True}, "mlp_bias=True"),
         (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope type 'linear'"),
-        (LlamaConfig, {"model_type": "gpt2"}, "model_type 'gpt2' is not supported; .* llama, qwen2, qwen3"),
+        (
+            LlamaConfig,
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; .* llama, minimax_m2, qwen2, qwen3",
+        ),
         (LlamaConfig, {"rms_norm_eps": None}, "lacks rms_norm_eps"),
     ],
 )

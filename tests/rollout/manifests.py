@@ -50,6 +50,12 @@ def rank_slices(
                 slices.entries.append((name, name, start, piece))
         elif kind in ("q_proj", "k_proj", "v_proj"):
             slices.entries.append(_attention_slice(name, value, config, *attention))
+        elif kind in ("q_norm", "k_norm") and config.model_type == "minimax_m2":
+            number, ranks = attention[1], attention[0]
+            if kind == "k_norm":  # heads are repeated where there are more ranks
+                ranks = min(attention[0], config.num_key_value_heads)
+                number = attention[1] * ranks // attention[0]
+            slices.entries.append((name, name, start, value.chunk(ranks)[number]))
         elif kind in ("q_a_proj", "kv_a_proj_with_mqa"):
             start[0] = 0 if kind == "q_a_proj" else config.q_lora_rank
             slices.entries.append((name, name.replace(kind, "fused_qkv_a_proj_with_mqa"), start, value))
@@ -108,16 +114,17 @@ def _alternating_slice(name: str, value: torch.Tensor, config, tp: int, rank: in
 
 
 def _expert_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):
-    """One expert's matrix, if the rank has that expert: gate above up in w13_weight, down in w2_weight."""
+    """One expert's matrix, if the rank has that expert: gate (w1) above up (w3) in w13_weight, down (w2) in w2_weight."""
     path, _, rest = name.partition(".experts.")
     expert, kind, _ = rest.split(".")
     here = config.num_local_experts // ep
     expert_tp, index = tp // ep, int(expert) - rank // (tp // ep) * here
     if not 0 <= index < here:
         return None
-    piece = value.chunk(expert_tp, dim=1 if kind == "down_proj" else 0)[rank % expert_tp]
-    begin = len(piece) if kind == "up_proj" else 0
-    local = f"{path}.experts.{'w2' if kind == 'down_proj' else 'w13'}_weight"
+    is_down, is_up = kind in ("down_proj", "w2"), kind in ("up_proj", "w3")
+    piece = value.chunk(expert_tp, dim=1 if is_down else 0)[rank % expert_tp]
+    begin = len(piece) if is_up else 0
+    local = f"{path}.experts.{'w2' if is_down else 'w13'}_weight"
     return name, local, [index, begin, 0], piece[None]
 
 

@@ -103,6 +103,21 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     check(plan, report, 0.05)
 
 
+@pytest.mark.parametrize("float8", [False, True])
+def test_minimax_m2_has_the_parameters_that_a_sync_fills(machine, tmp_path: Path, float8: bool) -> None:
+    """TP2 EP2; norms of queries and keys are cut with the heads."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    make_tiny_model(tmp_path / "model", ["two words"], family="minimax_m2", **sizes)
+    keys = [
+        *expert_overrides(tmp_path / "model"),
+        *(f"{ROLLOUT}.expert_parallel_size=2", f"{ROLLOUT}.dtype=bfloat16"),
+        *(FP8 if float8 else []),
+    ]
+    plan, report = shadow(RECIPE, keys, 1)
+    assert report["model"] == "MiniMaxM2ForCausalLM"
+    check(plan, report, 0.05)
+
+
 @pytest.mark.parametrize(
     ("family", "head", "more"),
     [

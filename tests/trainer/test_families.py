@@ -45,7 +45,7 @@ class Case:
 
 CASES = [
     # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer, replayed routing, biases
-    # of routers that even out loads
+    # of routers that even out loads, a router z-loss
     Case(
         "deepseek_v3", 3,
         (
@@ -53,7 +53,7 @@ CASES = [
             f"{ACTOR}.num_layers_in_first_pipeline_stage=2", "critic.megatron.expert_model_parallel_size=2",
             "critic.megatron.num_layers_in_last_pipeline_stage=2", f"{ROLLOUT}.expert_parallel_size=2",
             f"{ROLLOUT}.sync_transport=p2p", "actor_rollout_ref.model.mtp=keep", REPLAY,
-            f"actor_rollout_ref.actor.expert_bias_update_rate={RATE}",
+            f"actor_rollout_ref.actor.expert_bias_update_rate={RATE}", "actor_rollout_ref.actor.router_z_loss_coef=0.001",
         ),
         num_mtp_layers=1,
     ),
@@ -77,6 +77,22 @@ CASES = [
             *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
             f"{ACTOR}.pipeline_model_parallel_size=1", f"{ACTOR}.expert_model_parallel_size=2",
             f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.num_engines=2",
+        ),
+    ),
+    # norms over the heads of all tensor parallel ranks, replayed routing
+    Case(
+        "minimax_m2", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
+        ),
+    ),
+    # latent attention over pipeline stages
+    Case(
+        "glm4_moe_lite", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
+            f"{ACTOR}.pipeline_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
         ),
     ),
     # a critic that shares its weights over data parallel ranks
@@ -121,6 +137,9 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
         by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}
         assert bool(by_layer) == (case.family != "qwen3")
         assert not by_layer or max(by_layer.values()) == step["actor/expert_violation_max"] > 0
+        # A mean over layers: the square of at least the logarithm of a uniform router's 8 experts.
+        assert step.get("actor/router_z_loss", 0.0) == 0.0 or step["actor/router_z_loss"] > 1.0
+        assert ("actor/router_z_loss" in step) == (case.family == "deepseek_v3")
         predicts = MTP in case.overrides
         assert ("actor/mtp_loss" in step) == predicts
         if predicts:  # a random model's, over 512 tokens

@@ -75,7 +75,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel
 def by_formula(mode: str, model: PreTrainedModel, table: pa.Table) -> float:
     """The loss by the papers' formulas, a trajectory at a time; leaves its gradients in the model.
 
-    GSPO, arXiv:2507.18071 eq. 5 (not its token form), and GMPO, arXiv:2507.20673.
+    GSPO, arXiv:2507.18071 eq. 5 (not its token form), GMPO, arXiv:2507.20673, and TOPR, arXiv:2503.14286.
     """
     model.zero_grad()
     losses = []
@@ -84,10 +84,14 @@ def by_formula(mode: str, model: PreTrainedModel, table: pa.Table) -> float:
         if not live.any():
             continue
         advantage = row["advantages"][0]
-        log_ratio = (response_log_probs(model, row) - torch.tensor(row["old_log_probs"]))[live]
+        log_probs = response_log_probs(model, row)
+        log_ratio = (log_probs - torch.tensor(row["old_log_probs"]))[live]
         if mode == "gspo":
             ratio = log_ratio.mean().exp()
             objective = torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
+        elif mode == "topr":
+            taper = log_ratio.detach().sum().clamp(max=0.0).exp() if advantage < 0 else 1.0
+            objective = taper * advantage * log_probs[live].mean()
         else:
             sign = math.copysign(1.0, advantage)
             kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-LOW, HIGH))
@@ -119,7 +123,7 @@ def _train(rank: int, world: int, layout: dict, folder: str, table: pa.Table, mo
     return result.stats["actor/loss"], place.gradients()
 
 
-@pytest.mark.parametrize("mode", ["gspo", "gmpo"])
+@pytest.mark.parametrize("mode", ["gspo", "gmpo", "topr"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2-cp2-sp" else name for name in LAYOUTS]
 )

@@ -54,11 +54,13 @@ def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
             out[p + norm] = state[p + norm]
         latent = p + "self_attn.kv_b_proj.weight" in state
         out |= (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
-        routed = p + "mlp.gate.weight" in state
-        if p + "mlp.router.weight" in state:
-            out |= _biased_mixture(state, rank, p + "mlp.")
-            continue
-        out |= _mixture(state, hf, rank, p + "mlp.") if routed else _gated(state, rank.whole, p + "mlp.")
+        mlp = p + ("block_sparse_moe." if hf["model_type"] == "minimax_m2" else "mlp.")
+        if mlp + "router.weight" in state:
+            out |= _biased_mixture(state, rank, mlp)
+        elif mlp + "gate.weight" in state:
+            out |= _mixture(state, hf, rank, mlp)
+        else:
+            out |= _gated(state, rank.whole, mlp)
     return out
 
 
@@ -79,9 +81,12 @@ def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
         if f"{p}q_proj.{kind}" in state:
             q, k, v = (state[f"{p}{x}_proj.{kind}"] for x in "qkv")
             out[f"{p}qkv_proj.{kind}"] = torch.cat([_rows(q, rank.attention), _rows(k, kv), _rows(v, kv)])
-    for whole in ("q_norm.weight", "k_norm.weight", "o_proj.bias"):
-        if p + whole in state:
-            out[p + whole] = state[p + whole]
+    for norm, cut in (("q_norm.weight", rank.attention), ("k_norm.weight", kv)):
+        if p + norm in state:  # of all heads together (MiniMax-M2), or one that all heads have
+            norms_all = hf["model_type"] == "minimax_m2"
+            out[p + norm] = _rows(state[p + norm], cut) if norms_all else state[p + norm]
+    if p + "o_proj.bias" in state:
+        out[p + "o_proj.bias"] = state[p + "o_proj.bias"]
     if p + "sinks" in state:
         out[p + "sinks"] = _rows(state[p + "sinks"], rank.attention)
     return out
@@ -105,17 +110,19 @@ def _latent(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
 
 
 def _gated(state: State, cut: tuple[int, int], p: str) -> State:
-    gate, up = (_rows(state[f"{p}{kind}_proj.weight"], cut) for kind in ("gate", "up"))
+    names = ("w1", "w3", "w2") if p + "w1.weight" in state else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (state[f"{p}{name}.weight"] for name in names)
     return {
-        p + "gate_up_proj.weight": torch.cat([gate, up]),
-        p + "down_proj.weight": _columns(state[p + "down_proj.weight"], cut),
+        p + "gate_up_proj.weight": torch.cat([_rows(gate, cut), _rows(up, cut)]),
+        p + "down_proj.weight": _columns(down, cut),
     }
 
 
 def _mixture(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     out = {p + "gate.weight": state[p + "gate.weight"]}
-    if p + "gate.e_score_correction_bias" in state:
-        out[p + "gate.e_score_correction_bias"] = state[p + "gate.e_score_correction_bias"]
+    for bias in (p + "gate.e_score_correction_bias", p + "e_score_correction_bias"):
+        if bias in state:
+            out[bias] = state[bias]
     if p + "shared_experts.up_proj.weight" in state:
         out |= _gated(state, rank.whole, p + "shared_experts.")
     numbers = torch.arange(len(state[p + "gate.weight"])).chunk(rank.expert_share[0])[rank.expert_share[1]]

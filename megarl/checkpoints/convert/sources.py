@@ -108,7 +108,7 @@ def megatron_checkpoint(
             padded = (padded_vocab_size(config, 1), *tensors[key].shape[1:])
             tensors[key] = tensors[key]._replace(shape=padded)
     layout = Layout.by_rank("Megatron checkpoint", 1, lambda rank: pieces)
-    return MegatronCheckpoint(layout, tensors, tuple(_extra_states(places)))
+    return MegatronCheckpoint(layout, tensors, tuple(_extra_states(places, config)))
 
 
 def _global_place(
@@ -130,12 +130,15 @@ def _global_place(
     return local, at, extent
 
 
-def _extra_states(places: dict[str, tuple[tuple[int, ...], set[tuple[int, ...]]]]) -> list[str]:
+def _extra_states(
+    places: dict[str, tuple[tuple[int, ...], set[tuple[int, ...]]]], config: ModelConfig
+) -> list[str]:
     """As `ShardedObject.unique_key` writes them: key, index and extent of the leading axes."""
+    own = (".q_layernorm", ".k_layernorm") if config.qk_norm_all_heads else ()  # megarl's modules
     names: dict[str, None] = {}
     for key, (extent, indices) in places.items():
         module = key.rpartition(".")[0]
-        if not _WITHOUT_EXTRA_STATE.fullmatch(module):
+        if not _WITHOUT_EXTRA_STATE.fullmatch(module) and not module.endswith(own):
             for at in sorted(indices):
                 shard, total = (
                     ".".join(map(str, axes or default)) for axes, default in ((at, (0,)), (extent, (1,)))

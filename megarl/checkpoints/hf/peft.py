@@ -24,6 +24,7 @@ from megarl.checkpoints.hf.peft_config import CONFIG_FILE, read_facts, targets
 from megarl.config.schema.models import LoraConfig
 from megarl.layout import Box
 from megarl.models import ModelConfig, logical_tensors
+from megarl.models.layers import expert_projections, name_in_files, name_in_models
 from megarl.models.lora import MAGNITUDE, A, B, adapted_weights, scaling
 from megarl.models.shards import Shapes
 from megarl.models.table import VALUE_HEAD
@@ -69,10 +70,11 @@ def split_experts(stored: Mapping[str, tuple[int, ...]], config: ModelConfig) ->
     """
     assert config.moe is not None
     count, ffn, hidden = config.moe.num_experts, config.moe.ffn_hidden_size, config.hidden_size
+    gate, up, down = expert_projections(config)
     # (in, out) -> the parameter, and the projections in it with their first rows
     kinds = {
-        (hidden, 2 * ffn): ("gate_up_proj", {"gate_proj": 0, "up_proj": ffn}),
-        (ffn, hidden): ("down_proj", {"down_proj": 0}),
+        (hidden, 2 * ffn): ("gate_up_proj", {gate: 0, up: ffn}),
+        (ffn, hidden): ("down_proj", {down: 0}),
     }
     modules: dict[str, Adapted] = {}
     for module, experts in fused_modules(stored).items():
@@ -90,7 +92,7 @@ def split_experts(stored: Mapping[str, tuple[int, ...]], config: ModelConfig) ->
         for projection, first in projections.items():
             height = out // len(projections)
             for expert in range(count):
-                name = f"{experts}.{expert}.{projection}"
+                name = f"{name_in_files(config, experts)}.{expert}.{projection}"
                 if name in modules or name + A in stored:
                     raise ValueError(f"{name} has an adapter twice, one of them in {module}")
                 a = Part(module + A, (rank, columns), row=expert * rank)
@@ -151,7 +153,7 @@ class PeftReader:
         for module, adapted in self._experts.items():
             parts |= {module + A: adapted.a, module + B: adapted.b}
         taken = {part.stored for adapted in self._experts.values() for part in (adapted.a, adapted.b)}
-        self._parts = {name: part for name, part in parts.items() if name not in taken}
+        self._parts = {self._logical(name): part for name, part in parts.items() if name not in taken}
         self.names = frozenset(self._parts)
         self._reader = open_weights(file)
         # of a layer's experts both: every expert has columns of each
@@ -201,9 +203,14 @@ class PeftReader:
         names |= {f"{experts}.{parameter}" for experts in fused.values() for parameter in PARAMETERS}
         return {name: self.facts.scaling_of(name) for name in sorted(names)}
 
+    def _logical(self, name: str) -> str:
+        return name if self.config is None else name_in_files(self.config, name)
+
     def _peft_name(self, module: str) -> str:
         adapted = self._experts.get(module)
-        return self.facts.peft_name(module) if adapted is None else adapted.peft_name
+        if adapted is not None:
+            return adapted.peft_name
+        return self.facts.peft_name(module if self.config is None else name_in_models(self.config, module))
 
     def _modules(self) -> list[str]:
         return [name.removesuffix(A) for name in self._parts if name.endswith(A)]

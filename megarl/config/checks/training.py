@@ -73,12 +73,12 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         yield f"{POLICY}.model.mtp=train: with trainer.rollout_only no model changes; leave it out"
     yield from _algorithm_problems(config)
     yield from _replay_problems(config.actor_rollout_ref.actor)
-    yield from _expert_bias_problems(config.actor_rollout_ref)
+    yield from _frozen_router_problems(config.actor_rollout_ref)
     yield from _full_kl_problems(config)
     yield from _health_problems(config)
     lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
     actor = config.actor_rollout_ref.actor
-    for name, off in (("router_replay", None), ("expert_bias_update_rate", 0.0)):
+    for name, off in (("router_replay", None), ("expert_bias_update_rate", 0.0), ("router_z_loss_coef", 0.0)):
         if getattr(actor, name) != off and actor.megatron.fsdp is not None:
             yield (
                 f"{POLICY}.actor.megatron.fsdp={actor.megatron.fsdp} with {POLICY}.actor.{name}={getattr(actor, name)} has not been "
@@ -173,13 +173,14 @@ def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
         )
 
 
-def _expert_bias_problems(policy: ActorRolloutRefConfig) -> Iterator[str]:
-    rate = policy.actor.expert_bias_update_rate
-    if rate and policy.model.lora.rank:
-        yield (
-            f"{POLICY}.actor.expert_bias_update_rate={rate:g} with {POLICY}.model.lora.rank={policy.model.lora.rank}: all but the adapters "
-            "is frozen, and the reference has the same routers; leave out one of them"
-        )
+def _frozen_router_problems(policy: ActorRolloutRefConfig) -> Iterator[str]:
+    for name in ("expert_bias_update_rate", "router_z_loss_coef"):
+        value = getattr(policy.actor, name)
+        if value and policy.model.lora.rank:
+            yield (
+                f"{POLICY}.actor.{name}={value:g} with {POLICY}.model.lora.rank={policy.model.lora.rank}: all but the adapters "
+                "is frozen, and the reference has the same routers; leave out one of them"
+            )
 
 
 def _replay_problems(actor: ActorConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ ADV_ESTIMATORS = (
     "gpg",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "opo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -19,10 +20,27 @@ ADV_ESTIMATORS = (
     "rloo",
 )
 # Estimators that compare the responses to one prompt.
-GROUP_ESTIMATORS = ("gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline", "rloo")
-POLICY_LOSSES = ("vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg")
-# Losses that are a mean over trajectories of a mean over their tokens.
-SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+GROUP_ESTIMATORS = ("gpg", "grpo", "grpo_passk", "maxrl", "opo", "reinforce_plus_plus_baseline", "rloo")
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+    "gpg",
+    "topr",
+    "dppo_tv",
+    "dppo_kl",
+)
+# By loss: what its paper takes the mean of, where that is not all tokens.
+OWN_AGGREGATION = {
+    "gspo": "seq-mean-token-mean",
+    "gmpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "topr": "seq-mean-token-sum",
+}
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")  # they choose tokens before the update
 # kl is k1, mse is k2, low_var_kl is k3; a + takes the gradient of k2; full is no estimate.
 KL_KINDS = ("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "k3", "k3+", "full")
@@ -66,7 +84,9 @@ class PolicyLossConfig:
         "vanilla: PPO's clipped ratio. gspo, gmpo: ratios of whole trajectories (gmpo: clip_ratio_low and _high bound "
         "the logarithm of each token's ratio). cispo: clipped weights on the log-probs. sapo: a smooth gate in place "
         "of the clip. clip_cov, kl_cov: PPO, held back on the tokens whose log-prob and advantage go together most. "
-        "gpg: advantage times log-prob. Or one of `plugins`.",
+        "gpg: advantage times log-prob. topr: the same, where the advantage is negative times the trajectory's ratio, at most 1. "
+        "dppo_tv, dppo_kl: the ratio, without the tokens whose probability moved by more than clip_ratio_low or _high (dppo_kl: whose "
+        "KL is more), the ratio at most clip_ratio_c. Or one of `plugins`.",
         "vanilla",
     )
     clip_cov_ratio: float = option(

@@ -85,6 +85,13 @@ class ActorConfig:
         ge=0,
         formula="b_e += rate sign(mean load - load_e)",
     )
+    router_z_loss_coef: float = option(
+        "For models with experts: of the router z-loss, which keeps the logits of routers small; a mean over the tokens that a mini-batch "
+        "learns from, for each layer.",
+        0.0,
+        ge=0,
+        formula="coef mean(logsumexp(logits)^2)",
+    )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)
     clip_ratio: float = option(
@@ -108,7 +115,8 @@ class ActorConfig:
     tau_pos: float = option("sapo: sharpness of the gate at positive advantages.", 1.0, gt=0)
     tau_neg: float = option("sapo: at negative ones.", 1.05, gt=0)
     loss_agg_mode: str | None = option(
-        "What the loss is a mean of; null: token-mean, of gspo, gmpo and sapo seq-mean-token-mean. token-sum: no mean. "
+        "What the loss is a mean of; null: token-mean, of gspo, gmpo and sapo seq-mean-token-mean, of topr "
+        "seq-mean-token-sum. token-sum: no mean. "
         "seq-mean-token-sum-norm: the mean over trajectories of their sums, divided by loss_scale_factor.",
         None,
         choices=LOSS_AGG_MODES,

@@ -34,6 +34,7 @@ from megarl.trainer.workers.dispatch import (
     EXPERT_VIOLATION,
     LEARNT,
     READ,
+    ROUTER_Z_LOSS,
     PolicyUpdate,
     columns_of,
     first_pass_plan,
@@ -182,7 +183,7 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
     own = ("grad_norm", "lr", "loss_scale", "skipped", "stopped_early")
     difference = {key: value for key, value in steps[0].items() if key.startswith("training/")}
     violations = [key for key in steps[0] if key.startswith(EXPERT_VIOLATION)]
-    own = (*own, *difference, *violations)
+    own = (*own, *difference, *violations, ROUTER_Z_LOSS)
     sums = add_sums([{key: value for key, value in step.items() if key not in own} for step in steps])
     metrics = reduce_metrics(sums, num_updates=len(steps)) | difference
     metrics |= {f"{name}/lr": steps[-1]["lr"], f"{name}/updates": float(len(steps))}
@@ -197,6 +198,8 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
         metrics |= {f"{name}/{key}": value for key, value in means.items()}
         metrics[f"{name}/expert_violation_max"] = max(means.values())
         metrics[f"{name}/expert_violation_mean"] = float(np.mean(list(means.values())))
+    if ROUTER_Z_LOSS in steps[0]:
+        metrics[f"{name}/{ROUTER_Z_LOSS}"] = float(np.mean([step[ROUTER_Z_LOSS] for step in steps]))
     if "stopped_early" in steps[-1]:
         metrics[f"{name}/stopped_early"] = steps[-1]["stopped_early"]
     return metrics
@@ -223,5 +226,5 @@ def policy_update(actor: ActorConfig, controls: Controls, seed: int) -> PolicyUp
         ppo_kl_coef=loss.ppo_kl_coef,
     )
     aggregation = LossAggregation(actor.loss_agg_mode, actor.loss_scale_factor)
-    rate = actor.expert_bias_update_rate
-    return PolicyUpdate(aggregation, options, select, actor.target_kl, seed, rate)
+    of_routers = actor.expert_bias_update_rate, actor.router_z_loss_coef
+    return PolicyUpdate(aggregation, options, select, actor.target_kl, seed, *of_routers)

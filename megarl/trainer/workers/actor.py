@@ -28,9 +28,10 @@ from megarl.megatron.offload import assert_resident, weights_of
 from megarl.megatron.packing import MicroBatches, OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.router_replay import take_counts
+from megarl.megatron.router_z_loss import RouterZLoss
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
-from megarl.trainer.workers.dispatch import EXPERT_VIOLATION, ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import EXPERT_VIOLATION, ROUTER_Z_LOSS, ModelSpec, PolicyUpdate
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
@@ -59,9 +60,11 @@ class ActorWorker(ModelWorker):
         super().__init__(info, spec)
         self.temperature = temperature
         self.loads: ExpertLoads | None = None
+        self.z_loss: RouterZLoss | None = None
         if self.config.moe is not None and spec.optim is not None:
             moe, layers = self.config.moe, self.config.num_layers
             self.loads = ExpertLoads(unwrap(self.chunks), layers, moe.num_experts)
+            self.z_loss = RouterZLoss(unwrap(self.chunks))
         self.outbox: Outbox | None = None
         self.slots = Slots(platform.device().type)
         self.reference: list[GPTModel] | None = None
@@ -210,9 +213,15 @@ class ActorWorker(ModelWorker):
             if self.loads is not None:
                 self.loads.forget()
             learnt = count.tokens + (0 if ptx is None else ptx.counts[number])
+            if self.z_loss is not None:
+                self.z_loss.begin(how.router_z_loss_coef / learnt)
             result = self.train(batches, head, loss, names, more=True, learnt=learnt)
-            balance = self._balance(how.expert_bias_update_rate if result.ok else 0.0)
-            steps.append({**result.stats, **result.numbers(), **self._routing_counts(), **balance})
+            routing = self._routing_counts() | self._balance(
+                how.expert_bias_update_rate if result.ok else 0.0
+            )
+            if self.z_loss is not None and how.router_z_loss_coef:
+                routing[ROUTER_Z_LOSS] = self.z_loss.mean()
+            steps.append({**result.stats, **result.numbers(), **routing})
             if first is not None:
                 steps[-1] |= reported_difference(
                     result.stats, largest_on_ranks(first), result.stats["actor/tokens"]

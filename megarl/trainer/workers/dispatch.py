@@ -102,6 +102,7 @@ class PolicyUpdate:
         target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
         seed: of the step's random choices.
         expert_bias_update_rate: by how much each mini-batch moves the biases of routers; 0: they stay.
+        router_z_loss_coef: of the router z-loss; 0: there is none.
     """
 
     aggregation: LossAggregation
@@ -110,6 +111,7 @@ class PolicyUpdate:
     target_kl: float | None
     seed: int
     expert_bias_update_rate: float = 0.0
+    router_z_loss_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", 
 
 # Before a layer's number: the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).
 EXPERT_VIOLATION = "expert_violation/"
+ROUTER_Z_LOSS = "router_z_loss"  # key of an update's results: the loss without its coefficient
 
 Plan = list[list[list[list[int]]]]
 """By mini-batch, by data parallel rank, by micro-batch: row numbers."""

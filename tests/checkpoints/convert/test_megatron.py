@@ -21,6 +21,8 @@ FAMILIES = {
     "qwen3_moe": {},
     "deepseek_v3": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {},
+    "minimax_m2": {},
     "kimi_k2": {},
     "gpt_oss": {},
 }
@@ -42,7 +44,10 @@ CASES = [
     ("deepseek_v3", "tp2pp2"),
     ("deepseek_v3", "pp2ep2_uneven"),
     ("glm4_moe", "pp2vpp2dp2"),
+    ("glm4_moe_lite", "tp2ep4"),
     ("kimi_k2", "tp2ep4"),
+    ("minimax_m2", "tp2ep4"),
+    ("minimax_m2", "pp2ep2_uneven"),
     ("gpt_oss", "tp2ep4"),
 ]
 

@@ -116,7 +116,7 @@ def test_peft_computes_what_the_formulas_say(tmp_path, tiny_model, lora):
 
 
 @pytest.mark.parametrize("layout", [ONE, EXPERTS], ids=["one", "tp2pp2ep2etp2"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"])
 @pytest.mark.parametrize(
     "lora",
     [
@@ -131,7 +131,7 @@ def test_adapters_of_experts_are_the_same_from_every_layout(tmp_path, tiny_model
     write_random(model, lora, tmp_path / "first")
     write(model, lora, tmp_path / "again", load(tmp_path / "first", model, lora, layout), layout)
     first, again = tensors_in(tmp_path / "first"), tensors_in(tmp_path / "again")
-    assert first.keys() == again.keys() and any(".experts.7.down_proj." in name for name in first)
+    assert first.keys() == again.keys() and any(".experts.7." in name for name in first)
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
 
 
@@ -163,10 +163,11 @@ def test_adapters_that_differ_are_not_loaded_as_shared_ones(tmp_path, tiny_model
         ("glm4_moe", LoraConfig(rank=2, alpha=3, use_rslora=True)),
         ("glm4_moe", LoraConfig(rank=2, exclude_modules=("*.experts.*", "model.layers.2.*"))),
         ("deepseek_v3", LoraConfig(rank=2, target_modules=("model.layers.[02].mlp.*", "q_b_proj"))),
+        ("minimax_m2", LoraConfig(rank=2, alpha=3, use_rslora=True)),
         # of other families PEFT 0.21 wraps routers so that their models cannot read the router's bias
         ("qwen3_moe", LoraConfig(rank=2, target_modules=("all-linear", "gate"))),
     ],
-    ids=["qwen3_moe", "deepseek_v3", "glm4_moe", "without_experts", "some_layers", "routers"],
+    ids=["qwen3_moe", "deepseek_v3", "glm4_moe", "without_experts", "some_layers", "minimax_m2", "routers"],
 )
 def test_peft_makes_of_mixtures_of_experts_what_the_formulas_say(tmp_path, tiny_model, family, lora):
     model = tiny_model(family).folder

@@ -27,7 +27,10 @@ def export(source, target, layout, dtype=torch.float32, ranks=None, **options):
 
 
 @pytest.mark.parametrize("mtp", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss"],
+)
 @pytest.mark.parametrize(
     "layout",
     [ONE, ParallelLayout(world=4, tp=2, pp=2), ParallelLayout(world=8, tp=2, pp=2, vpp=2)],

@@ -16,7 +16,16 @@ from tests.weight_sync.shards import empty_shards, load_all, run_plan
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
 TIED_FAMILIES = (*DENSE_FAMILIES, "deepseek_v3", "kimi_k2")
-FAMILIES = (*DENSE_FAMILIES, "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss")
+FAMILIES = (
+    *DENSE_FAMILIES,
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "kimi_k2",
+    "minimax_m2",
+    "gpt_oss",
+)
 
 LAYOUTS = {
     "tp1": ParallelLayout(world=1),
@@ -109,7 +118,7 @@ def test_a_tied_head_and_queries_without_a_latent_space_reach_sglang(tiny_model)
             assert all(torch.equal(engine[rank][tensor], values) for tensor, values in expected.items())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 @pytest.mark.parametrize("name", ["tp1", "tp2pp2ep2uneven", "tp2etp2ep2"])
 def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
     model = tiny_model(family)

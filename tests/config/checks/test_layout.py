@@ -92,6 +92,6 @@ def test_what_fsdp_cannot_be_with_is_refused(train: Train) -> None:
     one = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1"
     (line,) = problems(train(*full, one, "actor_rollout_ref.actor.kl_loss_type=full"))
     assert "frees the reference's head" in line and "fsdp=optim_grads" in line
-    for key in ("router_replay=trainer", "expert_bias_update_rate=0.001"):
+    for key in ("router_replay=trainer", "expert_bias_update_rate=0.001", "router_z_loss_coef=0.001"):
         (line,) = problems(train(full[0], one, f"actor_rollout_ref.actor.{key}"))
         assert "has not been tried" in line and key in line

@@ -442,6 +442,7 @@ def test_turns_are_not_rendered_anew(rewarded: Train, folder: Path) -> None:
 
 def test_the_model_must_fit_its_layout(rewarded: Train) -> None:
     facts = SimpleNamespace(
+        family="qwen2",
         num_layers=4,
         num_attention_heads=8,
         num_query_groups=4,

@@ -41,7 +41,8 @@ def test_every_loss_and_what_it_is_a_mean_of(grpo: Train, loss: str) -> None:
     config = grpo(f"{LOSS}.loss_mode={loss}")
     check_config(config)
     mode = resolve(config).actor_rollout_ref.actor.loss_agg_mode
-    assert mode == ("seq-mean-token-mean" if loss in ("gspo", "gmpo", "sapo") else "token-mean")
+    own = {"topr": "seq-mean-token-sum", **dict.fromkeys(("gspo", "gmpo", "sapo"), "seq-mean-token-mean")}
+    assert mode == own.get(loss, "token-mean")
     given = resolve(grpo(f"{LOSS}.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-sum"))
     assert given.actor_rollout_ref.actor.loss_agg_mode == "token-sum"
     assert resolve(given) == given
@@ -71,12 +72,12 @@ def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str)
         ),
         (
             ["algorithm.adv_estimator=rlo", "critic=null"],
-            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gpg, grpo, grpo_passk, opo, reinforce_plus_plus, "
+            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, remax, rloo; did you mean rloo?",
         ),
         (
             [f"{LOSS}.loss_mode=gsp"],
-            f"{LOSS}.loss_mode='gsp' is unknown; megarl has vanilla, gspo, gmpo, cispo, sapo, clip_cov, kl_cov, gpg; "
+            f"{LOSS}.loss_mode='gsp' is unknown; megarl has vanilla, gspo, gmpo, cispo, sapo, clip_cov, kl_cov, gpg, topr, dppo_tv, dppo_kl; "
             "did you mean gspo?",
         ),
         (

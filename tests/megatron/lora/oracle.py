@@ -17,6 +17,7 @@ from megarl.config.schema.commands import OptimConfig
 from megarl.config.schema.models import LoraConfig
 from megarl.models.config import ModelConfig
 from megarl.models.lora import logical_adapters
+from tests.megatron.hf import name_in_file, projections_of
 from tests.megatron.parity import NUM_TARGETS, sequences
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
@@ -117,11 +118,11 @@ def _file_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's matrices under the names of its file, a tensor for each projection of each expert."""
     found = {}
     for name, tensor in model.state_dict().items():
-        layer, fused, kind = name.rpartition("experts.")
+        layer, fused, kind = name_in_file(model, name).rpartition("experts.")
         if kind not in ("gate_up_proj", "down_proj"):
-            found[name] = tensor
+            found[layer + fused + kind] = tensor
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        parts = projections_of(model, kind)
         for expert, weight in enumerate(tensor):
             for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
                 found[f"{layer}{fused}{expert}.{part}.weight"] = rows
@@ -133,12 +134,12 @@ def _in_model(model: PreTrainedModel, adapted: dict[str, Tensor]) -> dict[str, T
     weights = _file_weights(model) | adapted
     found = {}
     for name in model.state_dict():
-        layer, fused, kind = name.rpartition("experts.")
+        layer, fused, kind = name_in_file(model, name).rpartition("experts.")
         if kind not in ("gate_up_proj", "down_proj"):
-            if name in adapted:
-                found[name] = adapted[name]
+            if layer + fused + kind in adapted:
+                found[name] = adapted[layer + fused + kind]
             continue
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        parts = projections_of(model, kind)
         count = len(model.get_parameter(name))
         found[name] = torch.stack(
             [

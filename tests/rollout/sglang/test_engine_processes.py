@@ -1,6 +1,7 @@
 """Life and death of an engine's processes."""
 
 import glob
+import multiprocessing
 import os
 import tempfile
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from megarl.cluster.guard import NAMES, remove_scratch
 from megarl.rollout.engine import EngineConfig, EngineError, SamplingParams
-from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from tests.rollout.runner import EngineProcess, OwnerDied
 
 FEW_SECONDS = 10
@@ -160,3 +161,25 @@ def test_a_cpu_engine_needs_its_environment(model_a, monkeypatch):
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     with pytest.raises(ValueError, match="sglang_environment"):
         SGLangEngine(EngineConfig(str(model_a.path))).start()
+
+
+class EarlyReturn:
+    """SGLang's engine, whose process ends some time after `shutdown` has returned, as those on a GPU do."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def get_all_child_pids(self) -> list[int]:
+        return [self._pid]
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_a_shutdown_ends_with_the_last_thread_of_every_process(model_a) -> None:
+    part = SGLangPart(EngineConfig(str(model_a.path)))
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.5,))
+    process.start()
+    part._engine = EarlyReturn(process.pid)
+    part.shutdown()
+    assert process.exitcode == 0

@@ -24,8 +24,20 @@ from tests.routing import experts_of
 from tests.weight_sync.fusions import single_experts
 
 TP, NUM_TOKENS = 2, 12
-EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "glm4_moe": 2, "gpt_oss": 2}
-ALWAYS = ("qwen3_moe", "deepseek_v3")  # all that is special in the others is in one of these, too
+EXPERT_PARALLEL = {
+    "qwen3": 1,
+    "qwen3_moe": 2,
+    "deepseek_v3": 2,
+    "glm4_moe": 2,
+    "glm4_moe_lite": 2,
+    "minimax_m2": 2,
+    "gpt_oss": 2,
+}
+ALWAYS = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "minimax_m2",
+)  # all that is special in the others is in one of these, too
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
 UIDS = [f"p{index}" for index in range(len(PROMPTS))]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -50,7 +62,7 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
         ffn_hidden_size=80,
         max_position_embeddings=128,
         seed=seed,
-        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe") else 0,
+        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0,
         fields={"initializer_range": 0.2},
     )
 

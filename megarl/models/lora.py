@@ -104,6 +104,11 @@ def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for pattern in patterns:
             if not any(_fits(name, pattern) for name in linear):
+                if any(_fits(name.removesuffix(".weight"), pattern) for name in linear_weights(config)):
+                    raise ValueError(
+                        f"lora.{key}: {pattern!r} fits experts alone, and {config.family} models have no adapters of experts: they are "
+                        "parameters of a layer in the model's files and for PEFT, not layers; leave it out"
+                    )
                 known = list(dict.fromkeys(name.rsplit(".", 1)[1] for name in linear))
                 raise ValueError(
                     f"lora.{key}: {pattern!r} fits no linear layer of the model; there are {', '.join(known)}"

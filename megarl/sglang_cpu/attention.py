@@ -1,4 +1,4 @@
-"""An attention backend for SGLang's CPU engine, by the functions of batched_attention.py.
+"""An attention backend for SGLang's CPU engine, by the functions of batched_attention.py and running_batch.py.
 
 It takes the place of `torch_native` in SGLang's registry, so that SGLang's decisions by that name
 still hold. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Cross attention is
@@ -15,7 +15,6 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 from megarl.sglang_cpu.batched_attention import (
     Group,
     Prefill,
-    RunningBatch,
     attend,
     attend_prompts,
     make_groups,
@@ -23,6 +22,7 @@ from megarl.sglang_cpu.batched_attention import (
     take_slots,
     within,
 )
+from megarl.sglang_cpu.running_batch import RunningBatch
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):

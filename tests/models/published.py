@@ -362,7 +362,4 @@ PARAMETERS = {
     "DeepSeek-V3": 684_531_386_000 - 41_540_496,
     "GLM-4.5": 358_337_791_296,
     "GLM-4.5-Air": 110_468_824_832,
-    # arXiv:2508.10925, table 1: 20.91B and 116.83B; files in MXFP4 count bytes of packed values
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
 }

@@ -3,8 +3,10 @@ import json
 from math import prod
 
 import pytest
+import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
@@ -89,6 +91,17 @@ def test_published_models_are_accepted_as_they_are_and_as_transformers_writes_th
 def test_published_numbers_of_parameters(tmp_path, name):
     config = read_published(tmp_path, name)
     assert sum(map(prod, logical_tensors(config, mtp=True).values())) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8")])
+def test_gpt_oss_has_the_parameters_of_transformers_class(tmp_path, name, billions):
+    """Headers of its files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
+    config = read_published(tmp_path, name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    number = sum(tensor.numel() for tensor in model.parameters())
+    assert sum(map(prod, logical_tensors(config).values())) == number
+    assert f"{number / 1e9:.1f}" == billions
 
 
 def test_scales_of_deepseeks_float8_files(tmp_path):

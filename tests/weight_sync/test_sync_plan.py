@@ -23,6 +23,7 @@ CASES = [
     ("qwen3_moe", ParallelLayout(world=4, ep=4), EngineLayout(tp=4, ep=2)),
     ("deepseek_v3", ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1), EngineLayout(tp=2, ep=2)),
     ("minimax_m2", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
+    ("gpt_oss", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
 ]
 BUCKET = 20_000
 
@@ -239,6 +240,7 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
         ("glm4_moe", ("_bias", "mlp.gate.weight")),
         ("glm4_moe_lite", ("_bias", "mlp.gate.weight")),
         ("minimax_m2", ("_bias", "block_sparse_moe.gate.weight")),
+        ("gpt_oss", ("_bias",)),
     ],
 )
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):
@@ -255,7 +257,9 @@ def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kep
     transfer.run(1)
     assert_holds(transfer, rounded(model.decoder), model.config.hf, engines)
     biases = [
-        tensor for name, tensor in transfer.engine[0].items() if name.endswith("e_score_correction_bias")
+        tensor
+        for name, tensor in transfer.engine[0].items()
+        if name.endswith(("e_score_correction_bias", "_weight_bias"))
     ]
     assert biases and all(bias.dtype == torch.float32 for bias in biases)
 

@@ -157,7 +157,7 @@ class ServedModel:
         experts, the cache of its group's share of the texts.
 
         Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
-        an embedding that is no head a row for each token.
+        an embedding that is no head a row for each token. Layers with a window read the cache of that alone.
         """
         config, tp = self.config, self.layout.tp
         experts = sum(layer.experts for layer in self.flops.layers) / tp
@@ -167,7 +167,9 @@ class ServedModel:
         dense = self.weights - experts - embedding * self.itemsize
         if config.moe is not None:
             experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** self._tokens(batch)
-        return dense, experts, batch / self.layout.dp * context * self.token
+        layers = self.flops.layers
+        seen = sum(min(context, layer.window or context) for layer in layers) / len(layers)
+        return dense, experts, batch / self.layout.dp * seen * self.token
 
     def step_operations(self, batch: float, context: float) -> float:
         """Operations of a rank in a step of `batch` texts."""

@@ -1,8 +1,11 @@
 """Attention with sinks and windows on SGLang's CPU engine, against one row of scores at a time, and against itself in other company."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from megarl.sglang_cpu.batch_invariant import override_operators
 from megarl.sglang_cpu.batched_attention import attend, attend_prompts, make_groups, within
 from tests.rollout.invariance import needs_invariance
 
@@ -40,10 +43,18 @@ def test_a_prompt_is_attended_within_its_window_beside_a_sink(heads, num_kv, win
         torch.testing.assert_close(found.double(), expected[cached:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.fixture
+def as_in_an_engine() -> Iterator[None]:
+    """Whose sigmoids have the same bits at any place of a tensor."""
+    library = override_operators()
+    yield
+    library._destroy()
+
+
 @needs_invariance
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "num_kv", "dim"), [(4, 2, 16), (14, 2, 64), (8, 1, 64)])
-def test_a_token_has_the_same_bits_as_the_next_one_and_in_a_prompt(heads, num_kv, dim, window):
+def test_a_token_has_the_same_bits_as_the_next_one_and_in_a_prompt(as_in_an_engine, heads, num_kv, dim, window):
     query, keys, values, sinks = sequence(1100, heads, num_kv, dim)
     whole = attend_prompts(query[None], keys[None], values[None], None, window, sinks)[0]
     for length in (1, 16, 31, 150, 192, 193, 257, 513, 700):

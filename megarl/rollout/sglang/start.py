@@ -130,7 +130,8 @@ def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, An
     bfloat16, but with its own choice of kernels on Blackwell, trtllm_mha, in float32.
 
     Raises:
-        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels; one that would load MXFP4.
+        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels; one that would load MXFP4 by itself, or experts
+            of files for several expert parallel ranks, which SGLang would copy to all of them.
     """
     if model.get("model_type") != "gpt_oss":
         return {}
@@ -138,6 +139,11 @@ def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, An
         raise ValueError(
             f"{config.model_path}: an engine that loads this folder by itself would serve it in MXFP4, by kernels that nobody has tried here; "
             "megarl convert writes it in bfloat16"
+        )
+    if config.load_format != "dummy" and config.expert_parallel_size > 1:
+        raise ValueError(
+            f"rollout.expert_parallel_size={config.expert_parallel_size}: SGLang (0.5.21) cannot load gpt-oss's files for ranks that share its "
+            "experts; set it to 1 (weights that a trainer syncs have no such limit)"
         )
     told: dict[str, Any] = {"disable_hybrid_swa_memory": True}
     if config.device != "cuda":

@@ -31,7 +31,7 @@ EXPERT_PARALLEL = {
     "glm4_moe": 2,
     "glm4_moe_lite": 2,
     "minimax_m2": 2,
-    "gpt_oss": 2,
+    "gpt_oss": 1,  # SGLang cannot load its files for more; tests/trainer/test_families.py has two
 }
 ALWAYS = (
     "qwen3_moe",
@@ -83,7 +83,7 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
         max_total_tokens=512,
         enable_memory_saver=True,
         deterministic=OBSTACLE is None,
-        return_routed_experts=EXPERT_PARALLEL[request.param] > 1,
+        return_routed_experts=request.param != "qwen3",
     )
     engine = EngineProcess(config, folder.parent / "engine.log").start()
     yield Family(request.param, folder, engine)
@@ -117,7 +117,7 @@ def test_answers_as_hugging_face(family):
 
 def test_experts_are_those_of_hugging_face(family):
     """Of every token but the last, also of those that the engine's cache has from an earlier request."""
-    if EXPERT_PARALLEL[family.name] == 1:
+    if family.name == "qwen3":
         pytest.skip("the model has no experts")
     model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
     prompts = [[*prompt, *PROMPTS[3]] for prompt in PROMPTS]
@@ -132,7 +132,7 @@ def test_experts_are_those_of_hugging_face(family):
 
 def test_experts_of_responses_that_were_interrupted(family):
     """In the middle of their prompts' and of their own tokens; they go on with the same weights."""
-    if EXPERT_PARALLEL[family.name] == 1:
+    if family.name == "qwen3":
         pytest.skip("the model has no experts")
     model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
     sampling = replace(GREEDY, max_new_tokens=60)
@@ -183,7 +183,7 @@ def test_the_weight_tables_know_what_the_engine_holds(name, tmp_path):
     """The layout that the tests above proved in a real engine, at more sizes, against `megarl.models`."""
     folder = make_model(tmp_path, name, seed=1)
     state, config = weights(folder), AutoConfig.from_pretrained(folder)
-    layouts = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 2), (4, 4)] * (EXPERT_PARALLEL[name] > 1)
+    layouts = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 2), (4, 4)] * (name != "qwen3")
     for tp, ep in layouts:
         for rank in range(tp):
             slices, place = rank_slices(state, config, tp, rank, ep), SGLangPlace(tp, rank, ep)

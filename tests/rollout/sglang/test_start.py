@@ -118,11 +118,15 @@ def test_engines_of_gpt_oss_have_one_cache_and_kernels_with_sinks_in_bfloat16(mo
     assert server_arguments(EngineConfig("/model"), GPT_OSS)["attention_backend"] == "intel_amx"
 
 
-def test_engines_do_not_load_mxfp4_by_themselves():
+def test_engines_do_not_load_what_sglang_cannot_load(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     packed = {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}
     assert config_overrides(replace(GPU, load_format="dummy"), packed)["quantization_config"] is None
     with pytest.raises(ValueError, match=r"would serve it in MXFP4.*megarl convert writes it in bfloat16"):
         server_arguments(replace(GPU, load_format="auto"), packed)
+    shared = replace(GPU, load_format="auto", expert_parallel_size=2)
+    with pytest.raises(ValueError, match=r"rollout\.expert_parallel_size=2: SGLang .* cannot load gpt-oss's files"):
+        server_arguments(shared, GPT_OSS)
 
 
 def told_of_drafting(config, **keys):

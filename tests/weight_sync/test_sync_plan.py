@@ -240,7 +240,7 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
         ("glm4_moe", ("_bias", "mlp.gate.weight")),
         ("glm4_moe_lite", ("_bias", "mlp.gate.weight")),
         ("minimax_m2", ("_bias", "block_sparse_moe.gate.weight")),
-        ("gpt_oss", ("_bias",)),
+        ("gpt_oss", ("_weight_bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")),
     ],
 )
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):

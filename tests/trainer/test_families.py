@@ -92,7 +92,7 @@ CASES = [
         "gpt_oss", 2,
         (
             *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
-            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=1", REPLAY,
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
         ),
     ),
     # latent attention over pipeline stages

@@ -104,4 +104,6 @@ def test_pairs_within_a_window(length: int) -> None:
 
 def test_active_parameters_of_gpt_oss() -> None:
     """arXiv:2508.10925, table 1: 5.13B, which count the head and not the embedding; norms, sinks and biases are in no matrix."""
-    assert model_flops(read_model_config(str(MODELS / "gpt-oss-120b"))).active == pytest.approx(5.13e9, rel=2e-3)
+    assert model_flops(read_model_config(str(MODELS / "gpt-oss-120b"))).active == pytest.approx(
+        5.13e9, rel=2e-3
+    )

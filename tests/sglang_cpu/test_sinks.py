@@ -54,7 +54,9 @@ def as_in_an_engine() -> Iterator[None]:
 @needs_invariance
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "num_kv", "dim"), [(4, 2, 16), (14, 2, 64), (8, 1, 64)])
-def test_a_token_has_the_same_bits_as_the_next_one_and_in_a_prompt(as_in_an_engine, heads, num_kv, dim, window):
+def test_a_token_has_the_same_bits_as_the_next_one_and_in_a_prompt(
+    as_in_an_engine, heads, num_kv, dim, window
+):
     query, keys, values, sinks = sequence(1100, heads, num_kv, dim)
     whole = attend_prompts(query[None], keys[None], values[None], None, window, sinks)[0]
     for length in (1, 16, 31, 150, 192, 193, 257, 513, 700):

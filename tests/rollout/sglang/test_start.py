@@ -125,7 +125,9 @@ def test_engines_do_not_load_what_sglang_cannot_load(monkeypatch):
     with pytest.raises(ValueError, match=r"would serve it in MXFP4.*megarl convert writes it in bfloat16"):
         server_arguments(replace(GPU, load_format="auto"), packed)
     shared = replace(GPU, load_format="auto", expert_parallel_size=2)
-    with pytest.raises(ValueError, match=r"rollout\.expert_parallel_size=2: SGLang .* cannot load gpt-oss's files"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.expert_parallel_size=2: SGLang .* cannot load gpt-oss's files"
+    ):
         server_arguments(shared, GPT_OSS)
 
 

@@ -321,6 +321,11 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         "thd_read_half_tensor": thd_read_half_tensor,
         "thd_read_second_half_lse": thd_read_second_half_lse,
         "splits_to_offsets": splits_to_offsets,
+        # Tokens in another order.
+        **dict.fromkeys(
+            ("thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"),
+            lambda tensor, *rest: torch.empty_like(tensor),
+        ),
     }
 
 

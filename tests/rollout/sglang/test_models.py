@@ -11,7 +11,17 @@ from megarl.rollout.sglang.before_import import sglang_environment
 from tests.models.published import CONFIGS
 
 # In config.json: ...ForCausalLM.
-FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Llama", "MiniMaxM2", "Qwen2", "Qwen3", "Qwen3Moe")
+FAMILIES = (
+    "DeepseekV3",
+    "Glm4Moe",
+    "Glm4MoeLite",
+    "GptOss",
+    "Llama",
+    "MiniMaxM2",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3Moe",
+)
 # As a scheduler does it. The names of the models' classes, and of all files of models that were imported for them.
 SCHEDULER = """
 import json, sys

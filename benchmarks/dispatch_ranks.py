@@ -136,7 +136,7 @@ class Engines(Movable):
     def finish_update(self) -> SyncReport:
         none = (0,) * ENGINE_RANKS
         seconds = dict.fromkeys(("wait", "write", "verify"), (0.0,) * ENGINE_RANKS)
-        return SyncReport(self.version, none, none, none, seconds, 0.0)
+        return SyncReport(self.version, none, none, none, none, seconds, 0.0)
 
     def capacity(self) -> EngineCapacity:
         return EngineCapacity(1 << 20, 1 << 40)

@@ -22,16 +22,14 @@ from megarl.costs.activations import (
     waiting_bytes,
 )
 from megarl.costs.float8 import float8_layers, quantised, weight_copies
+from megarl.costs.shared import EMBEDDING, HEAD, gathered_bytes, unreduced_bytes, whole_bytes
 from megarl.costs.tensors import (
     ModelUse,
     StageTensors,
     TrainingBytes,
     float32_buffers,
-    gathered_bytes,
     stage_tensors,
     training_bytes,
-    unreduced_bytes,
-    whole_bytes,
 )
 from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
@@ -127,12 +125,12 @@ def _peak(run: RankPass, stage: int) -> int:
     last, full = stage == use.layout.pp - 1, use.recompute == "full"
     # Until the next ones are there, a stage has the gradient that it sent for the micro-batch before, and in a forward pass its input.
     received = run.hidden * (stage > 0)
-    moments = []
+    at_head, moments = [0], []
     if last:
         head = waiting + head_bytes(run) + received
-        moments.append(head)
+        at_head.append(head)
         if use.head == "lm":  # forward with the last norm's output, and backward
-            moments += [head + received + run.hidden + _head(run), head + _trained_head(run)]
+            at_head += [head + received + run.hidden + _head(run), head + _trained_head(run)]
     for layer in _turns(stage_layers(run, stage), full):
         before = waiting + received
         if full:  # what it and those after it were computed from is gone
@@ -146,9 +144,25 @@ def _peak(run: RankPass, stage: int) -> int:
         moments += [before + received + extra + _exact(run) for extra in _forward_moments(whole, layer)]
         moments += [before + extra + _exact(run) for extra in _backward_moments(whole, layer)]
     more = run.hidden * (use.layout.vpp is not None) + run.tokens * MICRO_BATCH
-    shared = gathered_bytes(run.use, run.tensors) + unreduced_bytes(run.use, run.tensors)
-    copies = weight_copies(run.tensors.weights, run.float8, backward=True)
-    return max(moments) + more + _dummy_gradients(run) + shared + copies
+    shared = gathered_bytes(run.use, run.tensors)
+    waits = _unreduced(run, stage)
+    most = max(max(at_head) + shared[0] + waits[0], max(moments) + shared[1] + waits[1], shared[0] + waits[2])
+    return most + more + _dummy_gradients(run) + weight_copies(run.tensors.weights, run.float8, backward=True)
+
+
+def _unreduced(run: RankPass, stage: int) -> tuple[int, int, int]:
+    """Gradients that wait to be summed over data parallel ranks by Megatron-FSDP: at the head; the most of layers, less what they have
+    freed by then; and at the embedding, with the gradient that autograd makes of it."""
+    layers = {layer.name: layer for layer in stage_layers(run, stage)}
+    waiting = unreduced_bytes(run.use, run.tensors)
+    if not waiting:
+        return 0, 0, 0
+    freed, most = 0, 0
+    for name, layer in reversed(layers.items()):
+        most = max(most, waiting[name] - freed)
+        freed += run.hidden if run.use.recompute == "full" else layer_bytes(run, name, layer.is_moe)
+    given = _vocabulary_share(run) * run.use.config.hidden_size * run.use.itemsize
+    return waiting.get(HEAD, 0), most, waiting[EMBEDDING] + given
 
 
 def _turns(layers: list[Layer], full: bool) -> Iterator[Layer]:
@@ -286,7 +300,7 @@ def _evaluating(run: RankPass, stage: int) -> int:
     config, layout, item = run.use.config, run.use.layout, run.use.itemsize
     hidden, names = run.hidden, [tensor.name for tensor in run.tensors.weights]
     parts: list[int] = []  # while linear layers compute, whose weights are made of a base in float8
-    others: list[int] = []
+    others, head = list[int](), 0
     # The layer's input and the sum after its attention; of several layers the first one's input; what the stage sent last, and
     # from a middle stage what that was made of; with virtual stages the next input, and on the last stage one more.
     several = any(".layers.1." in name for name in names)
@@ -318,11 +332,11 @@ def _evaluating(run: RankPass, stage: int) -> int:
     if last and run.use.head == "lm":
         # And the live positions' hidden states, the stage's input, the last norm's output; an input of another micro-batch.
         live = run.tokens * config.hidden_size * item
-        others.append(_head(run) + live + (2 + (layout.vpp is not None)) * hidden)
-    shared = gathered_bytes(run.use, run.tensors) + weight_copies(
-        run.tensors.weights, run.float8, backward=False
-    )
-    return max(max(parts, default=0) + _exact(run), *others, 0) + run.tokens * MICRO_BATCH + shared
+        head = _head(run) + live + (2 + (layout.vpp is not None)) * hidden
+    shared = gathered_bytes(run.use, run.tensors)
+    most = max(max(parts, default=0) + _exact(run), *others, 0) + shared[1]
+    copies = weight_copies(run.tensors.weights, run.float8, backward=False)
+    return max(most, head + shared[0]) + run.tokens * MICRO_BATCH + copies
 
 
 def _with_biases(run: RankPass) -> int:

@@ -44,7 +44,7 @@ _MODULES = (
     "mlp.shared_experts.linear_fc2.",
 )
 _TENSORS = ("weight", "bias", "layer_norm_weight", "softmax_offset")
-_IN_A_LAYER = re.compile(
+IN_A_LAYER = re.compile(
     r"(\d+:(?:decoder\.layers\.\d+\.|mtp\.layers\.\d+\.mtp_model_layer\.))(.*\.)([a-z_]+)(\d*)"
 )
 _PREDICTION = re.compile(r"\d+:mtp\.layers\.(\d+)\.([a-z_]+)\..*")
@@ -207,7 +207,7 @@ def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
     places: dict[str, int] = {}
 
     def key(tensor: LocalTensor) -> tuple[int, ...]:
-        found, predicts = _IN_A_LAYER.fullmatch(tensor.name), _PREDICTION.fullmatch(tensor.name)
+        found, predicts = IN_A_LAYER.fullmatch(tensor.name), _PREDICTION.fullmatch(tensor.name)
         name = tensor.name.partition(":")[2]
         part = next(number for number, begin in enumerate(_PARTS) if name.startswith(begin))
         place = places.setdefault(tensor.name if found is None else found[1], len(places))
@@ -340,6 +340,7 @@ class SharedBucket:
     """
 
     layer: str
+    tensors: tuple[LocalTensor, ...]
     numel: int
     ranks: int
 
@@ -353,14 +354,14 @@ def shared_buckets(use: ModelUse, tensors: StageTensors) -> list[SharedBucket]:
     """
     grouped: dict[tuple[str, bool], list[LocalTensor]] = {}
     for tensor in tensors.weights:
-        inside = _IN_A_LAYER.fullmatch(tensor.name) if use.fsdp == FULL else None
+        inside = IN_A_LAYER.fullmatch(tensor.name) if use.fsdp == FULL else None
         key = (inside[1] if inside else "", _EXPERTS in tensor.name)
         grouped.setdefault(key, []).append(tensor)
     found = []
     for (layer, expert), own in grouped.items():
         ranks = use.layout.expert_dp if expert else use.layout.dp * use.layout.cp
         parts = [own] if use.fsdp == FULL else _cut(own)
-        found += [SharedBucket(layer, _bucket_numel(part, ranks), ranks) for part in parts]
+        found += [SharedBucket(layer, tuple(part), _bucket_numel(part, ranks), ranks) for part in parts]
     return found
 
 
@@ -393,44 +394,6 @@ def _shared_bytes(use: ModelUse, tensors: StageTensors) -> TrainingBytes:
         gradients=GRADIENT * share * trained,
         optimizer=_state(use.itemsize) * share * trained,
     )
-
-
-def gathered_bytes(use: ModelUse, tensors: StageTensors) -> int:
-    """Weights that a pass gathers at most at a time: those in no layer, a layer's and the next one's."""
-    if use.fsdp != FULL:
-        return 0
-    return use.itemsize * _at_a_time(use, tensors, 2)
-
-
-def unreduced_bytes(use: ModelUse, tensors: StageTensors) -> int:
-    """Gradients of a backward pass that wait to be summed over ranks: of all that is in no layer, of a layer that is waited for and of
-    the one that is computed; with whole weights of the four largest buckets, an upper estimate."""
-    if use.fsdp is None or not use.trainable:
-        return 0
-    return GRADIENT * _at_a_time(use, tensors, 2 if use.fsdp == FULL else 4)
-
-
-def whole_bytes(use: ModelUse, tensors: StageTensors) -> int:
-    """All weights, as they are gathered for a weight sync; 0: they are whole in any case."""
-    if use.fsdp != FULL:
-        return 0
-    return use.itemsize * sum(bucket.numel for bucket in shared_buckets(use, tensors))
-
-
-def _at_a_time(use: ModelUse, tensors: StageTensors, count: int) -> int:
-    """Elements of all that is in no layer and of the `count` largest layers; with whole weights of the `count` largest buckets.
-
-    Megatron-FSDP keeps buckets of a single rank in place.
-    """
-    outside, layers = 0, dict[object, int]()
-    for number, bucket in enumerate(shared_buckets(use, tensors)):
-        size = bucket.numel if bucket.ranks > 1 else 0
-        if use.fsdp == FULL and not bucket.layer:
-            outside += size
-        else:
-            key = bucket.layer or number
-            layers[key] = layers.get(key, 0) + size
-    return outside + sum(sorted(layers.values(), reverse=True)[:count])
 
 
 def _state(itemsize: int) -> int:

@@ -184,10 +184,14 @@ def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[
     key, rollout = "rollout", _policy(config).rollout
     if isinstance(config, TrainConfig):
         key = f"actor_rollout_ref.{key}"
-    tp, padded = rollout.tensor_model_parallel_size, -(-model.vocab_size // 64) * 64
-    if tp > 0 and padded % tp and gpus_here():
+    cutting, ranks = f"{key}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    if rollout.data_parallel_lm_head:  # the ranks of a group of data parallel attention share the head
+        cutting += " / attention_data_parallel_size"
+        ranks //= max(rollout.attention_data_parallel_size, 1)
+    padded = -(-model.vocab_size // 64) * 64
+    if ranks > 0 and padded % ranks and gpus_here():
         yield (
-            f"{key}.tensor_model_parallel_size={tp} does not divide the model's {model.vocab_size} tokens, padded to {padded}, "
+            f"{cutting}={ranks} does not divide the model's {model.vocab_size} tokens, padded to {padded}, "
             "as SGLang needs it on GPUs; a power of two up to 64 does"
         )
 

@@ -16,7 +16,7 @@ save a tenth of a product; and they would cost one more, since both gradients ne
 compute the logits anew. What can be saved are the passes over logits in float32, 40 bytes a logit forward and 58 backward in the torch code of
 `heads.py`, 29 ns in all; 4 and 8 bytes, 3.6 ns, remain.
 
-Executed as a shadow and interpreted on a CPU (tests/megatron), and compiled for sm_90; no GPU has run it yet.
+Executed as a shadow and interpreted on a CPU (tests/megatron); an H100 has run it (docs/gpu.md).
 """
 
 from itertools import pairwise

@@ -100,7 +100,7 @@ def dequantise_all(
 def scale_at_once(
     values: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block: Block, out: torch.Tensor
 ) -> None:
-    """`dequantise_all` by one kernel, which makes no other tensor; the same bits. It was interpreted on a CPU; no GPU has run it yet.
+    """`dequantise_all` by one kernel, which makes no other tensor; the same bits. It was interpreted on a CPU, and an H100 has run it (docs/gpu.md).
 
     Args:
         out: [weights, rows, columns].

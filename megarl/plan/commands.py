@@ -304,12 +304,17 @@ def run_sync(options: argparse.Namespace) -> None:
     for link, rate in bandwidths.items():
         if rate <= 0:
             raise ValueError(f"--bandwidth-{link.split('_')[0]} is {rate:g} GB/s; it must be above 0")
-    sync = planned_sync(options)
+    sync, draft = planned_sync(options)
     figures = report(sync, {link: rate * 1e9 for link, rate in bandwidths.items()})
     if options.json:
-        _print_json(_sync_json(sync, figures))
+        _print_json(_sync_json(sync, figures) | {"draft": draft})
     else:
         print_sync(Console(), sync, figures)
+        if draft:
+            _print_lines(
+                Console(),
+                f"a draft of {size_text(draft)} on each engine rank comes from a folder: it is not sent, each sync verifies it there",
+            )
 
 
 def _sync_json(sync: SyncPlan, figures: PlanReport) -> dict[str, object]:

@@ -20,12 +20,14 @@ from megarl.config.model_fit import check_model, check_models, check_rollout_mod
 from megarl.config.schema.models import MegatronConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import PoolConfig
+from megarl.costs.engine import engine_weight_bytes
 from megarl.layout import Account, Layout, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.layout.placement import bytes_there
 from megarl.layout.plan import LINKS, most_in_flight
 from megarl.models import ModelConfig, logical_tensors, read_model_config
-from megarl.plan.inputs import engine_layout, layout_of, read_config
+from megarl.plan.drafts import draft_folder
+from megarl.plan.inputs import engine_layout, layout_of, precision, read_config
 from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import APART, SyncPlan
@@ -212,18 +214,18 @@ _ROLLOUT_SIZES = ("tp", "ep", "dp")
 _LAYOUT_OPTIONS = ("train", "rollout", "devices", "engines", "separate")
 
 
-def planned_sync(options: argparse.Namespace) -> SyncPlan:
-    """The sync of a recipe, or of the layouts among the options.
+def planned_sync(options: argparse.Namespace) -> tuple[SyncPlan, int]:
+    """The sync of a recipe, or of the layouts among the options; and what it has of a draft to verify only (`kept_draft`).
 
     Raises:
         ValueError: names the option or key and a right value.
     """
     if options.bucket_mb is not None and options.bucket_mb < 1:
         raise ValueError(f"--bucket-mb is {options.bucket_mb}; it must be at least 1")
-    return _from_recipe(options) if options.recipe is not None else _from_options(options)
+    return _from_recipe(options) if options.recipe is not None else (_from_options(options), 0)
 
 
-def _from_recipe(options: argparse.Namespace) -> SyncPlan:
+def _from_recipe(options: argparse.Namespace) -> tuple[SyncPlan, int]:
     given = [f"--{name}" for name in ("model", *_LAYOUT_OPTIONS) if getattr(options, name)]
     if given:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
@@ -236,7 +238,8 @@ def _from_recipe(options: argparse.Namespace) -> SyncPlan:
         "sync_bucket_mb": options.bucket_mb,
     }
     over = {name: value for name, value in over.items() if value is not None}
-    return configured_sync(config, model, replace(config.actor_rollout_ref.rollout, **over))
+    rollout = replace(config.actor_rollout_ref.rollout, **over)
+    return configured_sync(config, model, rollout), kept_draft(config, model, rollout)
 
 
 def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> SyncPlan:
@@ -256,6 +259,19 @@ def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutCon
         places if shared else _places(serve, first_node=train.nnodes),
         mtp=trains_layer,
     )
+
+
+def kept_draft(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> int:
+    """Bytes of a draft that a rank of an engine has from a folder: no sync sends them, each verifies them where they lie."""
+    layout = engine_layout(rollout)
+    if not layout.draft or config.actor_rollout_ref.model.mtp == "train":
+        return draft_folder(rollout).weights
+    block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
+    with_draft, without = (
+        engine_weight_bytes(model, one, precision(rollout.dtype), block)
+        for one in (layout, replace(layout, draft=False))
+    )
+    return with_draft - without
 
 
 def _places(pool: PoolConfig, first_node: int = 0) -> tuple:

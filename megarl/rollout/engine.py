@@ -220,6 +220,7 @@ class SyncReport:
     Attributes:
         bytes_written: by TP rank, bytes written into the engine's parameters.
         bytes_kept: by TP rank, bytes that had not changed since the last version and were not sent.
+        bytes_draft: by TP rank, bytes of a draft that are not sent and were found as they were loaded; 0: there is none.
         buffer_bytes: by TP rank, the receiver's memory for packets.
         phase_seconds: by phase ("wait" for packets, "write", "verify"), by TP rank, seconds in the receiver.
         seconds: from `begin_update` to `finish_update`, in the engine's process.
@@ -228,6 +229,7 @@ class SyncReport:
     version: int
     bytes_written: tuple[int, ...]
     bytes_kept: tuple[int, ...]
+    bytes_draft: tuple[int, ...]
     buffer_bytes: tuple[int, ...]
     phase_seconds: dict[str, tuple[float, ...]]
     seconds: float

@@ -60,9 +60,11 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
             took = phases[f"{of}update"]["peak"] + phases[f"{of}first_update"]["kept"]
             yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
     if "sync" in phases:
-        merging = owners[f"{role}_merging"][stage] if f"{role}_merging" in owners else 0
-        sending = owners[f"{role}_sync_buffers"][stage] + merging
-        yield Comparison(name, f"{role}_sync_buffers", "sync", sending, phases["sync"]["peak"])
+        sending = [f"{role}_{part}" for part in ("sync_buffers", "merging", "gathered")]
+        sending = [owner for owner in sending if owner in owners]
+        planned = sum(owners[owner][stage] for owner in sending)
+        together = " + ".join([sending[0], *(owner.removeprefix(f"{role}_") for owner in sending[1:])])
+        yield Comparison(name, together, "sync", planned, phases["sync"]["peak"])
     for part, moved in report["moved"].items():
         owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
         if owner in owners and owners[owner][stage]:

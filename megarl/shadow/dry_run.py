@@ -59,7 +59,6 @@ def run(options: argparse.Namespace) -> int:
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     ranks = chosen_ranks(config, inputs, options.ranks)
     roles = list(dict.fromkeys(role for role, _ in ranks))
-    refuse_fsdp(config, inputs, roles)
     together = all_ranks(config, inputs, roles) if options.agree else []
     card = {"memory": limit}
     plan = plan_of(config, inputs, limit, reserve)
@@ -121,20 +120,6 @@ def chosen_ranks(config: TrainConfig | TuningConfig, inputs: PlanInputs, ranks: 
                 )
         chosen += [(role, number) for number in numbers]
     return chosen
-
-
-def refuse_fsdp(config: TrainConfig | TuningConfig, inputs: PlanInputs, roles: Sequence[str]) -> None:
-    """Refuse roles that Megatron-FSDP wraps.
-
-    Raises:
-        ValueError: names the role. torch's mesh of devices, of which Megatron-FSDP makes its groups, reads ranks from tensors, and
-            fake tensors have no values.
-    """
-    for role in roles:
-        if model_use(config, inputs, role).fsdp is not None:
-            raise ValueError(
-                f"--dry-run: the {role} has megatron.fsdp, which cannot be executed as a shadow; plan its memory without --dry-run"
-            )
 
 
 def run_ranks(

@@ -102,7 +102,10 @@ class Shadow(TorchDispatchMode):
         space, _, operation = func._schema.name.partition("::")
         if space == "c10d":
             return self._communicate(func, operation, args, kwargs)
+        freed = func.is_view and isinstance(args[0], FakeTensor) and not args[0].untyped_storage().nbytes()
         out = func(*args, **kwargs)
+        if freed:  # torch's cache of fake results gives the storage of a view the room that it needs
+            args[0].untyped_storage().resize_(0)
         count = _COUNTED.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if count is not None:
             # torch 2.13's formula for addmm would take a type of the output for its shape.

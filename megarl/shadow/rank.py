@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.config import TrainConfig, TuningConfig
 from megarl.megatron.parallel import destroy_parallel
 from megarl.plan.inputs import PlanInputs, model_use
-from megarl.shadow import collectives, transfers
+from megarl.shadow import collectives, meshes, transfers
 from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.roles import build_worker, steps_of
@@ -98,6 +98,7 @@ class Runner:
         self.log = Log(Alike())  # of the latest rank
         self._forget = forget
         collectives.leave_no_other_backend(lambda: self.shadow)
+        meshes.install(lambda: self.peers is None)
 
     def run(
         self,

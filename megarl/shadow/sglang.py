@@ -10,7 +10,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from megarl.weight_sync.served_model import (
     draft_weights,
     named_weights,
     place,
-    remember_draft,
+    set_draft_runner,
     weights_of,
 )
 
@@ -190,9 +189,7 @@ def _draft_runner(runner):
             is_draft_worker=True,
         )
     draft.model.set_embed_and_head(*runner.model.get_embed_and_head())
-    remember_draft(
-        None, SimpleNamespace(target_worker=SimpleNamespace(model_runner=runner), draft_runner=draft)
-    )
+    set_draft_runner(runner.model, draft)
     return draft
 
 

@@ -99,7 +99,8 @@ def follow(
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
     if not outputs:
         return
-    unknown = name not in _LIKE and any(value_of(tensor) is None for tensor in inputs)
+    # What lies in a storage is not known, which `set_` gives a tensor.
+    unknown = name == "set_" or (name not in _LIKE and any(value_of(tensor) is None for tensor in inputs))
     large = any(tensor.numel() > LARGEST for tensor in outputs)
     # New weights, optimizer states and buffers: their values decide nothing, and would take as much memory as on the device.
     large_constant = outputs[0].numel() > LARGEST_CONSTANT and (

@@ -13,6 +13,7 @@ Guarantees, each asserted by a test:
 - a version is complete: over its buckets every element of every parameter is written exactly once, but for
   the padding that the share declares; a version of adapters alone is taken only on top of a complete one, from the same
   trainer and into the same memory;
+- a draft that no version fills is what was loaded from its folder: it is verified with every version;
 - tensors that SGLang derives from parameters are derived again from those of the version; scales of its cache, which no version
   has, are 1;
 - the first version of a session, and any that SGLang moved afterwards, is compared once more when SGLang has ended its update:
@@ -52,10 +53,10 @@ from megarl.weight_sync.served_model import (
     place,
     renew_derived,
     set_cache_scales,
+    verify_draft,
     weights_of,
 )
-from megarl.weight_sync.slice_kernels import checksums_of
-from megarl.weight_sync.slice_table import SliceTable
+from megarl.weight_sync.slice_kernels import checksums_in_place
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
@@ -82,11 +83,19 @@ class InboxFile:
 
 @dataclass
 class ReceiveReport:
-    """A rank's figures for one received version; `seconds` by phase: wait, write, verify."""
+    """A rank's figures for one received version.
+
+    Attributes:
+        bytes_written, bytes_kept: of slices that were sent, and that were not because they have not changed.
+        bytes_draft: of a draft's parameters that no version has; they were verified, too.
+        buffer_bytes: memory for packets.
+        seconds: by phase: wait, write, verify.
+    """
 
     version: int
     bytes_written: int = 0
     bytes_kept: int = 0
+    bytes_draft: int = 0
     buffer_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "write": 0.0, "verify": 0.0})
 
@@ -209,6 +218,8 @@ class Receiver:
         first = 0 if complete else self._share.frozen
         try:
             refusal = self._take(version, first, received, refusal)
+            if refusal is None and not self._fills_draft:
+                refusal = self._verify_draft(received)
             received.buffer_bytes = self._inbox.buffer_bytes
             self._inbox.end(version)
         except LinkError:
@@ -242,14 +253,22 @@ class Receiver:
         for (bucket, index), sums in self._checksums.items():
             spec = self._share.buckets[bucket][index]
             views = self._views[bucket][index]
-            if self._device == "cpu":
-                found = torch.stack([checksum(view) for view in views])
-            else:
-                found = checksums_of(SliceTable.of_tensors(views))
-            for number in (found != sums).nonzero()[:1]:
+            for number in (checksums_in_place(views) != sums).nonzero()[:1]:
                 item = spec.slices[int(number)]
                 return f"SGLang's end_weight_update has changed {item.tensor} in {item.local}"
         self._read_again = True
+        return None
+
+    def _verify_draft(self, received: ReceiveReport) -> RefusedError | None:
+        """Verify a draft that stays as it was loaded: memory may have been released and taken back since the last version."""
+        if draft_of(self._model) is None:
+            return None
+        begun = time.perf_counter()
+        try:
+            received.bytes_draft = verify_draft(self._model)
+        except RefusedError as error:
+            return error
+        received.seconds["verify"] += time.perf_counter() - begun
         return None
 
     def _take(

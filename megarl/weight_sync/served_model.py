@@ -5,10 +5,13 @@ the memory-pool slot that serves it, read it back and compare: no file, no tenso
 take its turn.
 
 A model of its own drafts tokens, where the engine has one: SGLang gives it the model's embedding and head themselves, and its other
-parameters have names that begin with DRAFT.
+parameters have names that begin with DRAFT. Where they are not trained, SGLang loads them from a folder and keeps a copy on the host while
+memory is released; no trainer rank has them, and no sync sends them.
 
-Guarantee, asserted by a test: an adapter that left its slot, or has another rank or scaling than the one that is sent, is
-an error of the sync.
+Guarantees, each asserted by a test:
+
+- an adapter that left its slot, or has another rank or scaling than the one that is sent, is an error of the sync;
+- so is a draft's parameter that no sync fills and that is no longer what was loaded.
 
 Written against sglang 0.5.21.
 """
@@ -23,11 +26,13 @@ from megarl.layout.boxes import Box
 from megarl.models import DRAFT
 from megarl.rollout.engine import AdapterConfig
 from megarl.weight_sync.packets import Slice
+from megarl.weight_sync.slice_kernels import checksums_in_place
 
 ADAPTER_NAME = "policy"
 # Attributes of the model: a weight loader gets only the model.
 _MANAGER = "_megarl_lora_manager"
 _DRAFT = "_megarl_draft_runner"
+_LOADED = "_megarl_draft_checksums"
 
 
 class RefusedError(ValueError):
@@ -112,8 +117,17 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def remember_draft(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang has made the worker of a draft: let weight loaders find its model."""
-    setattr(worker.target_worker.model_runner.model, _DRAFT, worker.draft_runner)
+    """After SGLang has made the worker of a draft and loaded its weights: let weight loaders find its model and their checksums."""
+    model, weights = worker.target_worker.model_runner.model, weights_of(worker.draft_runner.model)
+    set_draft_runner(model, worker.draft_runner)
+    with torch.no_grad():
+        sums = checksums_in_place([*weights.values()]).tolist()
+    setattr(model, _LOADED, dict(zip(weights, sums, strict=True)))
+
+
+def set_draft_runner(model: torch.nn.Module, runner: Any) -> None:
+    """Let the model lead to SGLang's runner of the model that drafts tokens."""
+    setattr(model, _DRAFT, runner)
 
 
 def draft_runner_of(model: torch.nn.Module) -> Any:
@@ -132,6 +146,24 @@ def draft_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     draft, own = draft_of(model), {id(value) for value in model.parameters()}
     found = weights_of(draft).items() if draft is not None else ()
     return {DRAFT + name: value for name, value in found if id(value) not in own}
+
+
+def verify_draft(model: torch.nn.Module) -> int:
+    """Compare a draft's own parameters with what was loaded from its folder; returns their bytes.
+
+    Raises:
+        RefusedError: names the first parameter that differs.
+    """
+    own, loaded = draft_weights(model), getattr(model, _LOADED)
+    found = checksums_in_place([*own.values()]).tolist()
+    for name, value in zip(own, found, strict=True):
+        expected = loaded[name.removeprefix(DRAFT)]
+        if value != expected:
+            raise RefusedError(
+                f"{name}: checksum {value:#x}, {expected:#x} when the draft was loaded: SGLang did not keep it while memory was "
+                "released, or something has written into it"
+            )
+    return sum(value.nbytes for value in own.values())
 
 
 def check_complete(

@@ -13,14 +13,15 @@ its scales differ in the last bit from the quotients, which are what a CPU and t
 
 A program takes a tile of a few thousand elements of one slice, or one block of quantised weights; hashes of tiles are added by atomic
 additions of integers, whose sum does not depend on their order. The kernels (`triton_kernels`) are imported and compiled with the first
-launch. They were interpreted on a CPU, and compiled for sm_90; no GPU has run them yet.
+launch. They were interpreted on a CPU, and an H100 has run them (docs/gpu.md).
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 
-from megarl.weight_sync.packets import ALIGNMENT
+from megarl.weight_sync.packets import ALIGNMENT, checksum
 from megarl.weight_sync.slice_table import TILE, SliceTable, power_of_two
 
 STRIP = 2048  # elements of a block that a program has at a time
@@ -72,6 +73,13 @@ def checksums_of(table: SliceTable) -> torch.Tensor:
     checksums = torch.zeros(table.count, dtype=torch.int64, device=table.copies.device)
     _launch_copies(table, checksums, checksums)
     return checksums
+
+
+def checksums_in_place(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The checksums of tensors of 1 to 3 dimensions where they lie, on a CPU or a GPU: int64 [tensors]."""
+    if tensors and tensors[0].device.type != "cpu":
+        return checksums_of(SliceTable.of_tensors(tensors))
+    return torch.tensor([int(checksum(tensor)) for tensor in tensors], dtype=torch.int64)
 
 
 def kernels() -> ModuleType:

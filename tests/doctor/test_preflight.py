@@ -142,6 +142,9 @@ def test_engines_on_gpus_have_equal_shares_of_the_vocabulary(
     monkeypatch.setattr("megarl.doctor.preflight.gpus_here", lambda: (Gpu("H100", "550", 80 << 30, 0),))
     (line,) = train(*keys)
     assert line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 does not divide the model's ")
+    # The head of a group of one rank is whole.
+    groups = (f"{ROLLOUT}.attention_data_parallel_size=3", f"{ROLLOUT}.data_parallel_lm_head=true")
+    assert not [line for line in train(*keys, *groups) if "does not divide the model's" in line]
     assert train() == []
 
 

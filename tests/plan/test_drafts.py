@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.cli.main import main
 from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import SpeculativeConfig
 from megarl.costs.hardware import TABLE, Assumptions
@@ -14,15 +15,13 @@ from megarl.costs.speed import Machine
 from megarl.models import DRAFT
 from megarl.plan.drafts import DraftFolder, draft_folder
 from megarl.plan.inputs import read_inputs
-from megarl.plan.memory import GIB, MemoryPlan, plan_memory
+from megarl.plan.memory import GIB, MemoryPlan, plan_memory, served_bytes
 from megarl.plan.seconds import generate
-from megarl.plan.sync import configured_sync
+from megarl.plan.sync import configured_sync, kept_draft, size_text
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE, DRAFTING = (
-    str(ROOT / "recipes/deepseek_v3_grpo_512x80gb.yaml"),
-    "actor_rollout_ref.rollout.speculative",
-)
+RECIPE, GLM = (str(ROOT / f"recipes/{name}.yaml") for name in ("deepseek_v3_grpo_512x80gb", "glm_4.7_grpo"))
+DRAFTING = "actor_rollout_ref.rollout.speculative"
 MTP = f"{DRAFTING}.algorithm=mtp"
 # Of DeepSeek-V3's module without the embedding and the head that it shares, as its README_WEIGHTS.md has it.
 UNIQUE = 11.5e9
@@ -108,3 +107,26 @@ def test_a_trained_layer_reaches_the_engines_that_draft_with_it() -> None:
         assert bool(filled) == there
         sent = {piece.tensor for shard in source.shards for piece in shard.pieces}
         assert filled <= sent
+
+
+def test_a_sync_says_what_it_only_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that is kept, whose bytes are those of the memory plan, or a draft's folder; nothing of a layer that is trained."""
+
+    def verified(*keys: str) -> int:
+        config, inputs = read_inputs(GLM, [*keys], check=False)
+        return kept_draft(config, inputs.model, config.actor_rollout_ref.rollout)
+
+    config, inputs = read_inputs(GLM, [MTP], check=False)
+    rollout = config.actor_rollout_ref.rollout
+    kept = verified(MTP, "actor_rollout_ref.model.mtp=keep")
+    assert kept == served_bytes(rollout, inputs) - served_bytes(rollout, inputs, draft=False) > 0
+    assert verified(MTP, "actor_rollout_ref.model.mtp=train") == verified() == 0
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    save_file({"fc": torch.zeros(100, 50)}, tmp_path / "model.safetensors")
+    folder = [f"{DRAFTING}.algorithm=eagle3", f"{DRAFTING}.draft_path={tmp_path}"]
+    tp = rollout.tensor_model_parallel_size
+    assert tp * verified(*folder) == pytest.approx(4 * 100 * 50, rel=0.1)
+    assert main(["plan", "sync", GLM, MTP, "actor_rollout_ref.model.mtp=keep"]) == 0
+    said = capsys.readouterr().out
+    assert f"a draft of {size_text(kept)} on each engine rank" in said and "each sync verifies it" in said

@@ -9,7 +9,7 @@ from megarl.cli.main import main
 from megarl.plan.inputs import read_inputs
 from megarl.shadow import device, dry_run
 from megarl.shadow.comparison import Comparison
-from megarl.shadow.dry_run import chosen_ranks, refuse_fsdp
+from megarl.shadow.dry_run import chosen_ranks
 from tests.shadow.conftest import RECIPE, overrides
 
 ROOT = RECIPE.parents[1]
@@ -29,14 +29,6 @@ def test_a_rank_of_each_class_is_chosen(monkeypatch: pytest.MonkeyPatch, model: 
         chosen_ranks(config, inputs, "0,4")
     with pytest.raises(ValueError, match="give classes or numbers"):
         chosen_ranks(config, inputs, "first")
-
-
-def test_what_megatron_fsdp_wraps_is_refused(model: Path) -> None:
-    critic = "critic.megatron={fsdp: optim_grads_params, pipeline_model_parallel_size: 1}"
-    config, inputs = read_inputs(str(RECIPE), [*overrides(model), critic], check=False)
-    refuse_fsdp(config, inputs, ["actor"])
-    with pytest.raises(ValueError, match=r"the critic has megatron\.fsdp.*without --dry-run"):
-        refuse_fsdp(config, inputs, ["actor", "critic"])
 
 
 def test_a_plan_that_is_too_small_is_negative() -> None:

@@ -26,6 +26,7 @@ KEYS = {
     "sharded": "use_distributed_optimizer",
     "dtype": "dtype",
     "fp8": "fp8",
+    "fsdp": "fsdp",
 }
 DENSE = {
     # name: layers, ranks, micro-batches, layout
@@ -41,6 +42,8 @@ DENSE = {
     "interleaved-context-overlap": (4, 8, 4, {"tp": 1, "pp": 2, "vpp": 2, "cp": 2, "overlap": "true"}),
     "float16": (2, 4, 3, {"tp": 2, "pp": 2, "dtype": "float16"}),
     "float8-context": (4, 8, 3, {"tp": 2, "pp": 2, "cp": 2, "fp8": "hybrid"}),
+    "fsdp": (3, 4, 3, {"tp": 2, "pp": 1, "fsdp": "optim_grads_params"}),
+    "fsdp-context": (3, 8, 2, {"tp": 2, "pp": 1, "cp": 2, "fsdp": "optim_grads", "recompute": "full"}),
     "whole-optimizer": (2, 8, 3, {"tp": 1, "pp": 2, "sharded": "false"}),
 }
 EXPERTS = {

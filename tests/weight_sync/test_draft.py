@@ -1,6 +1,6 @@
 """The model that drafts tokens, which SGLang makes of the layer for further tokens, as a target of a sync."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from megarl.layout import make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import DRAFT
 from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
-from megarl.weight_sync.receiver import Receiver
+from megarl.weight_sync.receiver import Receiver, ReceiveReport
 from megarl.weight_sync.served_model import RefusedError, draft_weights, remember_draft
 from megarl.weight_sync.sync_plan import SyncPlan
 from tests.rollout.manifests import Slices
@@ -94,8 +94,14 @@ def senders() -> Iterator[list[Sender]]:
         one.close()
 
 
-def receive(folder: Path, senders: list[Sender], slices: list, with_draft: bool = True) -> tuple[Tiny, Draft]:
-    """A version comes to an engine whose worker of a draft is a stand-in for SGLang's."""
+def receive(
+    folder: Path,
+    senders: list[Sender],
+    slices: list,
+    with_draft: bool = True,
+    meanwhile: Callable[[Draft], object] = lambda draft: None,
+) -> tuple[Tiny, Draft, ReceiveReport]:
+    """A version comes to an engine whose worker of a draft is a stand-in for SGLang's; `meanwhile` is between its start and the version."""
     senders.append(Sender(folder, [Slices(slices, {})], timeout=5.0))
     model = Tiny()
     draft = Draft(model)
@@ -103,25 +109,40 @@ def receive(folder: Path, senders: list[Sender], slices: list, with_draft: bool 
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         remember_draft(None, SimpleNamespace(target_worker=worker, draft_runner=SimpleNamespace(model=draft)))
         assert [*draft_weights(model)] == [f"{DRAFT}head"]
+        meanwhile(draft)
     sending = senders[-1].send(1)
     try:
-        Receiver(model, senders[-1].told[0], "session").receive(1)
+        report = Receiver(model, senders[-1].told[0], "session").receive(1)
     finally:
         sending.exception()
-    return model, draft
+    return model, draft, report
 
 
 def test_a_receiver_fills_the_model_and_what_is_its_drafts_own(tmp_path, senders) -> None:
-    model, draft = receive(tmp_path, senders, [*ALL, ("head", f"{DRAFT}head", [0, 0], HEAD)])
+    model, draft, report = receive(tmp_path, senders, [*ALL, ("head", f"{DRAFT}head", [0, 0], HEAD)])
+    assert report.bytes_draft == 0 and report.bytes_written == WEIGHT.nbytes + BIAS.nbytes + HEAD.nbytes
     assert torch.equal(model.weight, WEIGHT) and torch.equal(model.bias, BIAS)
     assert torch.equal(draft.head, HEAD) and draft.bias is model.bias and draft.renewed == 1
 
 
 def test_a_draft_that_no_version_has_stays_as_it_is(tmp_path, senders) -> None:
     """As one that was loaded from a folder, but for what it shares."""
-    model, draft = receive(tmp_path, senders, ALL)
+    model, draft, report = receive(tmp_path, senders, ALL)
+    assert report.bytes_draft == HEAD.nbytes and report.bytes_written == WEIGHT.nbytes + BIAS.nbytes
     assert torch.all(draft.head == -1) and torch.equal(draft.bias, BIAS) and not draft.renewed
     assert "head" not in dict(model.named_parameters())
+
+
+def test_a_draft_that_was_not_kept_is_refused(tmp_path, senders) -> None:
+    """As by memory that was released without a copy. What it shares with the model changes with each version."""
+
+    def lose(draft: Draft) -> None:
+        draft.head.data[1, 2] = 0.5
+        draft.bias.data += 1
+
+    with pytest.raises(RefusedError, match=r"draft:head: checksum .* when the draft was loaded"):
+        receive(tmp_path / "lost", senders, ALL, meanwhile=lose)
+    receive(tmp_path / "shared", senders, ALL, meanwhile=lambda draft: draft.bias.data.add_(1))
 
 
 def test_a_part_of_a_draft_is_refused(tmp_path, senders) -> None:

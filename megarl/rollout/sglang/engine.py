@@ -524,6 +524,7 @@ class _Update:
             self.version,
             bytes_written=by_rank("bytes_written"),
             bytes_kept=by_rank("bytes_kept"),
+            bytes_draft=by_rank("bytes_draft"),
             buffer_bytes=by_rank("buffer_bytes"),
             phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
             seconds=time.perf_counter() - self._begun,

@@ -15,8 +15,8 @@ scores of a row differ by less than these (a few 1e-6 for a token of log-prob -1
 token in a million. Rows that are no distribution (with NaN or infinity, or without a finite logit) have token 0 and log-prob NaN, as in SGLang.
 
 Requests with top_k, top_p, min_p or temperature 0, and batches that have one of these, are SGLang's own sampler's. The kernels
-(`sampling_kernels`) are imported and compiled with the first launch. They were interpreted on a CPU, and compiled for sm_90; no GPU has run
-them yet.
+(`sampling_kernels`) are imported and compiled with the first launch. They were interpreted on a CPU, and an H100 has run
+them (docs/gpu.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -97,6 +97,7 @@ def sync_metrics(facts: VersionFacts, sent: list[SendReport], reports: list[Sync
     """The plan's bytes, and the ranks' measurements: bytes, memory, and seconds of the slowest rank in each phase."""
     written = [count for report in reports for count in report.bytes_written]
     kept = [count for report in reports for count in report.bytes_kept]
+    drafts = sum(sum(report.bytes_draft) for report in reports)
     for rank, (planned, *found) in enumerate(zip(facts.received, written, kept, strict=True)):
         if planned != sum(found):
             raise RuntimeError(f"engine rank {rank} took {sum(found)} bytes, the plan has {planned} for it")
@@ -107,6 +108,7 @@ def sync_metrics(facts: VersionFacts, sent: list[SendReport], reports: list[Sync
     return {
         **{f"sync/{name}": float(value) for name, value in facts.account.items()},
         "sync/bytes_unchanged": float(sum(kept)),
+        **({"sync/bytes_draft_verified": float(drafts)} if drafts else {}),
         "sync/bytes_written_max_per_rank": float(max(written)),
         "sync/trainer_buffer_bytes_max": float(max(one.buffer_bytes for one in sent)),
         "sync/engine_buffer_bytes_max": float(max(max(report.buffer_bytes) for report in reports)),

@@ -21,6 +21,7 @@ from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.expert_load import ExpertLoads, violations
+from megarl.megatron.fsdp import release
 from megarl.megatron.heads import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.lora.merged import ExactWeights
@@ -265,7 +266,9 @@ class ActorWorker(ModelWorker):
         assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()
         computed = tensors.computed() if isinstance(tensors, ExactWeights) else {}
-        return self.outbox.send(version, tensors, held, complete, computed)
+        sent = self.outbox.send(version, tensors, held, complete, computed)
+        release(self.chunks)
+        return sent
 
     def _balance(self, rate: float) -> dict[str, float]:
         """How uneven the last step's routing was, by layer ("expert_violation/3"); moves the routers' biases by `rate`."""

@@ -58,7 +58,7 @@ from megarl.megatron.checkpoint.checkpoint import (
 )
 from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
 from megarl.megatron.float8 import float8_settings
-from megarl.megatron.fsdp import gather, wrap_sharded
+from megarl.megatron.fsdp import gather, release, wrap_sharded
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.lora import attach_adapters
@@ -238,7 +238,8 @@ class ModelWorker:
     def trained_tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's local tensors of the trained model, adapters merged into them, as `local_parameters` names them.
 
-        Called on all ranks at once. Merged tensors are made one by one on access: do not collect them.
+        Called on all ranks at once. Merged tensors are made one by one on access: do not collect them. Shared weights are gathered; callers
+        `release` them.
         """
         if not self.spec.adapted:
             gather(self.chunks)
@@ -489,7 +490,10 @@ class ModelWorker:
         """This rank's slices of a shard file of the Hugging Face checkpoint, after `export_plan`."""
         assert self.export is not None
         assert_resident(self.chunks)
-        return self.export.pack(shard, self.info.rank, self.trained_tensors())
+        packed = self.export.pack(shard, self.info.rank, self.trained_tensors())
+        if shard == len(self.export.shards) - 1:
+            release(self.chunks)
+        return packed
 
     def of_role(self, role: str) -> ModelWorker:
         """The worker of a role that these ranks have; `role`: the name of its folder in checkpoints."""

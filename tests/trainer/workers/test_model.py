@@ -95,7 +95,9 @@ def _save(
         bundles = [replace(plan), worker.pack_adapters()]
     else:
         plan = worker.export_plan(mtp)
+        held = worker.memory()
         bundles = [replace(plan), [worker.pack_export(shard) for shard in range(len(plan.shards))]]
+        assert worker.memory() == held  # shared weights, which were gathered, are shared again
     return files, one_round(worker), bundles
 
 

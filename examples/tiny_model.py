@@ -16,6 +16,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -60,6 +62,7 @@ _FAMILIES = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
@@ -100,6 +103,7 @@ def make_tiny_model(
         "glm4_moe_lite",
         "kimi_k2",
         "minimax_m2",
+        "gpt_oss",
     ] = "qwen2",
     num_mtp_layers: int = 0,
     head: Literal["lm", "score"] = "lm",
@@ -216,6 +220,12 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
     if family == "minimax_m2":
         return {**wide_heads, **_minimax_fields(head_dim), "intermediate_size": ffn // 4}
+    if family == "gpt_oss":
+        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
+                "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": positions // 4}  # fmt: skip
+        gated = {"swiglu_limit": 7.0, "sliding_window": 8}
+        return {**wide_heads, **gated, "intermediate_size": ffn // 4, "num_local_experts": 8, "num_experts_per_tok": 2,
+                "rope_parameters": yarn}  # fmt: skip
     if family not in _LATENT:
         return {}
     latent = {
@@ -265,6 +275,8 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
         for name, vector in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
                 vector.normal_(0.0, _BIAS_STD)
+            elif name.endswith("sinks"):
+                vector.normal_()
             elif name.endswith("norm.weight"):
                 # Qwen3-Next's norms multiply by 1 + weight, all but those of its gated delta nets.
                 around_zero = config.model_type == "qwen3_next" and "linear_attn" not in name

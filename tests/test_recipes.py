@@ -23,6 +23,7 @@ SIZES = {
     "deepseek-llm-7b": 6.91,
     "deepseek-v3": 671.0,
     "glm-4.7": 352.8,  # 358.3 with the layer for MTP, and the embedding and head that it repeats
+    "gpt-oss-120b": 116.8,
     "llama-3-8b": 8.03,
     "llama-3.1-70b": 70.6,
     "llama-3.2-3b": 3.21,

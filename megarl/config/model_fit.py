@@ -307,6 +307,26 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
         (f"{key}.expert_model_parallel_size", megatron.expert_model_parallel_size),
         (f"{key}.expert_tensor_parallel_size", megatron.expert_tensor_parallel_size),
     )
+    if model.family == "gpt_oss":
+        yield from _sink_problems(key, megatron, model)
+
+
+def _sink_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
+    """Of gpt-oss: experts with biases, and attention with sinks, whose heads context parallelism cuts in Transformer Engine 2.18."""
+    etp, cp = megatron.expert_tensor_parallel_size, megatron.context_parallel_size
+    if etp > 1:
+        yield (
+            f"{key}.expert_tensor_parallel_size={etp}: each rank that has a part of an expert would add the bias of its output; set it to 1, "
+            "and expert_model_parallel_size higher"
+        )
+    cut = megatron.tensor_model_parallel_size * cp
+    if cp > 1 and model.num_query_groups % cut:
+        yield (
+            f"{key}.context_parallel_size={cp}: with attention sinks it cuts heads, and num_query_groups={model.num_query_groups} cannot be "
+            f"divided by {cut}, it times tensor_model_parallel_size"
+        )
+    if megatron.fp8 is not None:
+        yield f"{key}.fp8={megatron.fp8}: training in float8 was not executed for experts with biases; set it to null"
 
 
 def _delta_net_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
@@ -416,6 +436,17 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
         }
         for name in (name for name, there in unknown.items() if there):
             yield f"{key}.{name}: not supported with gated delta nets ({model.family}); leave it out"
+    if model.family == "gpt_oss":
+        for name, allowed in (
+            ("quantization", (None,)),
+            ("moe_a2a_backend", (None,)),
+            ("moe_runner_backend", (None, "triton")),
+        ):
+            if (found := getattr(rollout, name)) not in allowed:
+                yield (
+                    f"{key}.{name}={found}: the weight sync knows the experts of gpt-oss in SGLang with Triton's kernels in the engine's own type "
+                    "alone; leave it out"
+                )
     if ep > 1 and (model.moe is None or tp % ep):
         reason = (
             "the model has no experts"

@@ -317,11 +317,14 @@ def _latent_attention(run: RankPass, name: str) -> int:
 
 
 def _gated(run: RankPass, tokens: int, width: int, fc2: str, weighted: bool = False) -> int:
-    """Gate and up, and their product. `weighted`: by the router's probabilities."""
+    """Gate and up, and their product. `weighted`: by the router's probabilities. Where gate and up are clamped, they are kept before and
+    after that; in plain torch gate's sigmoid, too."""
     size = tokens * width * run.use.itemsize
     if weighted and run.use.recomputes("moe_act"):
         return 2 * size
-    return (2 if run.use.fused else 4 + weighted) * size + run.input_bytes(tokens * width, fc2)
+    moe = run.use.config.moe
+    clamped = 2 * size if weighted and moe is not None and moe.clamp is not None else 0
+    return (2 if run.use.fused else 4 + weighted) * size + clamped + run.input_bytes(tokens * width, fc2)
 
 
 def _dense(run: RankPass, name: str) -> int:

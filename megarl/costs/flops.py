@@ -17,6 +17,7 @@ from megarl.models.table import EMBEDDING
 
 _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
 _CHUNK = 64  # tokens of a delta net that are computed together, by flash-linear-attention's kernels and by megarl's
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next, after all other layers
 
@@ -32,6 +33,7 @@ class LayerFlops:
         is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.
         state: operations of a gated delta net for a token, other than those of its matrices.
         mlp: weights of these or of that, which are among the dense ones; up: of latent attention's projections to heads, likewise.
+        window: tokens, itself among them, that a token attends to; None: all before it.
     """
 
     dense: int
@@ -44,10 +46,18 @@ class LayerFlops:
     mlp: int = 0
     up: int = 0
     state: int = 0
+    window: int | None = None
+
+    def attended(self, pairs: float) -> float:
+        """Tokens that a token attends to in this layer, on the average of a text in which it would be `pairs` (`causal_pairs`)."""
+        length, window = 2 * pairs - 1, self.window
+        if window is None or length <= window:
+            return pairs
+        return window - window * (window - 1) / (2 * length)
 
     def forward(self, pairs: float) -> float:
-        """Operations of a token that attends to `pairs` tokens."""
-        return 2 * (self.dense + self.active) + self.state + self.pair * pairs
+        """Operations of a token that attends to `pairs` tokens, where no window ends before."""
+        return 2 * (self.dense + self.active) + self.state + self.pair * self.attended(pairs)
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
             experts[layer] += prod(shape)
             continue
         dense[layer] += prod(shape)
-        if within.startswith("mlp.") and within != "mlp.gate.weight":
+        if within.startswith("mlp.") and within not in _ROUTERS:
             mlp[layer] += prod(shape)
         elif config.mla is not None and within in _UP:
             up[layer] += prod(shape)
@@ -113,9 +123,10 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
         active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
         of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer])
         if is_delta_net(config, layer):
-            made = LayerFlops(dense[layer], number, active, 0, 0, *of_layer, _of_state(config))
+            made = LayerFlops(dense[layer], number, active, 0, 0, *of_layer, state=_of_state(config))
         else:
-            made = LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer)
+            window = config.window if layer in config.window_layers else None
+            made = LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer, window=window)
         layers.append(made)
     return tuple(layers)
 

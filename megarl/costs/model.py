@@ -195,7 +195,8 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
         yield from _float8_forward(run, layer, whole)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
-        yield whole + 4 * run.routed * config.hidden_size * item + (1 + _shared_experts(run)) * run.hidden
+        outputs = 3 * item + max(item, _with_biases(run))
+        yield whole + outputs * run.routed * config.hidden_size + (1 + _shared_experts(run)) * run.hidden
         return
     norm = 2 * run.hidden  # its input and output
     yield attention + norm + run.gathered + 2 * run.tokens * config.ffn_hidden_size // layout.tp * item
@@ -346,7 +347,8 @@ def _evaluating(run: RankPass, stage: int) -> int:
         first, routed = 3 * moe.ffn_hidden_size // layout.etp, run.routed * item
         more = around + (1 + _shared_experts(run)) * hidden + router_bytes(run)
         tokens = 6 if run.float8 else 4  # as in `_float8_forward`
-        parts.append(routed * (tokens * config.hidden_size + first) + more)
+        biases = run.routed * _with_biases(run) * config.hidden_size
+        parts.append(routed * (tokens * config.hidden_size + first) + biases + more)
         if any(
             slot.number is not None for slot, _ in run.tensors.slots
         ):  # and each expert's sum, and these together
@@ -366,6 +368,12 @@ def _evaluating(run: RankPass, stage: int) -> int:
     most = max(max(parts, default=0) + _exact(run), *others, 0) + shared[1]
     copies = weight_copies(run.tensors.weights, run.float8, backward=False)
     return max(most, head + shared[0]) + run.tokens * MICRO_BATCH + copies
+
+
+def _with_biases(run: RankPass) -> int:
+    """Bytes of an element of the experts' outputs once their biases are added, in float32: each expert's sum, and these together."""
+    moe = run.use.config.moe
+    return 2 * FLOAT32 if moe is not None and moe.biases else 0
 
 
 def _shared_experts(run: RankPass) -> int:

@@ -148,7 +148,7 @@ class Passes:
             operations = 2 * layer.active * tokens / ranks * _whole_tiles(rows)
             experts = max(operations / (peak * assumed.experts), own * item / read)
             weights += own
-        pairs = layer.pair * causal_pairs(length) * tokens / ranks
+        pairs = layer.pair * layer.attended(causal_pairs(length)) * tokens / ranks
         between, count = (
             between_bytes(self.config, layer, self.itemsize, self.fused),
             launches(self.config, layer, local),

@@ -29,6 +29,7 @@ _MODULES = (
     "self_attention.conv1d.",
     "self_attention.out_norm.",
     "self_attention.out_proj.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",
@@ -48,7 +49,7 @@ _MODULES = (
     "mlp.shared_experts.linear_fc1.",
     "mlp.shared_experts.linear_fc2.",
 )
-_TENSORS = ("weight", "bias", "layer_norm_weight", "dt_bias", "A_log", "gate_weight")
+_TENSORS = ("weight", "bias", "layer_norm_weight", "dt_bias", "A_log", "gate_weight", "softmax_offset")
 IN_A_LAYER = re.compile(
     r"(\d+:(?:decoder\.layers\.\d+\.|mtp\.layers\.\d+\.mtp_model_layer\.))(.*\.)([A-Za-z_]+)(\d*)"
 )
@@ -222,7 +223,7 @@ def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
             around = (tensor.chunk, part, int(predicts[1]), _IN_PREDICTION.index(predicts[2]), place)
         if found is None:
             return around
-        return *around, _MODULES.index(found[2]), _TENSORS.index(found[3]), int(found[4] or 0)
+        return *around, _MODULES.index(found[2]), int(found[4] or 0), _TENSORS.index(found[3])
 
     return sorted(weights, key=key)
 

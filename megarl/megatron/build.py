@@ -32,6 +32,7 @@ from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
 from megarl.megatron.parallel import coords
 from megarl.megatron.prediction import PredictingModel, prediction_spec
+from megarl.megatron.sinks import settle_sinks
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
@@ -270,6 +271,7 @@ def _build_chunk(
             **rope_arguments(config),
         )
     forget_routings(model)
+    settle_sinks(model)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:

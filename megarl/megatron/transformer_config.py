@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.megatron.sinks import attention_settings, bias_settings, check_sinks_and_biases
 from megarl.models import ModelConfig
 
 # Parts whose output is freed and made again: megatron-core 0.19.2 asks Transformer Engine for its state there (tensor_parallel/random.py).
@@ -101,6 +102,7 @@ def transformer_config(
         settings |= {"mtp_num_layers": predicted, "mtp_detach_heads": mtp == "detached"}
     # The default dispatcher is refused with variable lengths, experts or not.
     settings["moe_token_dispatcher_type"] = "alltoall"
+    settings |= attention_settings(config, layout) | bias_settings(config)
     if config.moe is not None:
         # In plain torch a layer's tokens are sorted by masks and gathered by several kernels, and the choice of experts is about ten.
         settings |= _moe_settings(config) | {"moe_permute_fusion": fused, "moe_router_fusion": fused}
@@ -187,6 +189,7 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
         _check_yarn(config)
     if config.moe is not None:
         _check_routing(config)
+    check_sinks_and_biases(config, layout, has_transformer_engine())
 
 
 def _assert_predicts(config: ModelConfig, layout: ParallelLayout) -> None:
@@ -419,5 +422,5 @@ def _yarn_settings(config: ModelConfig) -> dict[str, Any]:
         "beta_slow": scaling.get("beta_slow") or 1.0,
         "mscale": scaling["mscale"] if all_dim else 1.0,
         "mscale_all_dim": all_dim,
-        "correction_range_round_to_int": True,
+        "correction_range_round_to_int": scaling.get("truncate", True),
     }

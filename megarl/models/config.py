@@ -31,6 +31,9 @@ class MoEConfig:
         num_groups, topk_group: experts are chosen within the best `topk_group` of `num_groups` groups; 1, 1: no groups.
         scaling_factor: factor of the chosen experts' weights.
         shared_gate: whether the shared experts' output has a factor of its own for each token, a sigmoid.
+        biases: whether the router and the experts' projections have biases.
+        clamp: the gated unit is gpt-oss's, x sigmoid(1.702 x) (y + 1) with x = min(gate, clamp) and y = up within -clamp and clamp; None:
+            silu(gate) up.
     """
 
     num_experts: int
@@ -45,6 +48,8 @@ class MoEConfig:
     topk_group: int = 1
     scaling_factor: float = 1.0
     shared_gate: bool = False
+    biases: bool = False
+    clamp: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ class ModelConfig:
         ffn_hidden_size: width of the dense MLP (of the layers that have one).
         head_dim: of GQA; with MLA the width of a query head, qk_nope_head_dim + qk_rope_head_dim.
         rope_scaling: None, {"rope_type": "llama3", "factor"} or {"rope_type": "yarn", "factor",
-            "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}.
+            "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}, and "truncate": False where the bounds of yarn's ramp
+            are not rounded.
         rotary_percent: share of `head_dim` that rotates (GQA only).
         delta_net: of the layers that have no attention; None: all have.
         output_gate: whether attention's output is multiplied by sigmoids of gates, which come with the queries (GQA only).
@@ -122,6 +128,9 @@ class ModelConfig:
         num_mtp_layers: multi-token prediction layers that the model's checkpoint has after its `num_layers`.
         fp8_block: rows and columns of a block of weights that share a scale, in a checkpoint in float8; None: not
             quantised.
+        output_bias: whether the projection of attention's output has a bias.
+        sinks: whether each head has a learnt logit in its softmax that no value belongs to.
+        window: positions, its own among them, that a query of the layers `window_layers` (numbers from 0) attends to.
     """
 
     family: str
@@ -151,6 +160,10 @@ class ModelConfig:
     qk_norm_all_heads: bool = False
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
+    output_bias: bool = False
+    sinks: bool = False
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
 
     @property
     def data_parallel_attention(self) -> bool:
@@ -217,7 +230,8 @@ def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] 
 
 def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
     """Scaling facts of yarn; by default beta_fast 32 and beta_slow 1, as Hugging Face, Megatron and SGLang have it."""
-    if not rope.flag("truncate", True):
+    truncate = rope.flag("truncate", True)
+    if not truncate and latent:  # Megatron-core has no option for it there
         raise ValueError(f"{rope.file} truncate=false is not supported; supported: true")
     scales = ("mscale", "mscale_all_dim") if latent else ()
     lengths = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -230,6 +244,7 @@ def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
         "beta_slow": rope.number("beta_slow", 1.0),
         "mscale": rope.number("mscale", 0.0, zero=True),
         "mscale_all_dim": rope.number("mscale_all_dim", 0.0, zero=True),
+        **({} if truncate else {"truncate": False}),
     }
 
 

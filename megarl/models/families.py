@@ -276,7 +276,59 @@ def _minimax_m2(hf: Fields) -> ModelConfig:
     return ModelConfig(family="minimax_m2", qkv_bias=False, moe=moe, **norms, **facts)
 
 
+def _gpt_oss(hf: Fields) -> ModelConfig:
+    """gpt-oss: attention with sinks and biases, to a window of positions in some layers; experts with biases and a clamped gated unit."""
+    accepted = {
+        "attention_bias": (True,),
+        "tie_word_embeddings": (False,),
+        # Numbers that Hugging Face's code (transformers 5.12.1) has, whatever the config says.
+        "hidden_act_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+    }
+    refuse_unsupported(hf, DECODER | accepted)
+    hf.require("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+    # SGLang 0.5.21 reads these without a default.
+    hf.require("attention_bias", "swiglu_limit", "layer_types", "sliding_window")
+    method = hf.object("quantization_config").values.get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise ValueError(
+            f"{hf.file}: quantization_config quant_method={method!r} is not supported; supported: mxfp4"
+        )
+    kinds = hf.texts("layer_types")
+    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if other or len(kinds) != hf.count("num_hidden_layers"):
+        found = f"{other} among them" if other else f"{len(kinds)} of them"
+        raise ValueError(
+            f"{hf.file}: layer_types must say full_attention or sliding_attention for each of the {hf.count('num_hidden_layers')} layers, "
+            f"found {found}"
+        )
+    moe = MoEConfig(
+        num_experts=num_experts(hf, "num_local_experts"),
+        top_k=hf.count("num_experts_per_tok", most=num_experts(hf, "num_local_experts")),
+        ffn_hidden_size=hf.count("intermediate_size"),
+        biases=True,
+        clamp=hf.number("swiglu_limit"),
+    )
+    # Experts in MXFP4 are read as bfloat16 (`megarl.checkpoints.hf.fused`).
+    plain = {key: value for key, value in hf.values.items() if key != "quantization_config"}
+    facts = decoder_facts(Fields(plain, hf.file)) | {"hf": hf.values}
+    if "quantization_config" in hf and "dtype" not in hf and "torch_dtype" not in hf:
+        facts["dtype"] = "bfloat16"  # published configs do not say
+    return ModelConfig(
+        family="gpt_oss",
+        qkv_bias=True,
+        qk_norm=False,
+        output_bias=True,
+        sinks=True,
+        window=hf.count("sliding_window"),
+        window_layers=tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention"),
+        moe=moe,
+        **facts,
+    )
+
+
 FAMILIES = {
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

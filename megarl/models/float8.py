@@ -174,8 +174,12 @@ def check_base_block(config: ModelConfig, layout: ParallelLayout, block: int) ->
     So quantised values are the same in every layout, and a checkpoint's values can be used unchanged.
 
     Raises:
-        ValueError: names a weight, and the largest size that would do.
+        ValueError: names a weight, and the largest size that would do; experts with biases, which nobody has tried in float8.
     """
+    if config.moe is not None and config.moe.biases:
+        raise ValueError(
+            f"lora.base_dtype: a base in float8 is not supported for {config.family} models, whose experts have biases; leave it out"
+        )
     linear, fitting, example = linear_weights(config), block, ""
     for piece in _some_pieces(config, layout):
         if piece.tensor not in linear:

@@ -64,6 +64,12 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
                     )
                 )
     table.append(_output(hidden, queries, served))
+    if config.output_bias:
+        name = "self_attn.o_proj.bias"
+        table.append(Weight(name, (hidden,), None, "self_attention.linear_proj.bias", name))
+    if config.sinks:
+        heads, name = config.num_attention_heads, "self_attn.sinks"
+        table.append(Weight(name, (heads,), ROWS, "self_attention.core_attention.softmax_offset", name))
     return table + (_head_norms(config, served) if config.qk_norm else [])
 
 
@@ -196,11 +202,14 @@ def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
         norm = Weight(_MLP_NORM, (hidden,), None, "mlp.linear_fc1.layer_norm_weight", _MLP_NORM)
         return [norm, *_gated("mlp.", hidden, config.ffn_hidden_size)]
     name = _mixture_name(config)
-    gate, of_gate = f"{name}gate.weight", "" if config.family == "minimax_m2" else "gate."
+    router = f"{name}router" if config.family == "gpt_oss" else f"{name}gate"
+    of_gate = "" if config.family == "minimax_m2" else "gate."
     table = [
         Weight(_MLP_NORM, (hidden,), None, "pre_mlp_layernorm.weight", _MLP_NORM),
-        Weight(gate, (moe.num_experts, hidden), None, "mlp.router.weight", gate),
+        Weight(f"{router}.weight", (moe.num_experts, hidden), None, "mlp.router.weight", f"{router}.weight"),
     ]
+    if moe.biases:
+        table.append(Weight(f"{router}.bias", (moe.num_experts,), None, "mlp.router.bias", f"{router}.bias"))
     if moe.expert_bias:
         bias = f"{name}{of_gate}e_score_correction_bias"
         table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
@@ -227,7 +236,20 @@ def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[
         sglang = (experts + "w13_weight", experts + "w2_weight")
         name = f"{experts}{rank * count + index}."
         sizes = config.hidden_size, moe.ffn_hidden_size
-        yield _gated(name, *sizes, megatron, sglang, expert_projections(config))
+        table = _gated(name, *sizes, megatron, sglang, expert_projections(config))
+        yield [*table, *_biases(table)] if moe.biases else table
+
+
+def _biases(projections: list[Weight]) -> Iterator[Weight]:
+    """The biases of an expert's projections; that of a projection that is cut by columns is whole on every rank."""
+    for weight in projections:
+        yield Weight(
+            weight.name.removesuffix("weight") + "bias",
+            weight.shape[:1],
+            ROWS if weight.cut == ROWS else None,
+            weight.megatron.replace(".weight", ".bias"),
+            f"{weight.sglang}_bias",
+        )
 
 
 def _gated(

@@ -81,10 +81,17 @@ def linear_weights(config: ModelConfig) -> Shapes:
 
 
 def adaptable_weights(config: ModelConfig) -> Shapes:
-    """The weights that may have adapters: linear layers' and routers'."""
+    """The weights that may have adapters: linear layers' and routers'.
+
+    gpt-oss's experts have none: in its files and for PEFT 0.21 they are parameters of a layer, not layers, which "all-linear" leaves out there,
+    too.
+    """
     linear, end = linear_weights(config), f".{_ROUTER}.weight"
+    whole = config.moe is not None and config.moe.biases
     return {
-        name: shape for name, shape in logical_tensors(config).items() if name in linear or name.endswith(end)
+        name: shape
+        for name, shape in logical_tensors(config).items()
+        if (name in linear and not (whole and ".experts." in name)) or name.endswith(end)
     }
 
 
@@ -99,6 +106,11 @@ def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for pattern in patterns:
             if not any(_fits(name, pattern) for name in linear):
+                if any(_fits(name.removesuffix(".weight"), pattern) for name in linear_weights(config)):
+                    raise ValueError(
+                        f"lora.{key}: {pattern!r} fits experts alone, and {config.family} models have no adapters of experts: they are "
+                        "parameters of a layer in the model's files and for PEFT, not layers; leave it out"
+                    )
                 known = list(dict.fromkeys(name.rsplit(".", 1)[1] for name in linear))
                 raise ValueError(
                     f"lora.{key}: {pattern!r} fits no linear layer of the model; there are {', '.join(known)}"

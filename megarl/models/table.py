@@ -117,8 +117,10 @@ def keeps_float32(tensor: str) -> bool:
 
 
 def sglang_keeps_float32(config: ModelConfig, tensor: str) -> bool:
-    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: routers of the GLM and MiniMax families, and decays of
-    gated delta nets, too."""
+    """Whether SGLang 0.5.21 holds a tensor in float32 whatever the engine's type: routers of the GLM and MiniMax families, biases of experts
+    and decays of gated delta nets, too."""
+    if ".mlp.experts." in tensor and tensor.endswith(".bias"):
+        return True
     routers = config.family in ("glm4_moe", "glm4_moe_lite", "minimax_m2") and tensor.endswith(".gate.weight")
     return keeps_float32(tensor) or routers or tensor.endswith(".linear_attn.A_log")
 
@@ -314,12 +316,18 @@ def _sglang_experts(config: ModelConfig, place: SGLangPlace) -> list[Piece]:
     for index, expert in enumerate(expert_weights(config, place.ep, place.ep_rank)):
         for piece in sglang_shards(expert, "", place.moe_tp, place.moe_tp_rank):
             start, size = piece.local_box
-            pieces.append(piece._replace(local_box=Box((index, *start), (1, *size))))
+            first: tuple[int, ...] = (index,)
+            if config.family == "gpt_oss":
+                if piece.local.endswith("w2_weight_bias") and place.moe_tp_rank:
+                    continue
+                if ".w13_" in piece.local:
+                    first, start = (index, start[0] // size[0]), (0, *start[1:])
+            pieces.append(piece._replace(local_box=Box((*first, *start), (*(1 for _ in first), *size))))
     return pieces
 
 
 def sglang_padding(config: ModelConfig, place: SGLangPlace) -> dict[str, int]:
-    """Local parameter -> its elements that no weight fills on an engine's rank: the vocabulary's padding."""
+    """Local parameter -> its elements that no weight fills on an engine's rank: the vocabulary's padding, and biases that another rank adds."""
     cuts = {EMBEDDING: (place.attention_tp, place.attention_tp_rank)}
     if not config.tie_word_embeddings:
         cuts[LM_HEAD] = place.head
@@ -329,4 +337,8 @@ def sglang_padding(config: ModelConfig, place: SGLangPlace) -> dict[str, int]:
         real = max(0, min(share, config.vocab_size - rank * share))
         if real < share:
             padding[name] = (share - real) * config.hidden_size
+    if config.moe is not None and config.moe.biases and place.moe_tp_rank:
+        unfilled = config.moe.num_experts // place.ep * config.hidden_size
+        for layer in range(config.num_layers):
+            padding[f"model.layers.{layer}.mlp.experts.w2_weight_bias"] = unfilled
     return padding

@@ -1,8 +1,8 @@
-"""An attention backend for SGLang's CPU engine, by the functions of batched_attention.py.
+"""An attention backend for SGLang's CPU engine, by the functions of batched_attention.py and running_batch.py.
 
 It takes the place of `torch_native` in SGLang's registry, so that SGLang's decisions by that name
-still hold. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Sliding
-windows and cross attention are left to SGLang (sglang 0.5.21).
+still hold. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Cross attention is
+left to SGLang (sglang 0.5.21). Sinks and windows (gpt-oss) are here, since SGLang's backend has no sinks and is refused for that model.
 """
 
 import torch
@@ -15,13 +15,14 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
 from megarl.sglang_cpu.batched_attention import (
     Group,
     Prefill,
-    RunningBatch,
     attend,
     attend_prompts,
     make_groups,
     plan_prompts,
     take_slots,
+    within,
 )
+from megarl.sglang_cpu.running_batch import RunningBatch
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -33,6 +34,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
         self._running: RunningBatch | None = None
         self._runs_on = False  # whether `_running` attends this step's sequences
+        self._sinks: torch.Tensor | None = None  # of the layer that attends
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -83,6 +85,19 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         return self._running.attend(query, *caches, layer.scaling, (keys, values))
 
+    def forward_extend(
+        self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **options
+    ) -> torch.Tensor:
+        """As SGLang's. sinks: [heads], logits in the heads' softmax that no value belongs to."""
+        self._sinks = sinks
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+
+    def forward_decode(
+        self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **options
+    ) -> torch.Tensor:
+        self._sinks = sinks
+        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
+
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Tokens of the sequences that pad a batch of data parallel attention to the length of the other groups': one, of slot 0."""
         return 1
@@ -117,7 +132,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         **options,
     ):
         """query: [tokens, heads, dim]; caches: [slots, key heads, dim]; output: [tokens, heads, value dim]."""
-        if encoder_lens is not None or sliding_window_size is not None or not causal:
+        if encoder_lens is not None or not causal:
             return super()._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
                 extend_seq_lens, encoder_lens, causal=causal, sliding_window_size=sliding_window_size, **options,
@@ -126,10 +141,12 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if self._plan is None:  # by the first layer, for all layers
             self._plan = plan_prompts(seq_lens, extend_seq_lens, req_to_token, req_pool_indices, query.dtype)
         groups, prompts = self._plan
-        self._attend_groups(groups, query, output, k_cache, v_cache, scaling)
+        self._attend_groups(groups, query, output, k_cache, v_cache, scaling, sliding_window_size)
         for prompt in prompts:
             keys, values = (take_slots(cache, prompt.slots).to(query.dtype) for cache in (k_cache, v_cache))
-            output[prompt.tokens] = attend_prompts(query[prompt.tokens], keys, values, scaling)
+            output[prompt.tokens] = attend_prompts(
+                query[prompt.tokens], keys, values, scaling, sliding_window_size, self._sinks
+            )
         return output
 
     def _run_sdpa_forward_decode(
@@ -147,24 +164,28 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         **options,
     ):
         """query: [batch, heads, dim]; caches: [slots, key heads, dim]; output: [batch, heads, value dim]."""
-        if encoder_lens is not None or sliding_window_size is not None:
+        if encoder_lens is not None:
             return super()._run_sdpa_forward_decode(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
                 sliding_window_size=sliding_window_size, **options,
             )  # fmt: skip
         scaling = options["scaling"]
-        if self._runs_on and query.dtype == torch.float32:
+        plain = self._sinks is None and sliding_window_size is None
+        if self._runs_on and query.dtype == torch.float32 and plain:
             return output.copy_(self._running.attend(query, k_cache, v_cache, scaling))
         if self._groups is None:  # by the first layer, for all layers
             self._groups = make_groups(seq_lens, req_to_token, req_pool_indices, query.dtype)
-        self._attend_groups(self._groups, query, output, k_cache, v_cache, scaling)
+        self._attend_groups(self._groups, query, output, k_cache, v_cache, scaling, sliding_window_size)
         return output
 
-    def _attend_groups(self, groups, query, output, k_cache, v_cache, scaling) -> None:
+    def _attend_groups(self, groups, query, output, k_cache, v_cache, scaling, window) -> None:
         """Attend one new token of each sequence; arguments as of `_run_sdpa_forward_decode`."""
         for group in groups:
             keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
-            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
+            mask = group.mask if window is None else within(group, window)
+            output[group.rows] = attend(
+                query[group.rows], keys, values, mask, scaling, self._same_bits, self._sinks
+            )
 
 
 def _forget_running(result, scheduler, *args, **kwargs):

@@ -39,11 +39,17 @@ class Overrides:
 
 
 def offer_backend() -> None:
-    """Let SGLang take its switch together with the attention backend of a CPU."""
-    from sglang.srt.arg_groups import choices
+    """Let SGLang take its switch together with the attention backend of a CPU.
 
-    choices.add_deterministic_attention_backend_choices([BACKEND])
-    choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
+    Engines of gpt-oss ask for `intel_amx` (megarl/rollout/sglang/start.py). SGLang (0.5.21) takes `torch_native` in its place where there is
+    no AMX, but only after its check of this switch.
+    """
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.utils import cpu_has_amx_support
+
+    backends = [BACKEND] if cpu_has_amx_support() else [BACKEND, "intel_amx"]
+    choices.add_deterministic_attention_backend_choices(backends)
+    choices.add_radix_supported_deterministic_attention_backend_choices(backends)
 
 
 def enable() -> None:

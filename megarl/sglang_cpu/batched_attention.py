@@ -13,15 +13,9 @@ MKL 2024.2):
 - queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`). Queries of
   decode do not where an engine may differ in bits (`same_bits`);
 - tokens at positions below 192 see up to 192 keys at once, later ones multiples of 512, which is the kernel's own block.
-
-`RunningBatch` is for engines that may differ in bits. While the same sequences run, each step adds one token to their keys and
-values. From a batch's second step on these are kept outside of SGLang's cache, in the order in which attention reads them, and attended
-by two batched products, instead of gathering the KV cache anew at each step. Sequences end at the same column, so that a step writes
-one column; shorter ones begin later. A token's sums thus depend, in their last bits, on the lengths of the other sequences.
 """
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,8 +23,6 @@ TILE = 16  # keys
 SHORT = 192  # sums of products of up to this many terms are not cut: MKL does from 193 on with AVX2, from 385 with AVX-512
 BLOCK = 512  # keys that torch's kernel takes at a time
 TOGETHER = 4096  # tokens of equally long prompts whose keys and values are copied at a time
-MAX_BYTES = 1 << 28  # of all layers; a larger batch is gathered
-ROOM = 64  # columns for the tokens to come
 
 
 @dataclass(frozen=True)
@@ -123,6 +115,7 @@ def attend(
     mask: torch.Tensor,
     scale: float | None,
     same_bits: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence.
 
@@ -132,6 +125,7 @@ def attend(
         mask: [n, 1, 1, padded].
         same_bits: whether the result must have the bits of the token's attention within a prompt. If not, query rows are not padded:
             a group has few heads, and most rows would be padding.
+        sinks: [heads], logits in the heads' softmax that no value belongs to.
 
     Returns:
         [n, heads, value dim].
@@ -139,22 +133,38 @@ def attend(
     n, heads, dim = query.shape
     num_kv = keys.shape[2]
     rows = query.view(n, num_kv, heads // num_kv, dim)
-    out = _attention(rows, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, same_bits)
+    by_group = None if sinks is None else sinks.view(num_kv, -1)
+    out = _attention(rows, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, same_bits, by_group)
     return out.reshape(n, heads, values.shape[3])
 
 
+def within(group: Group, window: int) -> torch.Tensor:
+    """The mask of a group whose new tokens attend to `window` tokens before them."""
+    hidden = group.mask.isinf()
+    newest = (~hidden).sum(-1, keepdim=True) - 1
+    return group.mask.masked_fill(torch.arange(hidden.shape[-1]) < newest - window, float("-inf"))
+
+
 def attend_prompts(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the new tokens of sequences of one length, whose first tokens, equally many, may have been cached.
 
     Args:
         query: [n, new, heads, dim].
         keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; including the new tokens.
+        window: how many tokens before it a token attends to; None: all.
+        sinks: as of `attend`.
 
     Returns:
         [n, new, heads, value dim].
     """
+    by_head = None if sinks is None else sinks[:, None]
     length = keys.shape[1]
     cached = length - query.shape[1]
     width = max(query.shape[3], values.shape[3])
@@ -162,12 +172,14 @@ def attend_prompts(
     parts = []
     for first, end in prompt_blocks(cached, length):
         num_keys = padded_length(end)
-        hidden = (
-            torch.arange(num_keys) > torch.arange(first, first + padded_rows(end - first, width))[:, None]
-        )
+        positions = torch.arange(first, first + padded_rows(end - first, width))[:, None]
+        hidden = torch.arange(num_keys) > positions
+        if window is not None:
+            hidden |= torch.arange(num_keys) < positions - window
         mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
         k, v = (pad(x[:, :, :end], num_keys, x.shape[3]) for x in (keys, values))
-        parts.append(_attention(query[:, :, first - cached : end - cached], k, v, mask, scale))
+        rows = query[:, :, first - cached : end - cached]
+        parts.append(_attention(rows, k, v, mask, scale, sinks=by_head))
     return torch.cat(parts, 2).transpose(1, 2)
 
 
@@ -238,161 +250,39 @@ def _attention(
     mask: torch.Tensor,
     scale: float | None,
     same_bits: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim]."""
+    """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim].
+
+    sinks: [heads, rows or 1]. With l the logarithm of the sum of a row's exp(score), its output without a sink is multiplied by
+    exp(l) / (exp(l) + exp(sink)).
+    """
     rows, dim, value_dim = query.shape[2], query.shape[3], values.shape[3]
     width = max(dim, value_dim)  # latent attention's values are narrower, which torch's kernel does not take
-    out = torch.nn.functional.scaled_dot_product_attention(
+    padded = (
         pad(query, padded_rows(rows, width) if same_bits else rows, width),
         pad(keys, keys.shape[2], width),
         pad(values, values.shape[2], width),
-        attn_mask=mask,
-        scale=dim**-0.5 if scale is None else scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
     )
-    return out[:, :, :rows, :value_dim]
+    scale = dim**-0.5 if scale is None else scale
+    if sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *padded, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
+        )
+        return out[:, :, :rows, :value_dim]
+    heads = query.shape[1] // keys.shape[1]
+    if heads > 1:
+        padded = (padded[0], *(part.repeat_interleave(heads, 1) for part in padded[1:]))
+    mask = mask.expand(len(query), query.shape[1], padded[0].shape[2], -1)
+    # The kernel that torch's attention is on a CPU; this way it gives the sums, too (torch 2.13.0).
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *padded, attn_mask=mask, scale=scale
+    )
+    share = torch.sigmoid(sums[:, :, :rows].float() - sinks.float())
+    return (out[:, :, :rows, :value_dim] * share[..., None]).to(query.dtype)
 
 
 def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """x: [..., n, m] -> [..., rows, columns], padded with zeros at the end."""
     more = (rows - x.shape[-2], columns - x.shape[-1])
     return torch.nn.functional.pad(x, (0, more[1], 0, more[0])) if any(more) else x
-
-
-@dataclass
-class RunningBatch:
-    """The sequences of a decode batch, and their keys and values. One for all layers of a model.
-
-    Attributes:
-        bytes_per_token: of all layers' keys and values, in float32.
-        rows: [n], the sequences' rows in SGLang's table of slots, as of the last step.
-        lengths: [n], their tokens then, the new one included.
-        places: [n], their indices among the N kept sequences; None: the kept sequences are these, in this order. Sequences that have
-            ended are attended in vain, until they are half of N.
-        end: number of filled columns; 0: nothing is kept.
-        slots: [N, columns], cache slots of the tokens that existed when the batch began to be kept.
-        newest: [n], cache slots of the newest tokens.
-        mask: [N, 1, columns + ROOM], -inf before a sequence's beginning; None: all begin at the first column.
-        kept: by a layer's cache, keys and values, each [N, key heads, columns + ROOM, dim].
-    """
-
-    bytes_per_token: int
-    rows: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    end: int = 0
-    slots: torch.Tensor | None = None
-    newest: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    _memory: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of `kept`, for the next batch
-
-    def step(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> bool:
-        """Begin a decode step. Returns: whether its sequences are attended here.
-
-        Args:
-            rows, lengths: as the attributes.
-            req_to_token: [requests, context], cache slot of each token of each request.
-        """
-        stayed = self._stayed(rows, lengths)
-        self.rows, self.lengths = rows.clone(), lengths.clone()
-        if stayed is None:
-            self.end, self.kept = 0, {}
-            return False
-        if self.end and len(rows) < len(stayed):
-            places = torch.arange(len(stayed)) if self.places is None else self.places
-            self.places = places[stayed]
-        if not 0 < self.end < self.capacity or 2 * len(rows) <= len(self.slots):
-            return self._begin(req_to_token)
-        self.end += 1
-        self.newest = req_to_token[rows, lengths - 1]
-        return True
-
-    @property
-    def capacity(self) -> int:
-        return self.slots.shape[1] + ROOM
-
-    def forget(self) -> None:
-        """Free all kept keys and values: another batch comes, or the cache is emptied."""
-        self.rows = self.lengths = self.places = self.slots = self.newest = self.mask = None
-        self.end, self.kept, self._memory = 0, {}, {}
-
-    def _stayed(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Which of the last step's sequences are in `rows`, bool [sequences of the last step]; None: `rows` has others."""
-        if self.rows is None or len(rows) > len(self.rows):
-            return None
-        stayed = self.rows == rows if len(rows) == len(self.rows) else torch.isin(self.rows, rows)
-        same = torch.equal(self.rows[stayed], rows) and torch.equal(self.lengths[stayed] + 1, lengths)
-        return stayed if same else None
-
-    def _begin(self, req_to_token: torch.Tensor) -> bool:
-        longest = int(self.lengths.max())
-        self.end, self.kept, self.places = 0, {}, None
-        columns = len(self.rows) * (longest + ROOM)
-        if columns * self.bytes_per_token > MAX_BYTES:
-            return False
-        if len(self.rows) * longest > 2 * int(self.lengths.sum()):
-            return False  # most of it would be padding
-        column = torch.arange(longest) - (longest - self.lengths[:, None])
-        self.slots = req_to_token[self.rows[:, None], column.clamp(min=0)].to(torch.int64)
-        self.end, self.mask = longest, None
-        if int(self.lengths.min()) < longest:
-            hidden = torch.nn.functional.pad(column < 0, (0, ROOM), value=False)
-            self.mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
-        return True
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float | None,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Attention of the new token of each sequence, in a layer; its keys and values are in the cache.
-
-        Args:
-            query: [n, heads, dim], float32; heads of a group share a key head.
-            keys: [slots, key heads, dim]; values: [slots, key heads, value dim]: the layer's cache.
-            new: keys and values of the new tokens, [n, key heads, dim]; None: they are looked up there.
-
-        Returns:
-            [n, heads, value dim].
-        """
-        k, v = self._with_new_token((keys, values), new)
-        (kept, num_kv), (heads, dim) = k.shape[:2], query.shape[1:]
-        query = query * (dim**-0.5 if scale is None else scale)
-        if self.places is not None:
-            query = query.new_zeros(kept, heads, dim).index_copy_(0, self.places, query)
-        query = query.view(kept * num_kv, heads // num_kv, dim)
-        scores = torch.bmm(query, k.flatten(0, 1)[:, : self.end].transpose(1, 2))
-        if self.mask is not None:
-            scores.view(kept, heads, self.end).add_(self.mask[:, :, : self.end])
-        out = torch.bmm(scores.softmax(-1), v.flatten(0, 1)[:, : self.end]).view(kept, heads, -1)
-        return out if self.places is None else out.index_select(0, self.places)
-
-    def _with_new_token(
-        self, caches: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> list[torch.Tensor]:
-        """The layer's keys and values, filled up to `end`."""
-        layer = caches[0].data_ptr()
-        found = self.kept.get(layer)
-        if found is None:
-            memory = self._memory.setdefault(layer, [torch.empty(0), torch.empty(0)])
-            found = self.kept[layer] = [self._gathered(*pair) for pair in zip(caches, memory, strict=True)]
-            return found
-        for newest, kept in zip(new or [cache[self.newest] for cache in caches], found, strict=True):
-            if self.places is None:
-                kept[:, :, self.end - 1] = newest
-            else:
-                kept[:, :, self.end - 1].index_copy_(0, self.places, newest.to(kept.dtype))
-        return found
-
-    def _gathered(self, cache: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        assert self.end == self.slots.shape[1], (self.end, self.slots.shape)
-        shape = (len(self.slots), cache.shape[1], self.capacity, cache.shape[2])
-        if memory.numel() < math.prod(shape):
-            memory.resize_(math.prod(shape))
-        kept = memory[: math.prod(shape)].view(shape)
-        kept[:, :, : self.end] = take_slots(cache, self.slots).transpose(1, 2)
-        return kept

@@ -38,9 +38,10 @@ def on_sglang_start() -> None:
         return
     from sglang.srt.utils import cpu_has_amx_support
 
-    from megarl.sglang_cpu import batch_invariant, delta_net, fp8, memory_saver, minimax_m2
+    from megarl.sglang_cpu import batch_invariant, delta_net, fp8, gpt_oss, memory_saver, minimax_m2
 
     _register(HOOKS)
+    _register(gpt_oss.HOOKS)
     batch_invariant.offer_backend()
     _register(batch_invariant.HOOKS)
     _register(memory_saver.hooks())

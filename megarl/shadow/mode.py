@@ -78,6 +78,8 @@ class Shadow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.num_operations += 1
+        # The fake mode's flag, by which torch.tensor makes none on the device, is a thread's: autograd's own compute layers again, too.
+        torch._C._set_only_lift_cpu_tensors(True)
         if func in _ANSWERED:
             return _ANSWERED[func](self, *args)
         if func._overloadpacket in _INDEXING and any(

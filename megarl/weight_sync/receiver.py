@@ -45,6 +45,7 @@ from megarl.weight_sync.served_model import (
     AdapterSlot,
     RefusedError,
     check_complete,
+    clear_biases,
     draft_of,
     draft_weights,
     has_slot,
@@ -233,6 +234,7 @@ class Receiver:
             if model is not None:
                 renew_derived(model)
                 set_cache_scales(model)
+                clear_biases(model)
         return received
 
     @torch.no_grad()

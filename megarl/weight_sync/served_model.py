@@ -91,9 +91,25 @@ def place(item: Slice, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters, by the names that they have in a model without adapters.
 
-    A layer to which SGLang gave adapters wraps the original layer as `base_layer` (sglang 0.5.21).
+    A layer to which SGLang gave adapters wraps the original layer as `base_layer` (sglang 0.5.21). In gpt-oss's experts gate's rows and
+    up's alternate: they are views [experts, gate and up, rows, ...], as the weight table names their places.
     """
-    return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {
+        name.replace(".base_layer.", "."): value for name, value in model.named_parameters()
+    }
+    if type(model).__name__ == "GptOssForCausalLM":
+        for name in found:
+            if name.endswith((".w13_weight", ".w13_weight_bias")):
+                found[name] = found[name].data.unflatten(1, (-1, 2)).transpose(1, 2)
+    return found
+
+
+def clear_biases(model: torch.nn.Module) -> None:
+    """Set the biases of experts' outputs to 0 on all but the first of the ranks that cut an expert: their outputs are added up."""
+    for layer in model.modules():
+        bias = getattr(layer, "w2_weight_bias", None)
+        if isinstance(bias, torch.nn.Parameter) and layer.moe_tp_rank:
+            bias.zero_()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -45,6 +45,7 @@ class Facts:
 
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
+GPT_OSS = Facts(family="gpt_oss", moe=replace(MOE, biases=True, clamp=7.0, dense_layers=()))
 MLA = MLAConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 
 
@@ -304,6 +305,31 @@ def test_layers_in_bfloat16_leave_some_in_float8() -> None:
     assert line.startswith(
         "megatron.num_layers_at_start_in_bf16=3 is more than the 2 layers of a pipeline stage"
     )
+
+
+def test_layouts_of_gpt_oss() -> None:
+    """Biases of experts are added once, context parallelism cuts heads."""
+
+    def check(**sizes: Any) -> list[str]:
+        return lines_of(lambda: check_model(MegatronConfig(**sizes), GPT_OSS, "megatron"))
+
+    check_model(MegatronConfig(tensor_model_parallel_size=2, context_parallel_size=2), GPT_OSS)
+    (line,) = check(expert_tensor_parallel_size=2)
+    assert line.startswith("megatron.expert_tensor_parallel_size=2: each rank that has a part of an expert")
+    (line,) = check(tensor_model_parallel_size=4, context_parallel_size=4)
+    assert line.startswith("megatron.context_parallel_size=4: with attention sinks it cuts heads")
+    (line,) = check(fp8="hybrid")
+    assert line.startswith("megatron.fp8=hybrid: training in float8 was not executed for experts with biases")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("quantization", "fp8"), ("moe_a2a_backend", "deepep"), ("moe_runner_backend", "deep_gemm")],
+)
+def test_engines_of_gpt_oss_have_tritons_experts_in_their_own_type(key: str, value: str) -> None:
+    check_rollout_model(RolloutConfig(moe_runner_backend="triton"), GPT_OSS)
+    lines = lines_of(lambda: check_rollout_model(RolloutConfig(**{key: value}), GPT_OSS, "rollout"))
+    assert [line for line in lines if line.startswith(f"rollout.{key}={value}: the weight sync knows")] != []
 
 
 def test_why_an_engine_does_not_fit() -> None:

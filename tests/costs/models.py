@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "minimax_m2": {"num_experts_per_tok": 3},
     "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},
+    "gpt_oss": {},
 }
 PREDICTING = "deepseek_v3 with two layers of multi-token prediction"
 LORA = LoraConfig(rank=8)  # all sizes are multiples of 64, at which Megatron lets parameters begin

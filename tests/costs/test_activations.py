@@ -34,7 +34,15 @@ def test_one_rank(
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe", "minimax_m2", "deepseek_v3 without low rank queries"],
+    [
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "glm4_moe",
+        "minimax_m2",
+        "deepseek_v3 without low rank queries",
+        "gpt_oss",
+    ],
 )
 def test_every_kind_of_layer(ranks: RankPool, folders: dict[str, str], family: str) -> None:
     check(ranks, folders[family], 1, {})

@@ -1,5 +1,6 @@
 """Operations of a token: those that torch counts in Hugging Face's own models, forward and backward, for every family."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def counted(model: torch.nn.Module, trained: bool | None) -> int:
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, str]) -> None:
-    """Hugging Face computes all pairs, causal or not, and the angles of the rotation as a product of matrices."""
+    """Hugging Face computes all pairs, causal or not, within a window or not, and the angles of the rotation as a product of matrices."""
     config = read_model_config(folders[family])
     flops = model_flops(config)
     model = AutoModelForCausalLM.from_pretrained(
@@ -48,7 +49,8 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     angles = int(rotated) * LENGTH
     matrices = 2 * flops.active * LENGTH
     attention = sum(layer.pair for layer in flops.layers) * LENGTH * LENGTH
-    assert flops.forward(LENGTH) * LENGTH == matrices + attention
+    everywhere = replace(flops, layers=tuple(replace(layer, window=None) for layer in flops.layers))
+    assert everywhere.forward(LENGTH) * LENGTH == matrices + attention
     with torch.no_grad():
         assert counted(model, None) == matrices + attention + angles
     assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
@@ -123,3 +125,20 @@ def test_a_value_head_is_a_row() -> None:
 
 def test_pairs_of_a_causal_text() -> None:
     assert 7 * causal_pairs(7) == sum(range(1, 8))
+
+
+@pytest.mark.parametrize("length", [1, 7, 128, 129, 1000])
+def test_pairs_within_a_window(length: int) -> None:
+    """Every second layer of gpt-oss sees 128 tokens, a token itself among them."""
+    layers = model_flops(read_model_config(str(MODELS / "gpt-oss-120b"))).layers
+    everywhere, within = ([min(n, most) for n in range(1, length + 1)] for most in (length, 128))
+    for number, layer in enumerate(layers):
+        expected = everywhere if number % 2 else within
+        assert layer.attended(causal_pairs(length)) * length == pytest.approx(sum(expected))
+
+
+def test_active_parameters_of_gpt_oss() -> None:
+    """arXiv:2508.10925, table 1: 5.13B, which count the head and not the embedding; norms, sinks and biases are in no matrix."""
+    assert model_flops(read_model_config(str(MODELS / "gpt-oss-120b"))).active == pytest.approx(
+        5.13e9, rel=2e-3
+    )

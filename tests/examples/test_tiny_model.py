@@ -98,7 +98,8 @@ def test_bfloat16(tmp_path, texts):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+    "family",
+    ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss"],
 )
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
     layers = 4 if family == "qwen3_next" else 2  # its fourth is the first with attention
@@ -125,7 +126,9 @@ def test_mixtures_and_latent_attention(tmp_path, texts, family):
                 tensors[name] = tensors[name].bfloat16().float()
             assert bias.dtype == tensors[name].dtype == torch.float32
             assert torch.equal(bias, tensors[name]) and bias.std() > 0.01
-    if family != "qwen3":  # as published: an expert's projections each under a name of their own
+    if family == "gpt_oss":  # all of a layer in one
+        assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape == (8, 32, 32)
+    elif family != "qwen3":  # as published: an expert's projections each under a name of their own
         expert = "block_sparse_moe.experts.7.w1" if family == "minimax_m2" else "mlp.experts.7.gate_proj"
         assert tensors[f"model.layers.1.{expert}.weight"].shape == (16, 32)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from megarl.megatron.packing import PackedBatch, arrange_trajectories
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import megatron_layout
+from tests.weight_sync.fusions import single_experts
 
 VOCAB = 300
 
@@ -118,7 +119,7 @@ def place_model(
     )
     mtp = options.get("mtp") is not None
     pieces = megatron_layout(config, layout, head, mtp=mtp).pieces(rank)
-    parameters, state = local_parameters(chunks), load_file(f"{folder}/model.safetensors")
+    parameters, state = local_parameters(chunks), single_experts(load_file(f"{folder}/model.safetensors"))
     for piece in pieces:
         parameters[piece.local][piece.local_box.slices].copy_(state[piece.tensor][piece.box.slices])
     return Rank(layout, chunks, pieces)
@@ -160,6 +161,8 @@ def projections_of(model: PreTrainedModel, kind: str) -> tuple[str, ...]:
 def gradients_by_file_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A Hugging Face model's gradients under the names in its files, which have a tensor for each expert."""
     found = {}
+    if model.config.model_type == "gpt_oss":
+        return single_experts({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, parameter in model.named_parameters():
         layer, fused, kind = name_in_file(model, name).rpartition("experts.")
         if kind not in ("gate_up_proj", "down_proj"):

@@ -50,8 +50,9 @@ def train_hugging_face(
     gradients: Callable[[PreTrainedModel], float] | None = None,
 ) -> list[tuple[float, float]]:
     """Two steps over all sequences, one at a time, with torch's own AdamW. `gradients`: in the place of `loss_and_gradients`."""
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():  # biases of several experts have two dimensions
+        (others if parameter.dim() == 1 or name.endswith("bias") else decayed).append(parameter)
     adam = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": optim.weight_decay},

@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
+    GptOssForCausalLM,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
     Qwen3ForCausalLM,
@@ -28,6 +29,7 @@ from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.step import train_step
+from megarl.megatron.transformer_config import check_layout
 from megarl.models import read_model_config
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
@@ -87,6 +89,7 @@ FAMILIES = {
     # an epsilon that shows where a norm has another one
     "glm4_moe_lite": Family("glm4_moe_lite", Glm4MoeLiteForCausalLM, {"rms_norm_eps": 1e-2}),
     "minimax_m2": Family("minimax_m2", MiniMaxM2ForCausalLM, {"num_experts_per_tok": 3}),
+    "gpt_oss": Family("gpt_oss", GptOssForCausalLM, {"num_experts_per_tok": 3}),
 }
 
 
@@ -210,6 +213,7 @@ TRAINED = [
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
     *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe with plain scores", "ep2"),
     ("deepseek_v3 without low rank queries", "tp2_sp_ep2"),
 ]
@@ -227,6 +231,7 @@ SELDOM = [
     ("glm4_moe_lite", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_cp2_ep4"),
     ("minimax_m2", "tp2_sp_cp2_ep4"),
+    ("gpt_oss", "pp2_vpp2_ep2"),
 ]
 
 
@@ -256,12 +261,15 @@ GRADIENTS = [
     (name, layout)
     for name in ("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2")
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
-]
+] + [("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")]
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    marked(GRADIENTS, [case for case in GRADIENTS if case[0] != "deepseek_v3" and case[1] != "ep2_dp4"]),
+    marked(
+        GRADIENTS,
+        [case for case in GRADIENTS if case[0] not in ("deepseek_v3", "gpt_oss") and case[1] != "ep2_dp4"],
+    ),
 )
 def test_every_gradient_is_hugging_faces(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
@@ -296,3 +304,24 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
     """8 bits of mantissa, 2**-8 a rounding: some tokens go to other experts, and the loss is a mean over all."""
     layout = {"tp": 2, "sp": True, "ep": 2}
     check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"etp": 2},
+            "expert_tensor_parallel_size=2: each rank that has a part of an expert would add the bias",
+        ),
+        (
+            {"tp": 2, "sp": True, "cp": 2},
+            "its 2 key/value heads cannot be divided by .*tensor_model_parallel_size=2",
+        ),
+    ],
+)
+def test_what_gpt_oss_cannot_be_cut_by_is_refused(
+    case_of: Callable[[str], Case], sizes: dict[str, Any], message: str
+) -> None:
+    config = read_model_config(case_of("gpt_oss").folder)
+    with pytest.raises(ValueError, match=message):
+        check_layout(config, ParallelLayout(world=4, **sizes))

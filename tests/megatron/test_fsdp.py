@@ -134,10 +134,11 @@ def test_checkpoints_go_to_every_layout(ranks: RankPool, tmp_path: Path, tied: C
     test_checkpoint.check(ranks, tmp_path, tied.folder, Setting(2, {}, fsdp=level), MIXED)
 
 
-def test_experts(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Each data parallel rank has all experts; other ranks then have some."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": VOCAB}
-    model = make_tiny_model(tmp_path / "model", ["two words"], family="qwen3_moe", **sizes)
+    model = make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
     test_checkpoint.check(ranks, tmp_path, str(model), Setting(2, {}, fsdp=FULL), [Setting(2, {"ep": 2})])
 
 

@@ -85,7 +85,7 @@ def force(model: PreTrainedModel, experts: list[np.ndarray]) -> None:
         logits, _, own = outputs
         indices = chosen(index, own)
         weights = torch.softmax(logits, -1, dtype=torch.float).gather(1, indices)
-        if gate.norm_topk_prob:
+        if getattr(gate, "norm_topk_prob", True):  # gpt-oss's softmax is over the chosen ones
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights.to(logits.dtype), indices
 
@@ -101,7 +101,8 @@ def force(model: PreTrainedModel, experts: list[np.ndarray]) -> None:
         if hasattr(moe, "route_tokens_to_experts"):
             moe.route_tokens_to_experts = partial(sigmoid, index, moe, moe.route_tokens_to_experts)
         else:
-            moe.gate.register_forward_hook(partial(softmax, index))
+            gate = moe.router if hasattr(moe, "router") else moe.gate
+            gate.register_forward_hook(partial(softmax, index))
     model.register_forward_hook(lambda *_: number.update(of=number["of"] + 1))
 
 
@@ -179,6 +180,8 @@ CASES = [
     ("deepseek_v3", "pp2_ep2", None),
     ("deepseek_v3", "tp2_sp_ep2", "full"),
     ("glm4_moe", "ep2", "full"),
+    ("gpt_oss", "tp2_sp_ep2", None),
+    ("gpt_oss", "pp2_ep2", "moe"),
     ("qwen3_moe", "pp2_vpp2", "full"),
     ("qwen3_moe", "pp2_ep2", "selective"),
     ("qwen3_moe", "pp2_ep2", "moe"),

@@ -179,6 +179,46 @@ _GLM = {
 }
 
 
+_GPT_OSS = {
+    **{key: value for key, value in _COMMON.items() if key != "torch_dtype"},
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "eos_token_id": 200002,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+}
+
+
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -304,6 +344,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_mtp": True,
         "use_qk_norm": True,
         "use_routing_bias": True,
+    },
+    "gpt-oss-20b": {
+        **_GPT_OSS,
+        **_sizes(2880, 2880, 24, 64, num_local_experts=32),
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "gpt-oss-120b": {
+        **_GPT_OSS,
+        **_sizes(2880, 2880, 36, 64, num_local_experts=128),
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
     "Kimi-K2-Instruct": {
         **_DEEPSEEK,

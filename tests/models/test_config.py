@@ -3,8 +3,10 @@ import json
 from math import prod
 
 import pytest
+import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
@@ -91,6 +93,17 @@ def test_published_numbers_of_parameters(tmp_path, name):
     assert sum(map(prod, logical_tensors(config, mtp=True).values())) == PARAMETERS[name]
 
 
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8")])
+def test_gpt_oss_has_the_parameters_of_transformers_class(tmp_path, name, billions):
+    """Headers of its files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
+    config = read_published(tmp_path, name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    number = sum(tensor.numel() for tensor in model.parameters())
+    assert sum(map(prod, logical_tensors(config).values())) == number
+    assert f"{number / 1e9:.1f}" == billions
+
+
 def test_scales_of_deepseeks_float8_files(tmp_path):
     config = read_published(tmp_path, "DeepSeek-V3")
     assert config.fp8_block == (128, 128)
@@ -135,6 +148,37 @@ def test_facts_of_mixtures(tmp_path):
     assert (kimi.family, kimi.architecture, kimi.num_mtp_layers) == ("kimi_k2", "DeepseekV3ForCausalLM", 0)
 
 
+def test_facts_of_gpt_oss(tmp_path):
+    config = read_published(tmp_path, "gpt-oss-120b")
+    assert (config.qkv_bias, config.output_bias, config.sinks, config.qk_norm) == (True, True, True, False)
+    assert (config.window, config.window_layers) == (128, tuple(range(0, 36, 2)))
+    assert (config.moe.num_experts, config.moe.top_k, config.moe.biases, config.moe.clamp) == (
+        128,
+        4,
+        True,
+        7,
+    )
+    assert config.rope_scaling["truncate"] is False and config.fp8_block is None
+    assert config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"swiglu_limit": 5.0}, r"swiglu_limit=5\.0 changes the computation"),
+        ({"swiglu_limit": None}, r"swiglu_limit=None changes the computation"),
+        ({"attention_bias": False}, "attention_bias=False changes the computation"),
+        ({"layer_types": ["full_attention"]}, "for each of the 24 layers, found 1 of them"),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 12}, "found .'chunked_attention'. among them"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' is not supported; supported: mxfp4"),
+        ({"sliding_window": None}, "lacks sliding_window"),
+    ],
+)  # fmt: skip
+def test_gpt_oss_with_other_facts_is_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        read_published(tmp_path, "gpt-oss-20b", **fields)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -174,7 +218,7 @@ def test_yarn(tmp_path):
         ("Qwen3-8B", {"head_dim": None}, "lacks head_dim"),
         ("Qwen3-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("Qwen3-8B", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, "rope attention_factor=1.2"),
-        ("Qwen3-8B", {"rope_scaling": {**YARN, "truncate": False}}, "rope truncate=false"),
+        ("DeepSeek-V3", {"rope_scaling": {**YARN, "truncate": False}}, "rope truncate=false"),
         ("Qwen3-8B", {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope mscale=1.0"),
         ("Qwen3-8B", {"rope_scaling": {**YARN, "factor": None}}, "rope type 'yarn' lacks factor"),
         ("Qwen3-8B", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),

@@ -10,6 +10,7 @@ from megarl.config.schema.models import LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces, read_model_config
+from megarl.models.float8 import check_base_block
 from megarl.models.lora import (
     adapted_layers,
     adapted_weights,
@@ -47,6 +48,14 @@ def pieces_of(config: ModelConfig, layout: ParallelLayout, rank: int) -> list[Pi
         first_stage=place.pp == 0,
         last_stage=place.pp == layout.pp - 1,
     )
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """gpt-oss: experts that are parameters of a layer in its files, with biases."""
+    folder = tmp_path_factory.mktemp("biased")
+    make_tiny_model(folder, ["a"], vocab_size=300, hidden_size=64, num_layers=2, family="gpt_oss")
+    return read_model_config(str(folder))
 
 
 def test_scaling() -> None:
@@ -151,6 +160,19 @@ def test_patterns_that_cannot_be(dense: ModelConfig, mixture: ModelConfig) -> No
         ValueError, match=r"up_proj of 1 of the 8 experts in model.layers.1.mlp; .* all, or none"
     ):
         adapted_weights(mixture, LoraConfig(rank=2, target_modules=("q_a_proj", "*.experts.3.up_proj")))
+
+
+@pytest.mark.parametrize("pattern", ["gate_proj", "down_proj", "*.mlp.experts.*"])
+def test_experts_that_are_no_layers_have_no_adapters(biased: ModelConfig, pattern: str) -> None:
+    found = adapted_weights(biased, LoraConfig(rank=2))
+    projections = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    assert [name.split(".", 3)[3] for name in found] == projections * 2
+    with pytest.raises(
+        ValueError, match="fits experts alone, and gpt_oss models have no adapters of experts"
+    ):
+        adapted_weights(biased, LoraConfig(rank=2, target_modules=("q_proj", pattern)))
+    with pytest.raises(ValueError, match=r"lora\.base_dtype: a base in float8 is not supported for gpt_oss"):
+        check_base_block(biased, ParallelLayout(world=1), 16)
 
 
 def test_expert_groups_that_cannot_be(dense: ModelConfig, mixture: ModelConfig) -> None:

@@ -61,8 +61,14 @@ def rank_slices(
         elif kind in ("q_a_proj", "kv_a_proj_with_mqa"):
             start[0] = 0 if kind == "q_a_proj" else config.q_lora_rank
             slices.entries.append((name, name.replace(kind, "fused_qkv_a_proj_with_mqa"), start, value))
-        elif kind in ("q_b_proj", "kv_b_proj"):
+        elif kind in ("q_b_proj", "kv_b_proj") or tail == "sinks":
             slices.entries.append((name, name, start, value.chunk(attention[0])[attention[1]]))
+        elif "experts" in parts and config.model_type == "gpt_oss":
+            entry = _alternating_slice(name, value, config, tp, rank, ep)
+            if entry and name.endswith("down_proj.bias") and rank % (tp // ep):
+                slices.padding[entry[1]] = slices.padding.get(entry[1], 0) + value.numel()
+            elif entry:
+                slices.entries.append(entry)
         elif "experts" in parts:
             expert = _expert_slice(name, value, config, tp, rank, ep)
             slices.entries += [expert] if expert else []
@@ -103,6 +109,24 @@ def _delta_net_slices(name: str, value: torch.Tensor, config, tp: int, rank: int
     parts = [part.chunk(tp)[rank] for part in value.split([keys, keys, len(value) - 2 * keys])]
     starts = (0, len(parts[0]), 2 * len(parts[0]))
     return [(name, name, [start, 0, 0], part) for start, part in zip(starts, parts, strict=True)]
+
+
+def _alternating_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):
+    """The same of gpt-oss, whose experts have biases: in w13 gate's rows and up's alternate, and places in it are [expert, gate or up, row].
+    Of the ranks that cut an expert the first alone has the bias of its output."""
+    path, _, rest = name.partition(".experts.")
+    expert, kind, end = rest.split(".")
+    here = config.num_local_experts // ep
+    expert_tp, index = tp // ep, int(expert) - rank // (tp // ep) * here
+    if not 0 <= index < here:
+        return None
+    whole = kind == "down_proj" and end == "bias"
+    piece = value if whole else value.chunk(expert_tp, 1 if kind == "down_proj" else 0)[rank % expert_tp]
+    first = [index] if kind == "down_proj" else [index, int(kind == "up_proj")]
+    local = (
+        f"{path}.experts.{'w2' if kind == 'down_proj' else 'w13'}_weight{'_bias' if end == 'bias' else ''}"
+    )
+    return name, local, [*first, *[0] * piece.dim()], piece[(None,) * len(first)]
 
 
 def _expert_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):

@@ -5,11 +5,9 @@ import random
 import pytest
 import torch
 
-from megarl.sglang_cpu import batched_attention as running_batch
+from megarl.sglang_cpu import running_batch
 from megarl.sglang_cpu.batched_attention import (
-    ROOM,
     TOGETHER,
-    RunningBatch,
     attend,
     attend_prompt,
     attend_prompts,
@@ -18,6 +16,7 @@ from megarl.sglang_cpu.batched_attention import (
     plan_prompts,
     prompt_blocks,
 )
+from megarl.sglang_cpu.running_batch import ROOM, RunningBatch
 from tests.rollout.invariance import needs_invariance
 
 HEADS = [(4, 4), (4, 2), (6, 1)]

@@ -138,6 +138,16 @@ def test_qwen3_next_has_the_parameters_and_the_states_that_were_planned(machine,
     check(plan, report, 0.05)
 
 
+def test_gpt_oss_has_the_parameters_that_a_sync_fills(machine, tmp_path: Path) -> None:
+    """TP2 EP1, so that experts are cut: sinks, biases, alternating rows of gate and up."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    make_tiny_model(tmp_path / "model", ["two words"], family="gpt_oss", **sizes)
+    keys = [*expert_overrides(tmp_path / "model"), f"{ROLLOUT}.dtype=bfloat16"]
+    plan, report = shadow(RECIPE, keys, 1)
+    assert report["model"] == "GptOssForCausalLM"
+    check(plan, report, 0.05)
+
+
 @pytest.mark.parametrize(
     ("family", "head", "more"),
     [

@@ -96,6 +96,14 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
+    # sinks and windows of heads that tensor parallel ranks share, experts with biases, replayed routing
+    Case(
+        "gpt_oss", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
+        ),
+    ),
     # latent attention over pipeline stages
     Case(
         "glm4_moe_lite", 2,

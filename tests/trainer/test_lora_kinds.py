@@ -42,6 +42,7 @@ CASES = {
     "magnitudes of latent experts, float8": Case(
         "deepseek_v3", PPO[0], (*EXPERTS, *FLOAT8, f"{LORA}.use_dora=true")
     ),
+    "attention beside experts that have none": Case("gpt_oss", PPO[0], EXPERTS),
     "adapters alone, float8": Case(
         "qwen2", "recipes/lora_ppo_cpu.yaml", (*FLOAT8, f"{ROLLOUT}.lora_sync=adapters"), alone=True
     ),
@@ -73,6 +74,8 @@ def test_engines_answer_as_the_merged_model(name: str, task: Path, tmp_path: Pat
     old, new = (load_file(folder / "model.safetensors") for folder in (model, out / "hf"))
     frozen = [key for key in old if torch.equal(old[key], new[key])]
     assert not [key for key in frozen if key.endswith("_proj.weight")] and {"model.norm.weight"} < set(frozen)
+    if case.family == "gpt_oss":
+        assert {key for key in old if ".experts." in key} < set(frozen)
     answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
     assert set(answers["weight_version"].to_pylist()) == {3}
     assert greedy_differences(out / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))

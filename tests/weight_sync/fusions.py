@@ -7,6 +7,26 @@ import torch
 State = dict[str, torch.Tensor]
 
 
+def single_experts(state: State) -> State:
+    """The tensors of a file with one of each expert's projections in place of gpt-oss's, which transformers 5.12.1 stores for all experts of a
+    layer: gate's and up's columns in turn, and inputs before outputs. Other families' files have single experts already."""
+    out: State = {}
+    for name, tensor in state.items():
+        layer, dot, kind = name.rpartition(".")
+        if not layer.endswith(".experts") or dot + kind == ".weight":
+            out[name] = tensor
+            continue
+        end = "bias" if kind.endswith("_bias") else "weight"
+        for number, expert in enumerate(tensor):
+            by_output = expert if end == "bias" else expert.T
+            if kind.startswith("down_proj"):
+                out[f"{layer}.{number}.down_proj.{end}"] = by_output.contiguous()
+            else:
+                for first, projection in enumerate(("gate", "up")):
+                    out[f"{layer}.{number}.{projection}_proj.{end}"] = by_output[first::2].contiguous()
+    return out
+
+
 class Rank:
     """Rank `rank` of an engine of `tp` ranks, `ep` of them sharing the experts, with `dp` parts of attention."""
 
@@ -41,8 +61,12 @@ def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
                 attention = {name.replace(".self_attn", ""): value for name, value in attention.items()}
             out |= attention
         mlp = p + ("block_sparse_moe." if hf["model_type"] == "minimax_m2" else "mlp.")
-        routed = mlp + "gate.weight" in state
-        out |= _mixture(state, hf, rank, mlp) if routed else _gated(state, rank.whole, mlp)
+        if mlp + "router.weight" in state:
+            out |= _biased_mixture(state, rank, mlp)
+        elif mlp + "gate.weight" in state:
+            out |= _mixture(state, hf, rank, mlp)
+        else:
+            out |= _gated(state, rank.whole, mlp)
     return out
 
 
@@ -67,6 +91,10 @@ def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
         if p + norm in state:  # of all heads together (MiniMax-M2), or one that all heads have
             norms_all = hf["model_type"] == "minimax_m2"
             out[p + norm] = _rows(state[p + norm], cut) if norms_all else state[p + norm]
+    if p + "o_proj.bias" in state:
+        out[p + "o_proj.bias"] = state[p + "o_proj.bias"]
+    if p + "sinks" in state:
+        out[p + "sinks"] = _rows(state[p + "sinks"], rank.attention)
     return out
 
 
@@ -126,4 +154,24 @@ def _mixture(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     for ours, theirs in stacked.items():
         parts = [tensor for expert in experts for name, tensor in expert.items() if name.endswith(theirs)]
         out[f"{p}experts.{ours}"] = torch.stack(parts)
+    return out
+
+
+def _biased_mixture(state: State, rank: Rank, p: str) -> State:
+    """gpt-oss's, as in SGLang but for the order of the first projection's rows: there gate's and up's alternate."""
+    out = {f"{p}router.{kind}": state[f"{p}router.{kind}"] for kind in ("weight", "bias")}
+    numbers = torch.arange(len(out[p + "router.bias"])).chunk(rank.expert_share[0])[rank.expert_share[1]]
+    cut = rank.inside_expert
+    for kind, end in (("weight", "weight"), ("bias", "weight_bias")):
+        both = [
+            torch.stack(
+                [_rows(state[f"{p}experts.{number}.{name}_proj.{kind}"], cut) for name in ("gate", "up")]
+            )
+            for number in numbers.tolist()
+        ]
+        out[f"{p}experts.w13_{end}"] = torch.stack(both)
+    down = [f"{p}experts.{number}.down_proj." for number in numbers.tolist()]
+    out[p + "experts.w2_weight"] = torch.stack([_columns(state[name + "weight"], cut) for name in down])
+    if cut[1] == 0:
+        out[p + "experts.w2_weight_bias"] = torch.stack([state[name + "bias"] for name in down])
     return out

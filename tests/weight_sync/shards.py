@@ -13,11 +13,12 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.layout import Layout, Plan
 from megarl.models import ModelConfig, read_model_config
 from megarl.weight_sync.layouts import megatron_layout
+from tests.weight_sync.fusions import single_experts
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A Hugging Face folder, its config, the tensors of its file (MTP layers included)."""
+    """A Hugging Face folder, its config, the tensors of its file (MTP layers included), those of experts one by one."""
 
     folder: Path
     config: ModelConfig
@@ -31,7 +32,8 @@ class TinyModel:
 
 
 def read_tiny_model(folder: Path) -> TinyModel:
-    return TinyModel(folder, read_model_config(str(folder)), load_file(folder / "model.safetensors"))
+    state = single_experts(load_file(folder / "model.safetensors"))
+    return TinyModel(folder, read_model_config(str(folder)), state)
 
 
 def run_plan(

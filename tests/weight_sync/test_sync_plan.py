@@ -23,6 +23,7 @@ CASES = [
     ("qwen3_moe", ParallelLayout(world=4, ep=4), EngineLayout(tp=4, ep=2)),
     ("deepseek_v3", ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1), EngineLayout(tp=2, ep=2)),
     ("minimax_m2", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
+    ("gpt_oss", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
 ]
 BUCKET = 20_000
 
@@ -240,6 +241,7 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
         ("glm4_moe_lite", ("_bias", "mlp.gate.weight")),
         ("minimax_m2", ("_bias", "block_sparse_moe.gate.weight")),
         ("qwen3_next", ("A_log",)),
+        ("gpt_oss", ("_weight_bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")),
     ],
 )
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):

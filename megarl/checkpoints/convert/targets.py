@@ -12,6 +12,7 @@ import torch
 from megarl.checkpoints.convert.sources import Source, megatron_checkpoint, stacks_layers
 from megarl.checkpoints.dcp import DCPWriter
 from megarl.checkpoints.hf.export import HFFolderWriter, in_files
+from megarl.checkpoints.hf.fused import stored_name
 from megarl.layout import Box, Copy, Layout, make_plan
 from megarl.models import COMPANIONS, ModelConfig, keeps_float32
 from megarl.weight_sync.layouts import hf_layout
@@ -46,6 +47,10 @@ class Target(Protocol):
         """How many leading axes of the tensor number layers and experts."""
         ...
 
+    def together(self, item: Item) -> str:
+        """The same for items that one file has to have."""
+        ...
+
     def write_file(self, folder: Path, at: int, count: int, tensors: Mapping[Item, torch.Tensor]) -> None:
         """Write file `at` (from 0) of `count`."""
         ...
@@ -62,16 +67,19 @@ class HFTarget:
     checkpoint = "."
 
     def __init__(self, config: ModelConfig, head: str, mtp: bool) -> None:
-        self.layout = hf_layout(config, head, mtp)
+        self.config, self.layout = config, hf_layout(config, head, mtp)
         self.items = tuple(Item(piece.local, piece.local_box) for piece in self.layout.pieces(0))
         self._writer: HFFolderWriter | None = None
 
     def num_leading(self, local: str) -> int:
         return 0
 
+    def together(self, item: Item) -> str:
+        return stored_name(self.config, item.local)
+
     def write_file(self, folder: Path, at: int, count: int, tensors: Mapping[Item, torch.Tensor]) -> None:
         if self._writer is None:
-            self._writer = HFFolderWriter(folder, count)
+            self._writer = HFFolderWriter(folder, count, self.config)
         self._writer.write_file(at, {item.local: tensor for item, tensor in tensors.items()})
 
     def finish(self, folder: Path, companions: Mapping[str, bytes]) -> None:
@@ -105,6 +113,9 @@ class MegatronTarget:
 
     def num_leading(self, local: str) -> int:
         return self.definition.tensors[local].num_leading
+
+    def together(self, item: Item) -> str:
+        return str(item)
 
     def write_file(self, folder: Path, at: int, count: int, tensors: Mapping[Item, torch.Tensor]) -> None:
         if self._writer is None:
@@ -200,7 +211,8 @@ class Moves:
 
     def files(self, shard_bytes: int) -> list[list[Item]]:
         """The items of each file: in order, up to `shard_bytes` a file."""
-        return in_files(self.target.items, [self.nbytes(item) for item in self.target.items], shard_bytes)
+        items = self.target.items
+        return in_files(items, [*map(self.nbytes, items)], shard_bytes, [*map(self.target.together, items)])
 
     def assemble(self, items: list[Item]) -> dict[Item, torch.Tensor]:
         """The items' values; a vocabulary's padding is zero."""

@@ -6,6 +6,7 @@ A Hugging Face folder consists of the weights' files and their index, the config
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megarl.checkpoints.hf.fused import fuse_experts, stored_name
 from megarl.checkpoints.hf.load import HFReader
 from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
@@ -81,10 +83,13 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 class HFFolderWriter:
-    """Writes the weights into `folder` as `num_files` safetensors files, and an index of more than one."""
+    """Writes the weights into `folder` as `num_files` safetensors files, and an index of more than one.
 
-    def __init__(self, folder: Path, num_files: int) -> None:
-        self.folder, self.num_files = folder, num_files
+    Tensors that the family's checkpoints have in one (`megarl.checkpoints.hf.fused`) come in one file.
+    """
+
+    def __init__(self, folder: Path, num_files: int, config: ModelConfig) -> None:
+        self.folder, self.num_files, self.config = folder, num_files, config
         self._weight_map: dict[str, str] = {}
         self._bytes = 0
 
@@ -97,6 +102,7 @@ class HFFolderWriter:
         name = "model.safetensors"
         if self.num_files > 1:
             name = f"model-{at + 1:05d}-of-{self.num_files:05d}.safetensors"
+        tensors = fuse_experts(self.config, tensors)
         save_tensors(tensors, self.folder / name)
         self._weight_map |= dict.fromkeys(tensors, name)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -217,21 +223,30 @@ class ExportPlan(Export):
         """In the model's order, up to `shard_bytes` a file."""
         shapes = logical_tensors(self.config, self.head, self.mtp)
         sizes = [torch.Size(shape).numel() * self.dtype_of(name).itemsize for name, shape in shapes.items()]
-        return [dict(file) for file in in_files(list(shapes.items()), sizes, self.shard_bytes)]
+        keys = [stored_name(self.config, name) for name in shapes]
+        return [dict(file) for file in in_files(list(shapes.items()), sizes, self.shard_bytes, keys)]
 
     def dtype_of(self, tensor: str) -> torch.dtype:
         return torch.float32 if keeps_float32(tensor) else self.dtype
 
 
-def in_files(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:
-    """The items of each file: in order, of up to `limit` bytes together; a larger one is alone."""
+def in_files(
+    items: Sequence[Item], sizes: Sequence[int], limit: int, keys: Sequence[str]
+) -> list[list[Item]]:
+    """The items of each file: of up to `limit` bytes together; those of one key are together, and if they are larger, alone."""
+    groups: dict[str, list[Item]] = defaultdict(list)
+    totals: dict[str, int] = defaultdict(int)
+    for item, size, key in zip(items, sizes, keys, strict=True):
+        groups[key].append(item)
+        totals[key] += size
     files: list[list[Item]] = [[]]
     filled = 0
-    for item, size in zip(items, sizes, strict=True):
+    for key, group in groups.items():
+        size = totals[key]
         if files[-1] and filled + size > limit:
             files.append([])
             filled = 0
-        files[-1].append(item)
+        files[-1] += group
         filled += size
     return files
 
@@ -280,7 +295,7 @@ def write_hf_checkpoint(
         whole_folder(path) as folder,
         HFReader(source_model) if export.untrained else nullcontext() as source,
     ):
-        writer = HFFolderWriter(folder, len(export.shards))
+        writer = HFFolderWriter(folder, len(export.shards), export.config)
         for shard in range(len(export.shards)):
             writer.write_file(shard, assemble(export, shard, collect(shard), source))
         writer.finish({**companions, **(files or {})})

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megarl.checkpoints.hf.fused import read_part, split_experts
 from megarl.layout import Box, Copy, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
@@ -39,12 +40,14 @@ class HFReader:
     """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading entire tensors.
 
     A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and others
-    made like them), is read as the values that it stands for: each element times its block's scale.
+    made like them), is read as the values that it stands for: each element times its block's scale. Experts that are stored
+    in one tensor with biases are read as single ones (`megarl.checkpoints.hf.fused`).
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.tensors = stored_tensors(path)
+        self._files = stored_tensors(path)
+        self.tensors, self._parts = split_experts(self._files)
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
 
@@ -114,6 +117,8 @@ class HFReader:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in the box; float32 for a tensor in float8 with scales."""
+        if name in self._parts:
+            return read_part(self._parts[name], box, self._slice)
         values = self._slice(name)[box.slices]
         if name + SCALES not in self.tensors:
             return values
@@ -155,7 +160,7 @@ class HFReader:
         return _DTYPES[found]
 
     def _slice(self, name: str):
-        file = self.tensors[name].file
+        file = self._files[name].file
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_weights(file))
         return self._open[file].get_slice(name)

@@ -150,12 +150,16 @@ class GroupedLinear(torch.nn.Module):
         *,
         config: TransformerConfig,
         bias: bool,
+        skip_bias_add: bool,
         pg_collection: ProcessGroupCollection,
         **unused: Any,
     ) -> None:
         super().__init__()
-        assert not bias
+        assert not bias or pg_collection.expt_tp.size() == 1, (
+            "Megatron refuses it: each rank would add the bias"
+        )
         self.num_gemms, self.pg_collection = num_gemms, pg_collection
+        self.has_bias, self.returns_bias = bias, bias and skip_bias_add
         shape = [output_size, input_size]
         assert shape[self.partition_dim] % pg_collection.expt_tp.size() == 0
         shape[self.partition_dim] //= pg_collection.expt_tp.size()
@@ -172,14 +176,24 @@ class GroupedLinear(torch.nn.Module):
             weight.tensor_model_parallel = True
             weight.partition_dim, weight.partition_stride = self.partition_dim, 1
             self.register_parameter(f"weight{index}", weight)
+            if bias:
+                vector = torch.nn.Parameter(weight.new_zeros(output_size))
+                vector.allreduce = weight.allreduce
+                self.register_parameter(f"bias{index}", vector)
 
-    def forward(self, input_: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
-        """input_ [tokens, input], sorted by expert; m_splits: how many tokens each expert has."""
-        parts = [
-            linear(tokens, self.get_parameter(f"weight{index}"))
-            for index, tokens in enumerate(input_.split(m_splits))
+    def forward(
+        self, input_: torch.Tensor, m_splits: list[int]
+    ) -> tuple[torch.Tensor, list[torch.nn.Parameter] | None]:
+        """input_ [tokens, input], sorted by expert; m_splits: how many tokens each expert has. Biases that are not added are returned."""
+        biases = [
+            self.get_parameter(f"bias{index}") for index in range(self.num_gemms if self.has_bias else 0)
         ]
-        return torch.cat(parts), None
+        added = [None] * self.num_gemms if self.returns_bias or not biases else biases
+        parts = [
+            linear(tokens, self.get_parameter(f"weight{index}"), bias)
+            for index, (tokens, bias) in enumerate(zip(input_.split(m_splits), added, strict=True))
+        ]
+        return torch.cat(parts), biases if self.returns_bias else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
@@ -194,16 +208,18 @@ class GroupedLinear(torch.nn.Module):
         for index in range(self.num_gemms):
             expert = groups.ep.rank() * self.num_gemms + index
             axis = (len(sharded_offsets), expert, groups.ep.size() * self.num_gemms)
-            (shard,) = make_sharded_tensors_for_checkpoint(
-                {"weight": self.get_parameter(f"weight{index}")},
+            kinds = ("weight", "bias") if self.has_bias else ("weight",)
+            made = make_sharded_tensors_for_checkpoint(
+                {kind: self.get_parameter(f"{kind}{index}") for kind in kinds},
                 prefix,
                 {"weight": self.partition_dim},
                 (*sharded_offsets, axis),
                 tp_group=groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
-            ).values()
-            shard.replica_id = (*shard.replica_id[:2], groups.expt_dp.rank())
-            shards[f"{prefix}weight{index}"] = shard
+            )
+            for kind, shard in zip(kinds, made.values(), strict=True):
+                shard.replica_id = (*shard.replica_id[:2], groups.expt_dp.rank())
+                shards[f"{prefix}{kind}{index}"] = shard
         return shards
 
 

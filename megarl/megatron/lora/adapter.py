@@ -206,7 +206,9 @@ class Adapter(LayerAdapters):
             return torch.add(output, term, alpha=self._scaling)
         added = term * self._scaling
         ratio = self._heads.spread(self.m / self.norms(layer), fill=1.0)
-        bias = getattr(layer, "bias", None)
+        # Attention's output has its bias added after the layer, by Megatron.
+        added_later = getattr(layer, "skip_bias_add", False) or getattr(layer, "te_return_bias", False)
+        bias = None if added_later else getattr(layer, "bias", None)
         plain = output if bias is None or not bias.numel() else output - bias
         return output + (ratio - 1) * plain + ratio * added
 

@@ -99,6 +99,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
         **_state_arguments(config, model),
+        **_sink_arguments(config, model),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
@@ -130,6 +131,48 @@ def _state_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     if "linear_num_key_heads" not in model:
         return {}
     return {"max_mamba_cache_size": ENGINE_STATES[config.device] * config.max_num_seqs}
+
+
+def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of gpt-oss: one cache for all layers, so that it has as many tokens as are planned.
+
+    SGLang (0.5.21) would have another one for layers with windows, of a share of the tokens that it sets itself. It holds sinks in
+    bfloat16, but with its own choice of kernels on Blackwell, trtllm_mha, in float32.
+
+    Raises:
+        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels; one that would load MXFP4 by itself, or experts
+            of files for several expert parallel ranks, which SGLang would copy to all of them.
+    """
+    if model.get("model_type") != "gpt_oss":
+        return {}
+    if config.load_format != "dummy" and "quantization_config" in model:
+        raise ValueError(
+            f"{config.model_path}: an engine that loads this folder by itself would serve it in MXFP4, by kernels that nobody has tried here; "
+            "megarl convert writes it in bfloat16"
+        )
+    if config.load_format != "dummy" and config.expert_parallel_size > 1:
+        raise ValueError(
+            f"rollout.expert_parallel_size={config.expert_parallel_size}: SGLang (0.5.21) cannot load gpt-oss's files for ranks that share its "
+            "experts; set it to 1 (weights that a trainer syncs have no such limit)"
+        )
+    told: dict[str, Any] = {"disable_hybrid_swa_memory": True}
+    if config.device != "cuda":
+        # SGLang refuses torch_native for this model by its name, and then takes it where it finds no AMX; megarl's has sinks.
+        return {**told, "attention_backend": "intel_amx"}
+    if config.dtype != "bfloat16":
+        raise ValueError(
+            f"rollout.dtype={config.dtype}: SGLang has gpt-oss's sinks in bfloat16; so must be the engine"
+        )
+    given = [value for name, value in config.arguments.items() if name.endswith("attention_backend")]
+    if "trtllm_mha" in given:
+        raise ValueError(
+            "rollout.engine_kwargs: trtllm_mha has gpt-oss's sinks in float32, which no sync fills; take triton"
+        )
+    import torch
+
+    if not given and torch.cuda.get_device_capability()[0] >= 10:
+        told["attention_backend"] = "triton"
+    return told
 
 
 def _cache_tokens(config: EngineConfig, tokens: int | None) -> int | None:
@@ -400,4 +443,8 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
         overrides["quantization_config"] = None  # synced weights have another type than the folder's
+    if model.get("model_type") == "gpt_oss":
+        overrides["dtype"] = (
+            None  # else SGLang makes some layers in the type that the folder names, not in the engine's
+        )
     return overrides

@@ -26,7 +26,7 @@ from megarl.shadow.transformer_engine.float8 import as_matrix, kernels, product,
 
 VERSION = "2.18.0"
 EXTENSION = "transformer_engine_torch"
-_LIBRARIES = {"get_cublasLt_version": 130000, "get_cudnn_version": 91400, "get_num_cublas_streams": 4}
+_LIBRARIES = {"get_cublasLt_version": 130000, "get_cudnn_version": 92000, "get_num_cublas_streams": 4}
 _NO = ("device_supports_multicast", "ubuf_built_with_mpi")
 # They write into tensors that they are given.
 _IN_PLACE = (
@@ -251,9 +251,11 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         return sys.modules[EXTENSION].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
 
     def fused_attn_fwd(*args):
-        cu_q, q, v = args[14], args[16], args[18]
+        before, cu_q, q, v = args[12][0], args[14], args[16], args[18]
         lengths = (cu_q[1:] - cu_q[:-1]).tolist()
-        count("te.attention", sum(n * n for n in lengths) * q.shape[-2] * (q.shape[-1] + v.shape[-1]))
+        # Of a sequence half of all pairs, or those within a window.
+        pairs = [n * n / 2 if before < 0 else n * n / 2 - max(0, n - before - 1) ** 2 / 2 for n in lengths]
+        count("te.attention", 2 * sum(pairs) * q.shape[-2] * (q.shape[-1] + v.shape[-1]))
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         statistics = torch.empty(
             (*q.shape[:-1], 1), dtype=torch.float32, device=q.device
@@ -262,7 +264,10 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
 
     def fused_attn_bwd(*args):
         q, k, v = args[19:22]
-        return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None]
+        sinks = None
+        if not str(args[13]).endswith("NVTE_VANILLA_SOFTMAX"):
+            sinks = torch.empty((1, q.shape[-2], 1, 1), dtype=torch.float32, device=q.device)
+        return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, sinks]
 
     def multi_tensor_l2norm(chunk, flag, lists, per_tensor):
         norm = torch.empty(1, dtype=torch.float32, device="cuda")
@@ -316,6 +321,11 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         "thd_read_half_tensor": thd_read_half_tensor,
         "thd_read_second_half_lse": thd_read_second_half_lse,
         "splits_to_offsets": splits_to_offsets,
+        # Tokens in another order.
+        **dict.fromkeys(
+            ("thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"),
+            lambda tensor, *rest: torch.empty_like(tensor),
+        ),
     }
 
 

@@ -25,6 +25,7 @@ FAMILIES = {
     "glm4_moe_lite": {},
     "minimax_m2": {},
     "kimi_k2": {},
+    "gpt_oss": {},
 }
 LAYOUTS = {
     "alone": (1, {}),
@@ -51,6 +52,7 @@ CASES = [
     ("kimi_k2", "tp2ep4"),
     ("minimax_m2", "tp2ep4"),
     ("minimax_m2", "pp2ep2_uneven"),
+    ("gpt_oss", "tp2ep4"),
 ]
 
 
@@ -112,7 +114,7 @@ def test_a_converted_checkpoint_has_the_tensors_and_objects_of_megatrons_own(ran
     assert set(saved.objects) <= set(ours.objects)
     # what Transformer Engine's modules have an extra state of, and their doubles in torch have none
     theirs = re.compile(
-        r".*(norm|experts\.linear_fc[12]|linear_(q|kv)_down_proj)\._extra_state/shard_[\d.]+_[\d.]+"
+        r".*(norm|core_attention|experts\.linear_fc[12]|linear_(q|kv)_down_proj)\._extra_state/shard_[\d.]+_[\d.]+"
     )
     assert [key for key in set(ours.objects) - set(saved.objects) if not theirs.fullmatch(key)] == []
 

@@ -44,6 +44,19 @@ def test_what_peft_wrote_comes_back_bit_for_bit(tmp_path, tiny_model, family, lo
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
 
 
+def test_all_linear_layers_of_gpt_oss_are_those_of_peft(tmp_path, tiny_model):
+    """Attention's projections: to PEFT experts are parameters."""
+    model = tiny_model("gpt_oss").folder
+    save_with_peft(model, LORA, tmp_path / "peft")
+    write_random(model, LORA, tmp_path / "ours")
+    assert tensors_in(tmp_path / "peft").keys() == tensors_in(tmp_path / "ours").keys()
+    found = load_with_peft(model, tmp_path / "ours")
+    plain = base_model(model)
+    plain.load_state_dict(merged(plain.state_dict(), tensors_in(tmp_path / "ours"), model, LORA))
+    with torch.no_grad():
+        torch.testing.assert_close(found(TOKENS).logits, plain(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def reads(monkeypatch) -> list[int]:
     """Of each read of a tensor in a folder how many elements it has."""

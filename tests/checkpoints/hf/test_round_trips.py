@@ -25,6 +25,7 @@ FAMILIES = (
     "glm4_moe_lite",
     "kimi_k2",
     "minimax_m2",
+    "gpt_oss",
 )
 
 LAYOUTS = {

@@ -165,6 +165,7 @@ USUAL = [
     ("qwen3_next", "plain", "tp2_sp_ep2_etp2"),
     ("llama", "shared_a", "tp2_sp_cp2"),
     ("qwen2", "first layer", "pp2"),
+    ("gpt_oss", "dora", "tp2_sp_ep2"),
 ]
 _DENSE, _EXPERTS = (
     ("llama", "qwen3"),
@@ -175,6 +176,7 @@ GRIDS = [
     *[(name, "plain", layout) for name in _EXPERTS for layout in EXPERT_GRID],
     *[(name, "dora", layout) for name in ("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", DIRECT, "glm4_moe")
       for layout in ("pp2", "tp2_sp", "cp2")],
+    *[("gpt_oss", kind, layout) for kind in ("plain", "dora") for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4", "pp2_vpp2_ep2")],
     *[(name, kind, layout) for name in ("deepseek_v3", "qwen3_moe") for kind in ("groups", "shared dora groups", "last experts")
       for layout in ("ep2_dp4", "tp2_sp_etp2", "tp2_sp_cp2_ep4", "pp2_vpp2_ep2")],
     *[(name, kind, layout) for name, kind in (("qwen3_moe", "patterns of heads"), ("kimi_k2", "patterns"))

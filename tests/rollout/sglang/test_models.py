@@ -15,6 +15,7 @@ FAMILIES = (
     "DeepseekV3",
     "Glm4Moe",
     "Glm4MoeLite",
+    "GptOss",
     "Llama",
     "MiniMaxM2",
     "Qwen2",

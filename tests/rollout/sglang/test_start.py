@@ -99,6 +99,38 @@ def test_options_of_gpus_are_refused_on_a_cpu(key):
         server_arguments(EngineConfig("/model", **key), {"max_position_embeddings": 8})
 
 
+GPT_OSS = {"model_type": "gpt_oss", "max_position_embeddings": 8}
+
+
+def test_engines_of_gpt_oss_have_one_cache_and_kernels_with_sinks_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    told = server_arguments(GPU, GPT_OSS)
+    assert told["disable_hybrid_swa_memory"] and "attention_backend" not in told
+    assert config_overrides(GPU, GPT_OSS) == {"dtype": None}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert server_arguments(GPU, GPT_OSS)["attention_backend"] == "triton"
+    assert not {"disable_hybrid_swa_memory", "attention_backend"} & server_arguments(GPU, {}).keys()
+    with pytest.raises(ValueError, match=r"engine_kwargs: trtllm_mha has gpt-oss's sinks in float32"):
+        server_arguments(replace(GPU, arguments={"decode_attention_backend": "trtllm_mha"}), GPT_OSS)
+    with pytest.raises(ValueError, match=r"rollout\.dtype=float32: SGLang has gpt-oss's sinks in bfloat16"):
+        server_arguments(replace(GPU, dtype="float32"), GPT_OSS)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert server_arguments(EngineConfig("/model"), GPT_OSS)["attention_backend"] == "intel_amx"
+
+
+def test_engines_do_not_load_what_sglang_cannot_load(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    packed = {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}
+    assert config_overrides(replace(GPU, load_format="dummy"), packed)["quantization_config"] is None
+    with pytest.raises(ValueError, match=r"would serve it in MXFP4.*megarl convert writes it in bfloat16"):
+        server_arguments(replace(GPU, load_format="auto"), packed)
+    shared = replace(GPU, load_format="auto", expert_parallel_size=2)
+    with pytest.raises(
+        ValueError, match=r"rollout\.expert_parallel_size=2: SGLang .* cannot load gpt-oss's files"
+    ):
+        server_arguments(shared, GPT_OSS)
+
+
 def told_of_drafting(config, **keys):
     told = server_arguments(
         replace(config, speculation=SpeculationConfig(**keys)), {"max_position_embeddings": 8}

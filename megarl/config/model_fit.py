@@ -430,7 +430,7 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
         unknown = {
             f"quantization={rollout.quantization}": rollout.quantization is not None,
             f"speculative.algorithm={rollout.speculative.algorithm}": rollout.speculative.algorithm
-            is not None,
+            not in (None, "mtp"),
             f"attention_data_parallel_size={rollout.attention_data_parallel_size}": rollout.attention_data_parallel_size
             > 1,
         }

@@ -111,24 +111,37 @@ def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) 
 
 
 def state_bytes(
-    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, requests: int, device: str
+    config: ModelConfig,
+    engines: EngineLayout,
+    dtype: torch.dtype,
+    requests: int,
+    device: str,
+    checked: int = 0,
 ) -> int:
     """The states of gated delta nets on an engine's rank: of each slot a matrix of a head in float32, and the convolution's last inputs.
 
     Args:
         dtype: of the latter. requests: of the engine that run at once. device: "cpu" or "cuda".
+        checked: tokens of a request that a pass checks where tokens are drafted, the newest among them: SGLang (0.5.21, MambaPool) keeps the
+            state after each one, and the convolution's inputs of all.
     """
-    slots = ENGINE_STATES[device] * requests // engines.dp + 1
-    return _request_states(config, engines, dtype.itemsize) * slots
+    slots, size = ENGINE_STATES[device] * requests // engines.dp + 1, dtype.itemsize
+    total = _request_states(config, engines, size) * slots
+    if config.delta_net is None or not checked:
+        return total
+    running = requests // engines.dp + 1
+    return total + running * _request_states(config, engines, size, checked, checked + config.delta_net.conv - 2)
 
 
-def _request_states(config: ModelConfig, engines: EngineLayout, itemsize: int) -> int:
-    """Bytes of the states of one request on a rank."""
+def _request_states(
+    config: ModelConfig, engines: EngineLayout, itemsize: int, states: int = 1, inputs: int | None = None
+) -> int:
+    """Bytes of the states of one request on a rank: of `states` matrices and `inputs` of the convolution (None: its last ones)."""
     net = config.delta_net
     if net is None:
         return 0
-    heads = net.value_heads * net.key_dim * net.value_dim * torch.float32.itemsize
-    inputs = (2 * net.keys + net.values) * (net.conv - 1) * itemsize
+    heads = states * net.value_heads * net.key_dim * net.value_dim * torch.float32.itemsize
+    inputs = (2 * net.keys + net.values) * (net.conv - 1 if inputs is None else inputs) * itemsize
     return len(net.layers) * (heads + inputs) // (engines.tp // engines.dp)
 
 

@@ -337,7 +337,8 @@ def engine_owners(
     cached = cache_dtype(rollout)
     beside = draft_folder(rollout)
     weights += beside.weights
-    states = state_bytes(model, layout, dtype, rollout.max_num_seqs, "cuda")
+    checked = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens + 1
+    states = state_bytes(model, layout, dtype, rollout.max_num_seqs, "cuda", checked)
     weights += states
     token = token_bytes(model, layout, cached) + beside.token * cached.itemsize
     if rollout.max_total_tokens is None:

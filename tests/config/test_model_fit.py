@@ -183,6 +183,8 @@ def test_what_gated_delta_nets_are_not_served_with(keys: dict[str, Any], named: 
     (line,) = lines_of(lambda: check_rollout_model(RolloutConfig(**keys), facts, key="rollout"))
     assert line == f"rollout.{named}: not supported with gated delta nets (qwen3_next); leave it out"
     check_rollout_model(RolloutConfig(), facts, key="rollout")
+    own = RolloutConfig(speculative=SpeculativeConfig(algorithm="mtp"))
+    check_rollout_model(own, replace(facts, num_mtp_layers=1), key="rollout")
 
 
 def test_experts_of_an_engine() -> None:

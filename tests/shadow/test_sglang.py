@@ -102,11 +102,6 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
         *([f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"] if float8 else []),
     ]
     plan, report = shadow(RECIPE, keys, 1)
-    if (
-        family == "qwen3_next"
-    ):  # refused by its key (megarl/config/model_fit.py): the draft's cache is not planned
-        assert report["problems"] == []
-        return
     check(plan, report, 0.05)
 
 

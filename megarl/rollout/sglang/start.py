@@ -261,8 +261,10 @@ def _speculative_arguments(config: EngineConfig) -> dict[str, Any]:
         **told,
         "speculative_num_steps": drafting.num_draft_tokens,
         "speculative_eagle_topk": 1,
+        # A layer of the model itself is in its folder; SGLang (0.5.21) knows that of some families alone, and sizes the cache of others
+        # without the layer's part.
+        "speculative_draft_model_path": drafting.draft_path or config.model_path,
         # A draft's weights come from a folder and stay as they are, while the model's come by sync. Released memory loses them.
-        **({} if drafting.draft_path is None else {"speculative_draft_model_path": drafting.draft_path}),
         "speculative_draft_load_format": "auto",
         "enable_draft_weights_cpu_backup": config.enable_memory_saver,
     }

@@ -166,7 +166,8 @@ def test_arguments_of_drafting(tmp_path, monkeypatch):
     eagle = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4, **steps}
     keeps = {"enable_draft_weights_cpu_backup": True}
     released = replace(GPU, enable_memory_saver=True)
-    assert told_of_drafting(released, algorithm="mtp", num_draft_tokens=3) == eagle | keeps
+    own = {"speculative_draft_model_path": GPU.model_path}
+    assert told_of_drafting(released, algorithm="mtp", num_draft_tokens=3) == eagle | own | keeps
     keys = {"algorithm": "eagle3", "num_draft_tokens": 3, "draft_path": str(tmp_path)}
     with pytest.raises(ValueError, match=r"draft_path: .*config\.json does not exist"):
         told_of_drafting(GPU, **keys)

@@ -468,7 +468,8 @@ def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
             "use ngram, or eagle3 with a draft model"
         )
     if algorithm == "mtp" and model.family == "glm4_moe_lite":
-        yield f"{name}=mtp: with this family's own layer no engine has drafted, nor the shadow of one; use ngram, or eagle3 with a draft model"
+        # A shadow of it ends in post_load_weights, which reads model.start_layer; Glm4MoeLiteModelNextN has none (sglang 0.5.21).
+        yield f"{name}=mtp: SGLang's class of this family's own layer fails after loading weights; use ngram, or eagle3 with a draft model"
     served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
     if algorithm == "mtp" and model.num_mtp_layers == 1 and served != model.fp8_block:
         yield (

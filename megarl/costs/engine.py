@@ -130,7 +130,9 @@ def state_bytes(
     if config.delta_net is None or not checked:
         return total
     running = requests // engines.dp + 1
-    return total + running * _request_states(config, engines, size, checked, checked + config.delta_net.conv - 2)
+    return total + running * _request_states(
+        config, engines, size, checked, checked + config.delta_net.conv - 2
+    )
 
 
 def _request_states(

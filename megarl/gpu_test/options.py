@@ -1,7 +1,8 @@
-"""Steps `options` and `layouts`: short training runs of tiny models, each with options whose code only a GPU runs in full.
+"""Steps `options`, `engines`, `layouts`, `experts` and `deepep`: short training runs of tiny models, each with options whose code only a GPU
+runs in full.
 
-A run has to end, with finite losses and gradients; how far its first gradient is from that of the run without the options is recorded, and
-judged by no one: engines of different options may draw other responses.
+A run has to end, with finite losses and gradients; how far its first gradient is from that of the first run of the same model is recorded,
+and judged by no one: engines of different options may draw other responses.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.gpu_test.runner import Check
@@ -34,79 +36,150 @@ COMMON = (
 )
 ONE = (*COMMON, f"{ROLLOUT}.num_engines=1", "trainer.n_gpus_per_node=1")
 TWO = (*COMMON, f"{ROLLOUT}.num_engines=2", "trainer.n_gpus_per_node=2")
-PLAIN = "as it is"
-# A mixture of experts on one GPU.
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    PLAIN: (),
-    "parts computed again, routing replayed in the updates": (
-        f"{ACTOR}.recompute_granularity=selective",
-        f"{ACTOR}.recompute_modules=[layernorm,moe]",
-        "actor_rollout_ref.actor.router_replay=trainer",
+# Of a tiny model's family, beyond `TINY`.
+MORE = {"glm4_moe": {"fields": {"num_nextn_predict_layers": 1}}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its name, its keys, and the family of its model."""
+
+    name: str
+    keys: tuple[str, ...] = ()
+    family: str = "qwen3_moe"
+
+
+# On one GPU: what a mixture of experts is trained with.
+OPTIONS = (
+    Case("as it is"),
+    Case(
+        "parts computed again, routing replayed in the updates",
+        (
+            f"{ACTOR}.recompute_granularity=selective",
+            f"{ACTOR}.recompute_modules=[layernorm,moe]",
+            "actor_rollout_ref.actor.router_replay=trainer",
+        ),
     ),
-    "an engine's routing replayed, its cache in float8, its experts by Triton": (
-        "actor_rollout_ref.actor.router_replay=rollout",
-        "algorithm.rollout_correction.rollout_is=token",
-        f"{ROLLOUT}.kv_cache_dtype=fp8_e4m3",
-        f"{ROLLOUT}.moe_runner_backend=triton",
+    Case(
+        "an engine's routing replayed, its cache in float8, its experts by Triton",
+        (
+            "actor_rollout_ref.actor.router_replay=rollout",
+            "algorithm.rollout_correction.rollout_is=token",
+            f"{ROLLOUT}.kv_cache_dtype=fp8_e4m3",
+            f"{ROLLOUT}.moe_runner_backend=triton",
+        ),
     ),
-}
-# A dense model on two GPUs.
-LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    PLAIN: (),
-    "without overlapped gradients and weights": (
-        f"{ACTOR}.overlap_grad_reduce=false",
-        f"{ACTOR}.overlap_param_gather=false",
+)
+# On one GPU: what engines are told.
+ENGINES = (
+    Case(
+        "prompts in pieces, graphs of few requests",
+        (
+            f"{ROLLOUT}.engine_kwargs.chunked_prefill_size=64",
+            f"{ROLLOUT}.engine_kwargs.cuda_graph_max_bs_decode=8",
+        ),
+        "qwen2",
     ),
-    "Megatron-FSDP, actor and critic": (
-        f"{ACTOR}.fsdp=optim_grads",
-        "critic.megatron.fsdp=optim_grads_params",
+    Case("tokens drafted by n-grams", (f"{ROLLOUT}.speculative.algorithm=ngram",), "qwen2"),
+    Case(
+        "tokens drafted by the model's own layer, which is trained",
+        ("actor_rollout_ref.model.mtp=train", f"{ROLLOUT}.speculative.algorithm=mtp"),
+        "glm4_moe",
     ),
-    "a pipeline's layout by its own notation": (
-        f"{ACTOR}.pipeline_model_parallel_size=2",
-        f"{ACTOR}.pipeline_model_parallel_layout=Et|tL",
+    Case("training and engines in float8", (f"{ACTOR}.fp8=e4m3", f"{ROLLOUT}.quantization=fp8")),
+)
+# On two GPUs: layouts of a dense model.
+LAYOUTS = (
+    Case("as it is", family="qwen2"),
+    Case(
+        "without overlapped gradients and weights",
+        (f"{ACTOR}.overlap_grad_reduce=false", f"{ACTOR}.overlap_param_gather=false"),
+        "qwen2",
     ),
-}
+    Case(
+        "Megatron-FSDP, actor and critic",
+        (f"{ACTOR}.fsdp=optim_grads", "critic.megatron.fsdp=optim_grads_params"),
+        "qwen2",
+    ),
+    Case(
+        "a pipeline's layout by its own notation",
+        (f"{ACTOR}.pipeline_model_parallel_size=2", f"{ACTOR}.pipeline_model_parallel_layout=Et|tL"),
+        "qwen2",
+    ),
+)
+_SHARED = (
+    f"{ACTOR}.expert_model_parallel_size=2",
+    f"{ROLLOUT}.num_engines=1",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.expert_parallel_size=2",
+)
+# On two GPUs, which share a mixture's experts.
+EXPERTS = (
+    Case("experts of two ranks", _SHARED),
+    Case("data parallel attention", (*_SHARED, f"{ROLLOUT}.attention_data_parallel_size=2")),
+)
+DEEPEP = (
+    Case(
+        "tokens to experts by DeepEP, in training and in engines",
+        (
+            *_SHARED,
+            f"{ACTOR}.override_transformer_config.moe_token_dispatcher_type=flex",
+            f"{ROLLOUT}.moe_a2a_backend=deepep",
+        ),
+    ),
+)
 
 
 def run_options(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, ONE, OPTIONS, "qwen3_moe")
+    yield from run_all(folder, ONE, OPTIONS)
+
+
+def run_engines(folder: Path) -> Iterator[Check]:
+    yield from run_all(folder, ONE, ENGINES)
 
 
 def run_layouts(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, TWO, LAYOUTS, "qwen2")
+    yield from run_all(folder, TWO, LAYOUTS)
 
 
-def run_all(
-    folder: Path, settings: tuple[str, ...], cases: Mapping[str, tuple[str, ...]], family: str
-) -> Iterator[Check]:
-    """A run for each case, of a model of this family."""
+def run_experts(folder: Path) -> Iterator[Check]:
+    yield from run_all(folder, TWO, EXPERTS)
+
+
+def run_deepep(folder: Path) -> Iterator[Check]:
+    yield from run_all(folder, TWO, DEEPEP)
+
+
+def run_all(folder: Path, settings: tuple[str, ...], cases: Sequence[Case]) -> Iterator[Check]:
+    """A run for each case."""
     arithmetic = example("arithmetic")
     arithmetic.write_arithmetic(folder / "data", 16, 64, 16, seed=3)
-    example("tiny_model").make_tiny_model(
-        folder / "model", arithmetic.arithmetic_texts(), family=family, **TINY
-    )
-    usual = math.nan
-    for number, (name, keys) in enumerate(cases.items()):
+    for family in {case.family for case in cases}:
+        example("tiny_model").make_tiny_model(
+            folder / family, arithmetic.arithmetic_texts(), family=family, **TINY, **MORE.get(family, {})
+        )
+    firsts: dict[str, float] = {}
+    for number, case in enumerate(cases):
         run = folder / f"run{number}"
-        done = subprocess.run([*command(folder, run), *settings, *keys], check=False)
+        done = subprocess.run([*command(folder, case.family, run), *settings, *case.keys], check=False)
         rows = read_metrics(run / "metrics.jsonl")
-        yield judged(name, done.returncode, rows)
+        yield judged(case.name, done.returncode, rows)
         if rows and NORM in rows[0]:
-            usual = rows[0][NORM] if name == PLAIN else usual
+            first = firsts.setdefault(case.family, rows[0][NORM])
             yield Check(
-                f"{name}: the first gradient's norm",
+                f"{case.name}: the first gradient's norm",
                 None,
-                f"{rows[0][NORM]:.4g}, {PLAIN} {usual:.4g}",
+                f"{rows[0][NORM]:.4g}, of the model's first run {first:.4g}",
                 {"norm": rows[0][NORM]},
             )
 
 
-def command(folder: Path, run: Path) -> list[str]:
-    """Of a run on the step's model and data."""
+def command(folder: Path, family: str, run: Path) -> list[str]:
+    """Of a run on the step's data and its model of a family."""
     return [
         *(sys.executable, "-m", "megarl", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
         f"data.train_files={folder}/data/train.parquet",
-        f"actor_rollout_ref.model.path={folder}/model",
+        f"actor_rollout_ref.model.path={folder}/{family}",
         f"trainer.default_local_dir={run}",
     ]
 

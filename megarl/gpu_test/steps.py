@@ -14,7 +14,7 @@ from megarl.util.gpus import Gpu
 from megarl.util.packages import KNOWN, installed
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "triton", "apex", "nvidia-nccl-cu13")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "triton", "apex", "nvidia-nccl-cu13", "deep_ep")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,20 @@ STEPS = (
         "options:run_options", packages=ENGINE,
     ),
     _step(
+        "engines", "short runs whose engines cut prompts, draft tokens by n-grams and by the model's own layer, compute in float8",
+        "options:run_engines", packages=ENGINE,
+    ),
+    _step(
         "layouts", "short runs on two GPUs: Megatron-FSDP, without overlaps, a pipeline's layout", "options:run_layouts", gpus=2,
         packages=ENGINE,
+    ),
+    _step(
+        "experts", "short runs on two GPUs that share experts, with data parallel attention too", "options:run_experts", gpus=2,
+        packages=ENGINE,
+    ),
+    _step(
+        "deepep", "a short run on two GPUs whose tokens reach experts by DeepEP", "options:run_deepep", gpus=2,
+        packages=(*ENGINE, "deep_ep"),
     ),
     _step(
         "nccl", "training on two GPUs whose weights reach engines over NCCL", "several:run_pairs", gpus=2, packages=ENGINE

@@ -1,4 +1,4 @@
-"""Steps `options` and `layouts`: what of them needs no GPU."""
+"""Steps of short runs with options: what of them needs no GPU."""
 
 from pathlib import Path
 
@@ -8,26 +8,37 @@ from examples.tiny_model import make_tiny_model
 from megarl.config import TrainConfig, check_config, load_config, resolve
 from megarl.config.model_fit import check_models
 from megarl.gpu_test import options
-from megarl.gpu_test.options import LAYOUTS, NUM_STEPS, ONE, OPTIONS, TWO, judged
+from megarl.gpu_test.options import (
+    DEEPEP,
+    ENGINES,
+    EXPERTS,
+    LAYOUTS,
+    MORE,
+    NUM_STEPS,
+    ONE,
+    OPTIONS,
+    TWO,
+    Case,
+    judged,
+)
 from megarl.models import read_model_config
 from megarl.util.packages import shipped
 
 
 @pytest.mark.parametrize(
-    ("settings", "keys", "family"),
+    ("settings", "case"),
     [
-        *((ONE, keys, "qwen3_moe") for keys in OPTIONS.values()),
-        *((TWO, keys, "qwen2") for keys in LAYOUTS.values()),
+        *((ONE, case) for case in (*OPTIONS, *ENGINES)),
+        *((TWO, case) for case in (*LAYOUTS, *EXPERTS, *DEEPEP)),
     ],
 )
-def test_the_keys_fit_the_recipe_and_the_model(
-    tmp_path: Path, settings: tuple[str, ...], keys: tuple[str, ...], family: str
-) -> None:
-    make_tiny_model(tmp_path / "model", ["two words"], family=family, **options.TINY)
+def test_the_keys_fit_the_recipe_and_the_model(tmp_path: Path, settings: tuple[str, ...], case: Case) -> None:
+    more = MORE.get(case.family, {})
+    make_tiny_model(tmp_path / "model", ["two words"], family=case.family, **options.TINY, **more)
     (tmp_path / "train.parquet").touch()
     paths = [f"actor_rollout_ref.model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.parquet"]
     config = load_config(
-        TrainConfig, shipped() / "recipes" / "quickstart_ppo.yaml", [*settings, *keys, *paths]
+        TrainConfig, shipped() / "recipes" / "quickstart_ppo.yaml", [*settings, *case.keys, *paths]
     )
     check_config(config)
     model = read_model_config(tmp_path / "model")
@@ -48,8 +59,11 @@ def test_every_run_is_judged_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(options.subprocess, "run", run)
-    cases = {"as it is": (), "cut": ("early",), "wild": ()}
-    checks = list(options.run_all(tmp_path, ONE, cases, "qwen3_moe"))
+    cases = (Case("as it is"), Case("cut", ("early",)), Case("wild"))
+    checks = list(options.run_all(tmp_path, ONE, cases))
     assert [check.ok for check in checks] == [True, None, False, None, False, None]
-    assert checks[3].found == "2, as it is 1" and "not finite: actor/grad_norm" in checks[4].found
+    assert (
+        checks[3].found == "2, of the model's first run 1"
+        and "not finite: actor/grad_norm" in checks[4].found
+    )
     assert judged("killed", -9, []).ok is False

@@ -13,7 +13,7 @@ from megarl.util.gpus import Gpu
 CARD = Gpu("NVIDIA H100 80GB HBM3", "580.95.05", 80 << 30, 0)
 VERSIONS = {
     "torch": "2.13.0", "sglang": "0.5.21", "sglang-kernel": "0.4.7", "torch-memory-saver": "0.0.10",
-    "pytest": "9.2.0", "pytest-timeout": "2.4.0", "pytest-xdist": "3.8.0",
+    "pytest": "9.2.0", "pytest-timeout": "2.4.0", "pytest-xdist": "3.8.0", "deep_ep": "1.2.1",
 }  # fmt: skip
 TWO = Machine((CARD, CARD), VERSIONS, "13.0", "3.12.3", 1 << 40, 16, Path("."))
 
@@ -28,7 +28,7 @@ def test_a_whole_machine_runs_all_steps() -> None:
 
 def test_one_gpu_leaves_out_what_needs_two() -> None:
     assert obstacles(replace(TWO, gpus=(CARD,))) == dict.fromkeys(
-        ("layouts", "nccl", "killed"), "needs 2 GPUs, here is 1"
+        ("layouts", "experts", "deepep", "nccl", "killed"), "needs 2 GPUs, here is 1"
     )
 
 
@@ -42,7 +42,7 @@ def test_an_older_torch_trains_only() -> None:
     """The SGLang that runs on it lacks what megarl calls."""
     older = replace(TWO, versions=VERSIONS | {"torch": "2.11.0", "sglang": "0.5.16"})
     found = obstacles(older)
-    assert set(found) == {"engine", "options", "layouts", "nccl", "killed"}
+    assert set(found) == {"engine", "options", "engines", "layouts", "experts", "deepep", "nccl", "killed"}
     assert found["engine"] == "training only: SGLang 0.5.21 needs torch 2.13.*, not 2.11.0"
     assert older.trains_only and not TWO.trains_only
 

@@ -5,10 +5,11 @@ With r_t = trainer's / engine's probability of token t, from the old log-probs:
 - importance weights (truncated importance sampling): the policy loss of a token is multiplied with min(r, threshold);
   r is that of the token, or of the whole trajectory (the product of its live tokens' ratios);
 - rejection (masked importance sampling): tokens, or whole trajectories, whose r is not in [lower, upper] leave the
-  mask, so that nothing afterwards counts them.
+  mask, so that nothing afterwards counts them; or as many tokens as the second moment of log r asks for.
 
-Both as in verl's `rollout_correction`, see F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
-RL Training" (2025), and J. Liu et al., "When Speed Kills Stability" (2025). Log ratios are clamped to +-20.
+The first two as in verl's `rollout_correction`, see F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
+RL Training" (2025), and J. Liu et al., "When Speed Kills Stability" (2025). Log ratios are clamped to +-20. The last is M2PO's mask (H. Zheng et al.,
+"Prosperity before Collapse", arXiv:2510.01161), its usual bound that of AReaL's example (examples/math/gsm8k_m2po.yaml).
 """
 
 from dataclasses import dataclass
@@ -19,16 +20,18 @@ from torch import Tensor
 from megarl.algorithms.ragged import check_ragged, segment_ids, segment_sum
 
 LEVELS = ("token", "sequence", "geometric")
+SECOND_MOMENT, SECOND_MOMENT_BOUND = "second_moment", 0.04
 
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """Levels are of LEVELS (weights: not geometric); None: no weights, no rejection."""
+    """Levels are of LEVELS (weights: not geometric), of rejection also SECOND_MOMENT, whose bound is `rs_upper` (None: SECOND_MOMENT_BOUND);
+    None: no weights, no rejection."""
 
     is_level: str | None = None
     is_threshold: float = 2.0
     rs_level: str | None = None
-    rs_upper: float | None = None  # None: is_threshold
+    rs_upper: float | None = None  # None: is_threshold, but for SECOND_MOMENT
     rs_lower: float | None = None  # None: 1 / the upper bound
 
 
@@ -53,7 +56,8 @@ def correct_rollout(
     Metrics: rollout_corr/is_weight_{mean,min,max} over live tokens before truncation (of "sequence": each as often as
     the trajectory has tokens), rollout_corr/is_truncated (share of live tokens whose weight was cut),
     rollout_corr/is_eff_sample_size (of the weights: (sum w)^2 / (count sum w^2), 1 with equal weights);
-    rollout_corr/rs_masked (share of live tokens rejected), rollout_corr/rs_seq_masked (of trajectories with one).
+    rollout_corr/rs_masked (share of live tokens rejected), rollout_corr/rs_seq_masked (of trajectories with one);
+    with SECOND_MOMENT rollout_corr/second_moment, the mean over live tokens of (log r)^2 before rejection.
     """
     check_ragged(offsets, old_log_probs, rollout_log_probs, mask)
     live = int(mask.sum())
@@ -75,10 +79,16 @@ def correct_rollout(
         }
         weights = torch.where(mask, weights, 1.0).to(old_log_probs.dtype)
     if options.rs_level is not None:  # masked importance sampling
-        upper = options.rs_upper if options.rs_upper is not None else options.is_threshold
-        lower = options.rs_lower if options.rs_lower is not None else 1.0 / upper
-        ratio = _ratio(log_ratio, mask, offsets, options.rs_level)
-        rejected = mask & ~((ratio >= lower) & (ratio <= upper))
+        if options.rs_level == SECOND_MOMENT:
+            bound = SECOND_MOMENT_BOUND if options.rs_upper is None else options.rs_upper
+            squares = log_ratio.clamp(-20.0, 20.0).square()
+            rejected = _largest(squares, mask, bound)
+            metrics["rollout_corr/second_moment"] = float(squares[mask].mean())
+        else:
+            upper = options.rs_upper if options.rs_upper is not None else options.is_threshold
+            lower = options.rs_lower if options.rs_lower is not None else 1.0 / upper
+            ratio = _ratio(log_ratio, mask, offsets, options.rs_level)
+            rejected = mask & ~((ratio >= lower) & (ratio <= upper))
         touched = segment_sum(rejected, offsets) > 0
         trained = segment_sum(mask, offsets) > 0
         metrics |= {
@@ -87,6 +97,16 @@ def correct_rollout(
         }
         mask = mask & ~rejected
     return Correction(mask, weights, metrics)
+
+
+def _largest(values: Tensor, mask: Tensor, bound: float) -> Tensor:
+    """The fewest live tokens of the largest values without which the mean of the others is at most `bound`; bool [tokens]."""
+    ascending, order = values[mask].sort(stable=True)
+    means = ascending.cumsum(0) / torch.arange(1, ascending.numel() + 1)
+    stay = int((means <= bound).sum())  # means of more and more values, in ascending order, do not fall
+    found = torch.zeros_like(mask)
+    found[mask.nonzero().squeeze(1)[order[stay:]]] = True
+    return found
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:

@@ -62,6 +62,34 @@ def test_rejection_by_hand(options, stays):
     assert found.metrics["rollout_corr/rs_seq_masked"] == touched / 2
 
 
+def test_a_bound_of_the_second_moment_by_hand():
+    """Squares of the log ratios: 1.9218, 0.4805, 0, 0.0498. M2PO's mask takes the largest ones away until the mean of the rest is at most it."""
+    squares = RATIOS[MASK].log().square().tolist()
+    stays = {0.7: [True, True, False, True, True], 0.2: [False, True, False, True, True]}
+    stays |= {0.1: [False, False, False, True, True], 0.02: [False, False, False, True, False]}
+    for bound, kept in stays.items():
+        found = correct(rs_level="second_moment", rs_upper=bound)
+        assert found.mask.tolist() == kept, bound
+        assert found.metrics["rollout_corr/second_moment"] == pytest.approx(sum(squares) / 4)
+        assert found.metrics["rollout_corr/rs_masked"] == 1 - sum(kept) / 4
+    # AReaL's bound, 0.04, is that of a run without one.
+    assert correct(rs_level="second_moment").mask.tolist() == stays[0.1]
+    assert correct(rs_level="second_moment", is_threshold=9.0).mask.tolist() == stays[0.1]
+
+
+@brief
+@given(ragged_masks(), st.sampled_from([0.0, 0.04, 0.5, 3.0]), st.integers(0, 2**31))
+def test_tokens_leave_one_by_one_until_the_second_moment_is_within_its_bound(ragged, bound, seed):
+    mask, offsets = ragged
+    old, engine = normal(mask.numel(), seed), normal(mask.numel(), seed + 1)
+    options = CorrectionOptions(rs_level="second_moment", rs_upper=bound)
+    found = correct_rollout(old, torch.where(mask, engine, math.nan), mask, offsets, options)
+    squares = {token: float(old[token] - engine[token]) ** 2 for token in mask.nonzero().flatten().tolist()}
+    while squares and sum(squares.values()) / len(squares) > bound:
+        del squares[max(squares, key=squares.get)]
+    assert found.mask.nonzero().flatten().tolist() == list(squares)
+
+
 def test_equal_log_probs_change_nothing():
     same = torch.tensor([-1.0, -2.0])
     options = CorrectionOptions(is_level="sequence", rs_level="token")

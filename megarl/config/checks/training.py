@@ -192,6 +192,13 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
         (actor.kl_loss_end_coef is None, actor_key, actor, ("kl_loss_schedule_steps",), "kl_loss_end_coef"),
         (actor.loss_agg_mode != norm, actor_key, actor, ("loss_scale_factor",), f"loss_agg_mode={norm}"),
         (correction.rollout_rs is None, correction_key, correction, thresholds, "rollout_rs"),
+        (
+            correction.rollout_rs == "second_moment",
+            correction_key,
+            correction,
+            thresholds[1:],
+            "rollout_rs=token, sequence or geometric",
+        ),
     )
     for is_idle, key, section, names, needs in sections:
         for name in given_keys(section, names) if is_idle else ():
@@ -247,7 +254,7 @@ def _correction_problems(config: TrainConfig) -> Iterator[str]:
                 )
     upper = section.rollout_rs_threshold or section.rollout_is_threshold
     lower = section.rollout_rs_threshold_lower
-    if section.rollout_rs is not None and (1 / upper if lower is None else lower) >= upper:
+    if section.rollout_rs not in (None, "second_moment") and (1 / upper if lower is None else lower) >= upper:
         yield (
             f"{key}: the largest ratio that stays (rollout_rs_threshold, or rollout_is_threshold) is {upper:g}, which "
             f"must be greater than the smallest, {1 / upper if lower is None else lower:g}"

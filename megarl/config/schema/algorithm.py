@@ -129,15 +129,18 @@ class RolloutCorrectionConfig:
     rollout_is_threshold: float = option("rollout_is: no weight is larger.", 2.0, gt=0)
     rollout_rs: str | None = option(
         "Leave out tokens, or whole trajectories (sequence: by the product of their ratios, geometric: by its mean a "
-        "token), whose ratio is out of bounds; null: none.",
+        "token), whose ratio is out of bounds; second_moment: as few tokens as possible, those of the largest (log ratio)^2 of the "
+        "batch, until its mean over the others is at most the threshold (M2PO, arXiv:2510.01161). null: none.",
         None,
-        choices=("token", "sequence", "geometric"),
+        choices=("token", "sequence", "geometric", "second_moment"),
     )
     rollout_rs_threshold: float | None = option(
-        "rollout_rs: the largest ratio that stays; null: rollout_is_threshold.", None, gt=0
+        "rollout_rs: the largest ratio that stays; null: rollout_is_threshold. Of second_moment the bound of the mean; null: 0.04.",
+        None,
+        gt=0,
     )
     rollout_rs_threshold_lower: float | None = option(
-        "rollout_rs: the smallest; null: 1 / the largest.", None, ge=0
+        "rollout_rs: the smallest, but with second_moment; null: 1 / the largest.", None, ge=0
     )
     bypass_mode: bool = option(
         "Take the engine's log-probs as the old ones: no forward pass before the update. What is logged of their difference "

@@ -119,6 +119,14 @@ def test_what_does_not_fit(train: Train, overrides: list[str], problem: str) -> 
     assert problems(train(*overrides)) == [problem]
 
 
+def test_a_second_moment_has_one_bound(grpo: Train) -> None:
+    moment = f"{CORRECTION}.rollout_rs=second_moment"
+    check_config(grpo(moment, f"{CORRECTION}.rollout_rs_threshold=0.04"))
+    assert problems(grpo(moment, f"{CORRECTION}.rollout_rs_threshold_lower=0.5")) == [
+        f"{CORRECTION}.rollout_rs_threshold_lower=0.5 needs rollout_rs=token, sequence or geometric beside it; nothing reads it otherwise"
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "needs"),
     [

@@ -126,7 +126,7 @@ def room_imported(name: str) -> str | None:
 def test_trackers_are_imported_by_the_name_that_a_configuration_has() -> None:
     """Never by a statement, so that those that are not named are not loaded."""
     imported = {name.split(".")[0] for path in modules() for _, name in imports_of(path)}
-    assert not imported & {"wandb", "mlflow", "swanlab"}
+    assert not imported & {"wandb", "mlflow", "swanlab", "trackio"}
     assert "rich" in imported  # or this test has not looked
 
 

@@ -276,7 +276,7 @@ class _TrainerKeys(RunConfig):
     val_before_train: bool = option("Validate before the first step.", False)
     logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     log_val_generations: int = option(
-        "Answers of each validation, and of the first step, that tensorboard, wandb, mlflow and swanlab are given to show; "
+        "Answers of each validation, and of the first step, that tensorboard, wandb, mlflow, swanlab and trackio are given to show; "
         "console shows one of them; 0: none.",
         1,
         ge=0,

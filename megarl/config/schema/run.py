@@ -197,12 +197,13 @@ TRACKERS = {
     "wandb": "pip install wandb",
     "mlflow": "pip install mlflow",
     "swanlab": "pip install 'swanlab>=0.10'",
+    "trackio": "pip install 'trackio>=0.43'",
 }
 LOGGERS = ("console", "tensorboard", "file", *TRACKERS)
 DEFAULT_LOGGERS = ("console", "tensorboard")
 LOGGER_HELP = (
     "Where metrics go. console: a line a step. tensorboard: <run folder>/tensorboard. file: metrics.jsonl in the run "
-    "folder, which is written in any case. wandb, mlflow, swanlab: to these, where they are installed, under "
+    "folder, which is written in any case. wandb, mlflow, swanlab, trackio: to these, where they are installed, under "
     "project_name and experiment_name."
 )
 

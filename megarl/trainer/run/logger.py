@@ -120,10 +120,34 @@ class SwanlabTracker(Tracker):
             self.swanlab.finish(state="crashed", error=f"{type(error).__name__}: {error}")
 
 
+class TrackioTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.trackio = module
+        module.init(project=run.project, name=run.name, config=dict(run.config), embed=False)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.trackio.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = list(rows[0])
+        table = self.trackio.Table(
+            columns=columns, data=[[row[column] for column in columns] for row in rows]
+        )
+        self.trackio.log({tag: table}, step=step)
+
+    def finish(self, error: BaseException | None) -> None:
+        if error is not None:  # its runs have no state; an alert is shown with the run
+            self.trackio.alert(
+                "the run failed", f"{type(error).__name__}: {error}", level=self.trackio.AlertLevel.ERROR
+            )
+        self.trackio.finish()
+
+
 TRACKERS: dict[str, Callable[[ModuleType, TrackedRun, Path], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "swanlab": SwanlabTracker,
+    "trackio": TrackioTracker,
 }
 
 

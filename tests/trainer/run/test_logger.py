@@ -298,6 +298,18 @@ def test_swanlab(packages: dict[str, ModuleType], tmp_path: Path) -> None:
     assert finish == ("finish", {"state": "success", "error": None})
 
 
+def test_trackio(packages: dict[str, ModuleType], tmp_path: Path) -> None:
+    run(tmp_path)
+    init, samples, log, finish = packages["trackio"].calls
+    assert init == ("init", {"project": "project", "name": "experiment", "config": RUN.config})
+    table = samples[1]["metrics"]["val/generations"]
+    assert samples[1]["step"] == 3
+    assert table.columns == ["prompt", "response", "score"]
+    assert table.data == [["1+1", "2", 1.0], ["1+2", "4|\n5", 0.0]]
+    assert log == ("log", {"metrics": METRICS, "step": 3})
+    assert finish == ("finish", {})
+
+
 def test_a_run_that_fails_is_marked_everywhere(packages: dict[str, ModuleType], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 3 died"):
         run(tmp_path, fails=True)
@@ -306,7 +318,10 @@ def test_a_run_that_fails_is_marked_everywhere(packages: dict[str, ModuleType], 
         "wandb": ("finish", {"exit_code": 1}),
         "mlflow": ("end_run", {"status": "FAILED"}),
         "swanlab": ("finish", {"state": "crashed", "error": "RuntimeError: rank 3 died"}),
+        "trackio": ("finish", {}),
     }
+    told = {"title": "the run failed", "text": "RuntimeError: rank 3 died", "level": "error"}
+    assert packages["trackio"].calls[-2] == ("alert", told)
 
 
 def test_a_tracker_that_cannot_begin_leaves_no_open_run(

@@ -53,6 +53,13 @@ def test_advice_names_only_keys_that_exist() -> None:
     assert sorted(named - KEYS) == []
 
 
+def test_training_an_external_draft_is_refused_by_name() -> None:
+    for name in ("train_draft", "draft_lr", "online_training.enable"):
+        advice = str(key_advice(f"actor_rollout_ref.rollout.speculative.{name}"))
+        assert advice.startswith("a draft model is not trained in a run"), name
+        assert mentioned(advice) <= KEYS
+
+
 def test_advice_is_of_the_role_that_was_meant() -> None:
     assert key_advice("critic.model.fsdp_config.param_offload") == "FSDP's; use critic.megatron.param_offload"
     assert "reward_model.megatron.context_parallel_size" in str(

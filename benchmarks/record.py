@@ -215,6 +215,19 @@ def routing_replay(report: dict[str, Any]) -> Rows:
     yield f"{about}: reward", ends("reward", 1.0, 3)
 
 
+def distillation(report: dict[str, Any]) -> Rows:
+    for start, name in (("scratch", "from scratch"), ("sft", "after supervised fine-tuning")):
+        ends = {}
+        for way in ("teacher", "grpo"):
+            runs = [run for run in report["runs"] if (run["start"], run["way"]) == (start, way)]
+            last = [run["accuracy"][str(report["steps"])] for run in runs]
+            ends[way] = f"{min(last):.1%} to {max(last):.1%}"
+        yield (
+            f"a tiny student of a teacher, {name}: held-out accuracy after {report['steps']} steps, {len(runs)} seeds",
+            f"{ends['teacher']} (by GRPO from rewards: {ends['grpo']})",
+        )
+
+
 def chaos(report: dict[str, Any]) -> Rows:
     found = report["summary"]
     yield (
@@ -249,6 +262,7 @@ RECORDINGS = {
     "generation": Recording("generation.py", (), generation),
     "sampling": Recording("sampling.py", (), sampling, sampling),
     "routing_replay": Recording("routing_replay.py", (), routing_replay),
+    "distillation": Recording("distillation.py", (), distillation, asked=True),
     "chaos": Recording("chaos.py", ("--kills", "200"), chaos, chaos, out="--json", asked=True),
 }
 

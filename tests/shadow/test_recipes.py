@@ -30,7 +30,9 @@ def test_its_ranks_take_what_was_planned(machine, recipe: str, monkeypatch: pyte
                 assert row.planned == pytest.approx(row.found, rel=1e-3), row
             else:
                 assert row.difference > -TOLERANCE, row
-        assert not trains or report["phases"]["update"]["left"] == 0
+        # flash-linear-attention (0.6.0) keeps the indices of its last chunks of sequences (fla/utils/decorators.py, tensor_cache).
+        kept = 0 if inputs.model.delta_net is None else 1 << 20
+        assert not trains or 0 <= report["phases"]["update"]["left"] <= kept
         # A bucket for the engines is packed by a few launches, however many slices it has, and whatever they are computed from.
         if report["role"] == "actor":
             assert report["sent_buckets"] and max(launches for _, launches in report["sent_buckets"]) <= 10

@@ -7,9 +7,10 @@ With r_t = trainer's / engine's probability of token t, from the old log-probs:
 - rejection (masked importance sampling): tokens, or whole trajectories, whose r is not in [lower, upper] leave the
   mask, so that nothing afterwards counts them; or as many tokens as the second moment of log r asks for.
 
-The first two as in verl's `rollout_correction`, see F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
-RL Training" (2025), and J. Liu et al., "When Speed Kills Stability" (2025). Log ratios are clamped to +-20. The last is M2PO's mask (H. Zheng et al.,
-"Prosperity before Collapse", arXiv:2510.01161), its usual bound that of AReaL's example (examples/math/gsm8k_m2po.yaml).
+Weights and bounds as in verl's `rollout_correction`, see F. Yao et al., "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training" (2025), and J. Liu et al., "When Speed Kills Stability" (2025). Log ratios are clamped to +-20. The
+second moment's mask is M2PO's (H. Zheng et al., "Prosperity before Collapse", arXiv:2510.01161), its usual bound that of
+AReaL's example (examples/math/gsm8k_m2po.yaml).
 """
 
 from dataclasses import dataclass

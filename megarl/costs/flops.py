@@ -2,8 +2,8 @@
 
 A matrix of [rows, columns] takes 2 rows x columns for a token (a multiplication and an addition each), forward; backward
 takes the same for the token's gradient, and once more for the weight's if that is trained (Narayanan et al. 2021,
-arXiv:2104.04473, appendix). A gated delta net takes the products of its chunks and of its state (`_of_state`). Attention takes 2 (query and key width + value width) for each head and each pair of a query and
-a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
+arXiv:2104.04473, appendix). A gated delta net takes the products of its chunks and of its state (`_of_state`). Attention
+takes 2 (query and key width + value width) for each head and each pair of a query and a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
 """
 
 import re

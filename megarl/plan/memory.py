@@ -335,19 +335,17 @@ def engine_owners(
     context = config.data.max_prompt_length + config.data.max_response_length
     weights += rotary_bytes(model, context)
     cached = cache_dtype(rollout)
-    beside = draft_folder(rollout)
-    weights += beside.weights
+    external = draft_folder(rollout)
+    weights += external.weights
     checked = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens + 1
     states = state_bytes(model, layout, dtype, rollout.max_num_seqs, "cuda", checked)
-    weights += states
-    token = token_bytes(model, layout, cached) + beside.token * cached.itemsize
+    token = token_bytes(model, layout, cached) + external.token * cached.itemsize
     if rollout.max_total_tokens is None:
-        tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
+        tokens = math.floor((rollout.gpu_memory_utilization * limit - weights - states) / token)
     else:
         tokens = rollout.max_total_tokens // layout.dp
     cache = cache_bytes(model, layout, cached, max(tokens, 0), rollout.max_num_seqs, context)
-    weights -= states
-    cache += states + max(tokens, 0) * beside.token * cached.itemsize
+    cache += states + max(tokens, 0) * external.token * cached.itemsize
     found = [
         Owner(name, "rollout", pool, (size,), _when(needs, name) if freed else None)
         for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))

@@ -16,6 +16,7 @@ from tests.test_recipes import ON_GPUS, header
 
 ROOT = RECIPE.parents[1]
 ROLLOUT = "actor_rollout_ref.rollout"
+EP2 = f"{ROLLOUT}.expert_parallel_size=2"
 FP8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
 
 
@@ -95,7 +96,7 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     keys = [
         *expert_overrides(tmp_path / "model"),
         *(
-            f"{ROLLOUT}.expert_parallel_size=2",
+            EP2,
             f"{ROLLOUT}.dtype=bfloat16",
             f"{ROLLOUT}.speculative.algorithm=mtp",
         ),
@@ -105,41 +106,34 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     check(plan, report, 0.05)
 
 
-@pytest.mark.parametrize("float8", [False, True])
-def test_minimax_m2_has_the_parameters_that_a_sync_fills(machine, tmp_path: Path, float8: bool) -> None:
-    """TP2 EP2; norms of queries and keys are cut with the heads."""
+@pytest.mark.parametrize(
+    ("family", "served", "keys"),
+    [
+        ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2,)),  # norms of queries and keys are cut with the heads
+        ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2, *FP8)),
+        (
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            (EP2,),
+        ),  # one layer in four has a cache, the others have states
+        (
+            "gpt_oss",
+            "GptOssForCausalLM",
+            (),
+        ),  # experts are cut: sinks, biases, alternating rows of gate and up
+    ],
+    ids=["minimax_m2", "minimax_m2-float8", "qwen3_next", "gpt_oss"],
+)
+def test_a_family_has_the_parameters_that_a_sync_fills(
+    machine, tmp_path: Path, family: str, served: str, keys: tuple[str, ...]
+) -> None:
+    """On TP2; its cache and states are those that were planned."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
-    make_tiny_model(tmp_path / "model", ["two words"], family="minimax_m2", **sizes)
-    keys = [
-        *expert_overrides(tmp_path / "model"),
-        *(f"{ROLLOUT}.expert_parallel_size=2", f"{ROLLOUT}.dtype=bfloat16"),
-        *(FP8 if float8 else []),
-    ]
-    plan, report = shadow(RECIPE, keys, 1)
-    assert report["model"] == "MiniMaxM2ForCausalLM"
-    check(plan, report, 0.05)
-
-
-def test_qwen3_next_has_the_parameters_and_the_states_that_were_planned(machine, tmp_path: Path) -> None:
-    """TP2 EP2; of the layers one in four has a cache, the others have states."""
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
-    make_tiny_model(tmp_path / "model", ["two words"], family="qwen3_next", **sizes)
-    keys = [
-        *expert_overrides(tmp_path / "model"),
-        *(f"{ROLLOUT}.expert_parallel_size=2", f"{ROLLOUT}.dtype=bfloat16"),
-    ]
-    plan, report = shadow(RECIPE, keys, 1)
-    assert report["model"] == "Qwen3NextForCausalLM"
-    check(plan, report, 0.05)
-
-
-def test_gpt_oss_has_the_parameters_that_a_sync_fills(machine, tmp_path: Path) -> None:
-    """TP2 EP1, so that experts are cut: sinks, biases, alternating rows of gate and up."""
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
-    make_tiny_model(tmp_path / "model", ["two words"], family="gpt_oss", **sizes)
-    keys = [*expert_overrides(tmp_path / "model"), f"{ROLLOUT}.dtype=bfloat16"]
-    plan, report = shadow(RECIPE, keys, 1)
-    assert report["model"] == "GptOssForCausalLM"
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
+    plan, report = shadow(
+        RECIPE, [*expert_overrides(tmp_path / "model"), f"{ROLLOUT}.dtype=bfloat16", *keys], 1
+    )
+    assert report["model"] == served
     check(plan, report, 0.05)
 
 

@@ -98,10 +98,10 @@ def cache_bytes(
     return (tokens + _PADDING_TOKENS) * token_bytes(config, engines, dtype) + table
 
 
-def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) -> int:
+def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, more: int = 0) -> int:
     """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
-    draft too."""
-    layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0)
+    draft too, and of `more` layers of the same kind."""
+    layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0) + more
     if config.delta_net is not None:
         layers -= len(config.delta_net.layers)
     if config.mla is not None:

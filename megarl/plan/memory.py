@@ -336,12 +336,14 @@ def engine_owners(
     weights += rotary_bytes(model, context)
     cached = cache_dtype(rollout)
     external = draft_folder(rollout)
-    weights += external.weights
+    weights += external.weights + external.rotary
     checked = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens + 1
     states = state_bytes(model, layout, dtype, rollout.max_num_seqs, "cuda", checked)
     token = token_bytes(model, layout, cached) + external.token * cached.itemsize
     if rollout.max_total_tokens is None:
-        tokens = math.floor((rollout.gpu_memory_utilization * limit - weights - states) / token)
+        # SGLang sizes the pool as if a draft's layers had the model's keys and values (0.5.21, pool_configurator.py).
+        sized = token_bytes(model, layout, cached, external.num_layers)
+        tokens = math.floor((rollout.gpu_memory_utilization * limit - weights - states) / sized)
     else:
         tokens = rollout.max_total_tokens // layout.dp
     cache = cache_bytes(model, layout, cached, max(tokens, 0), rollout.max_num_seqs, context)

@@ -6,6 +6,7 @@ are bound to its parameters as the receiver of a sync does it.
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +89,8 @@ def run(config: TrainConfig, facts: ModelConfig, rank: int, tell: Callable[[Shad
     with FakeMode(), shadow, torch.no_grad():
         runner = _runner(arguments, rank)
         draft = _draft_runner(runner) if _has_draft(engine) else None
+        gc.collect()  # a draft's class makes layers and replaces them, in cycles of references
+        num_parameters = len(_filled(engine, runner.model))
         weights = shadow.tracker.current
         problems = [*_misfits(engine, facts, rank, runner.model), *_changed(runner.model)]
         runner.alloc_memory_pool()
@@ -100,7 +103,7 @@ def run(config: TrainConfig, facts: ModelConfig, rank: int, tell: Callable[[Shad
         rank=rank,
         world_size=engine.tensor_parallel_size,
         model=type(runner.model).__name__,
-        num_parameters=len(weights_of(runner.model)) + len(draft_weights(runner.model)),
+        num_parameters=num_parameters,
         problems=problems[:MAX_PROBLEMS],
         weights=weights,
         kv_cache=shadow.tracker.current - weights,
@@ -150,8 +153,18 @@ def _runner(arguments: dict, rank: int):
 
 
 def _has_draft(engine: EngineConfig) -> bool:
-    """Whether the model's layer for further tokens drafts tokens."""
+    """Whether a second model drafts tokens: the model's own layer for further tokens, or one of another folder."""
+    return engine.speculation is not None and engine.speculation.algorithm != "ngram"
+
+
+def _fills_draft(engine: EngineConfig) -> bool:
+    """Whether the draft is the model's own layer, which a sync can fill; the weights of one of another folder stay as they are."""
     return engine.speculation is not None and engine.speculation.algorithm == "mtp"
+
+
+def _filled(engine: EngineConfig, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that a sync fills, all of them."""
+    return weights_of(model) | (draft_weights(model) if _fills_draft(engine) else {})
 
 
 def _draft_runner(runner):
@@ -188,7 +201,11 @@ def _draft_runner(runner):
             server_args=runner.server_args,
             is_draft_worker=True,
         )
-    draft.model.set_embed_and_head(*runner.model.get_embed_and_head())
+    embedding, head = runner.model.get_embed_and_head()
+    if getattr(draft.model, "load_lm_head_from_target", True):
+        draft.model.set_embed_and_head(embedding, head)
+    else:  # an EAGLE3 draft with a head of its own, of fewer tokens
+        draft.model.set_embed(embedding)
     set_draft_runner(runner.model, draft)
     return draft
 
@@ -200,7 +217,7 @@ def _layout(engine: EngineConfig) -> EngineLayout:
         dp=engine.attention_data_parallel_size,
         dp_head=engine.data_parallel_lm_head,
         whole_shared=engine.moe_a2a_backend is not None,
-        draft=_has_draft(engine),
+        draft=_fills_draft(engine),
     )
 
 
@@ -209,7 +226,7 @@ def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slic
     layout = sglang_layout(facts, _layout(engine))
     dtype = getattr(torch, engine.dtype)
     if engine.fp8_block is not None:
-        layout = with_scales(layout, logical_tensors(facts, mtp=_has_draft(engine)), engine.fp8_block)
+        layout = with_scales(layout, logical_tensors(facts, mtp=_fills_draft(engine)), engine.fp8_block)
     for piece in layout.pieces(rank):
         kind = dtype if engine.fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
         kind = torch.float32 if sglang_keeps_float32(facts, piece.tensor) else kind
@@ -218,7 +235,8 @@ def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slic
 
 def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.nn.Module) -> Iterator[str]:
     """Why the receiver of a sync would refuse: no such parameter or place, another type, parts that are not filled."""
-    targets = {**dict(model.named_buffers()), **named_weights(model), **draft_weights(model)}
+    filled = _filled(engine, model)
+    targets = {**dict(model.named_buffers()), **named_weights(model), **filled}
     written: dict[str, list[Box]] = {}
     for item in slices(engine, facts, rank):
         written.setdefault(item.local, []).append(item.box)
@@ -227,11 +245,7 @@ def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.n
         except RefusedError as error:
             yield str(error)
     try:
-        check_complete(
-            weights_of(model) | draft_weights(model),
-            written,
-            sglang_padding(facts, _layout(engine).place(rank)),
-        )
+        check_complete(filled, written, sglang_padding(facts, _layout(engine).place(rank)))
     except RefusedError as error:
         yield str(error)
 

@@ -86,15 +86,23 @@ def test_a_draft_model_is_planned_from_its_folder(tmp_path: Path) -> None:
     assert draft_folder(RolloutConfig()) == DraftFolder()
     with pytest.raises(ValueError, match=r"draft_path: .* has no config\.json and files of weights"):
         draft_folder(rollout)
-    save_file({"fc": torch.zeros(100, 50)}, tmp_path / "model.safetensors")
+    parts = {"lm_head.weight": (100, 50), "fc.weight": (50, 150), "norm.weight": (50,)}
+    shared = {"model.embed_tokens.weight": (200, 50), "d2t": (100,)}
+    save_file(
+        {name: torch.zeros(shape) for name, shape in (parts | shared).items()}, tmp_path / "model.safetensors"
+    )
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ValueError, match=r"config\.json lacks num_attention_heads, num_hidden_layers"):
         draft_folder(rollout)
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     found = draft_folder(rollout)
-    assert 2 * found.weights == pytest.approx(4 * 100 * 50, rel=0.02)
+    whole = 50 * 150 + 50
+    assert found.weights == 2 * (whole + 100 * 50 // 2)  # bfloat16, in which engines serve it
     assert found.token == 2 * 2 * 8  # keys and values of two heads of 8
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({name: torch.zeros(shape) for name, shape in parts.items()}, tmp_path / "pytorch_model.bin")
+    assert draft_folder(rollout) == found
 
 
 def test_a_trained_layer_reaches_the_engines_that_draft_with_it() -> None:
@@ -123,10 +131,10 @@ def test_a_sync_says_what_it_only_verifies(tmp_path: Path, capsys: pytest.Captur
     assert verified(MTP, "actor_rollout_ref.model.mtp=train") == verified() == 0
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    save_file({"fc": torch.zeros(100, 50)}, tmp_path / "model.safetensors")
+    save_file({"lm_head.weight": torch.zeros(100, 64)}, tmp_path / "model.safetensors")
     folder = [f"{DRAFTING}.algorithm=eagle3", f"{DRAFTING}.draft_path={tmp_path}"]
     tp = rollout.tensor_model_parallel_size
-    assert tp * verified(*folder) == pytest.approx(4 * 100 * 50, rel=0.1)
+    assert tp * verified(*folder) == 2 * 100 * 64
     assert main(["plan", "sync", GLM, MTP, "actor_rollout_ref.model.mtp=keep"]) == 0
     said = capsys.readouterr().out
     assert f"a draft of {size_text(kept)} on each engine rank" in said and "each sync verifies it" in said

@@ -1,9 +1,12 @@
 """SGLang's own models and pool on the CUDA branch, executed without a GPU, against the table of weights and the plan."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from examples.tiny_model import make_tiny_model
 from megarl.plan.inputs import read_inputs
@@ -104,6 +107,44 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     ]
     plan, report = shadow(RECIPE, keys, 1)
     check(plan, report, 0.05)
+
+
+def make_draft(folder: Path, hidden: int, ffn: int, heads: int, vocabulary: int) -> Path:
+    """An EAGLE3 draft in the files' names, with a head of its own for `vocabulary` tokens."""
+    folder.mkdir()
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads}
+    more = {"num_key_value_heads": heads, "num_hidden_layers": 1, "draft_vocab_size": vocabulary}
+    fixed = {"model_type": "llama", "vocab_size": 2 * vocabulary, "tie_word_embeddings": False}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], **sizes, **more, **fixed}
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = {
+        **{f"self_attn.{name}_proj": (hidden, 2 * hidden) for name in "qkv"},
+        **{"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (hidden, ffn)},
+        **{f"mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")},
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "hidden_norm"), (hidden,)),
+    }
+    shapes = {f"midlayer.{name}": shape for name, shape in layer.items()}
+    shapes |= {"norm": (hidden,), "fc": (hidden, 3 * hidden), "lm_head": (vocabulary, hidden)}
+    weights = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    tables = {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(2 * vocabulary) > 0}
+    save_file({**weights, **tables}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
+    machine, model: Path, tmp_path: Path
+) -> None:
+    """SGLang's LlamaForCausalLMEagle3, TP2; the model alone has the parameters that a sync fills."""
+    draft = make_draft(tmp_path / "draft", hidden=128, ffn=2048, heads=8, vocabulary=1024)
+    keys = [*overrides(model), f"{ROLLOUT}.max_total_tokens=null", f"{ROLLOUT}.dtype=bfloat16"]
+    drafting = [f"{ROLLOUT}.speculative.algorithm=eagle3", f"{ROLLOUT}.speculative.draft_path={draft}"]
+    plan, report = shadow(RECIPE, [*keys, *drafting], 1)
+    check(plan, report, 0.02)
+    without, other = shadow(RECIPE, keys, 1)
+    assert report["num_parameters"] == other["num_parameters"]
+    drafted = sum(owner.stages[0] for owner in plan.owners if owner.name == "rollout_weights")
+    drafted -= sum(owner.stages[0] for owner in without.owners if owner.name == "rollout_weights")
+    assert report["weights"] - other["weights"] == pytest.approx(drafted, rel=0.05)
 
 
 @pytest.mark.parametrize(

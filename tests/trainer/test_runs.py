@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from megarl.costs.tensors import BUCKET, SLOTS
@@ -62,7 +63,9 @@ def test_everything_is_logged_and_said(ppo_run):
         assert name in step, name
     assert 0 <= step["perf/actor/padding"] < 0.1  # TP2 with sequence parallelism: an even number of tokens
     assert step["perf/critic/micro_imbalance"] >= step["perf/critic/rank_imbalance"] >= 0  # DP 2
-    assert list((out / "tensorboard").iterdir())
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("train/generations")] == [1, 2]
     plan = json.loads((out / "batch_plan.json").read_text())
     assert (plan["trajectories_per_step"], plan["actor"]["tp"], plan["critic"]["dp"]) == (8, 2, 2)
     assert "kl_coef: 0.001" in (out / "config.yaml").read_text()

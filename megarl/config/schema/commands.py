@@ -281,6 +281,7 @@ class _TrainerKeys(RunConfig):
         1,
         ge=0,
     )
+    log_train_generations: int = option("The same of the trajectories of each step; 0: none.", 0, ge=0)
     on_nonfinite: str = option(
         "What NaN or infinity in log-probs, values, advantages, a loss or a gradient does: stop the run, or skip the rest of the "
         "step. Its trajectories go into <run folder>/failures, for megarl replay. A reward that is not finite costs its sample "

@@ -221,6 +221,12 @@ class RunConfig(SavingConfig, TracingConfig):
     total_training_steps: int | None = option("Steps; null: from total_epochs.", None, ge=1)
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
+    metrics_port: int | None = option(
+        "Port at which the controller serves the newest metrics to Prometheus, on all interfaces and without a password; null: none.",
+        None,
+        ge=1,
+        le=65535,
+    )
     test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
 
 

@@ -79,8 +79,9 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     def work(step: int, metrics: Metrics) -> pa.Table:
         collected = batches.of(step)
         metrics |= collected.metrics
-        if step == done + 1:
-            show_samples(config, run, inputs, step, "train", collected.table)
+        first = config.trainer.log_val_generations if step == done + 1 else 0
+        shown = max(first, config.trainer.log_train_generations)
+        show_samples(run, inputs, step, "train", collected.table, shown)
         with batches.during_learning(step) as learner:  # with some trainer.mode later batches are collected
             batch, learnt = learn(config, *learner, collected.table, state.controls, step, state.ptx_batches)
         metrics |= learnt
@@ -179,15 +180,13 @@ def sync_and_validate(
     )  # fmt: skip
     for name, table in answers.items():
         run.save_trajectories(table, name, step)
-        show_samples(config, run, inputs, step, name, table)
+        show_samples(run, inputs, step, name, table, config.trainer.log_val_generations)
     metrics = {f"val/{name}": value for name, value in metrics.items()}
     # A step reports the sync of its own rollouts; step 0 has none, and this is the run's first sync.
     return metrics if step else metrics | synced
 
 
-def show_samples(
-    config: TrainConfig, run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table
-) -> None:
+def show_samples(run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table, number: int) -> None:
     """Log a few scored trajectories as text; `name` is their label."""
-    samples = sample_rows(table, inputs.tokenizer, config.trainer.log_val_generations)
+    samples = sample_rows(table, inputs.tokenizer, number)
     run.logger.log_samples(step, f"{name}/generations", samples)

@@ -110,8 +110,11 @@ class SwanlabTracker(Tracker):
         self.swanlab.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
-        self.swanlab.log({tag: [self.swanlab.Text(text) for text in texts]}, step=step)
+        columns = list(rows[0])
+        table = self.swanlab.echarts.Table().add(
+            columns, [[row[column] for column in columns] for row in rows]
+        )
+        self.swanlab.log({tag: table}, step=step)
 
     def finish(self, error: BaseException | None) -> None:
         if error is None:
@@ -238,6 +241,7 @@ class RunLogger:
             logged in this folder for later steps (for a new run: for all steps) are dropped.
         console: where to print; None: standard output.
         tracked: the run as trackers see it; required with any tracker.
+        trackers: that are open already, further ones.
     """
 
     def __init__(
@@ -249,6 +253,7 @@ class RunLogger:
         resumed_step: int | None = None,
         console: Console | None = None,
         tracked: TrackedRun | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -257,9 +262,9 @@ class RunLogger:
         last_kept = -1 if resumed_step is None else resumed_step
         keep_lines(self.folder / METRICS_FILE, last_kept)
         self._events = _open_events(self.folder, last_kept + 1) if "tensorboard" in sinks else None
-        trackers = [name for name in dict.fromkeys(sinks) if name in TRACKERS]
-        assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
-        self._trackers = open_trackers(trackers, tracked, self.folder) if tracked is not None else []
+        named = [name for name in dict.fromkeys(sinks) if name in TRACKERS]
+        assert tracked is not None or not named, f"{named} need to be told of the run"
+        self._trackers = [*trackers, *(open_trackers(named, tracked, self.folder) if tracked else [])]
         self._progress = _progress(console or Console(), enabled=self._to_console)
         self._task = self._progress.add_task("train", total=total_steps, completed=max(last_kept, 0), left="")
         self._pace = Pace()

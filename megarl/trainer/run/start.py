@@ -26,6 +26,7 @@ from megarl.config import RolloutConfig, TrainConfig, TuningConfig, resolve_batc
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.cluster_setup import cluster_setup_of
 from megarl.trainer.run.earlier_runs import CHECKPOINTS
+from megarl.trainer.run.endpoint import serve_metrics
 from megarl.trainer.run.facts import Facts, opening_lines, recorded
 from megarl.trainer.run.failures import ending_after_signal, naming_keys
 from megarl.trainer.run.logger import RunLogger, TrackedRun
@@ -76,6 +77,9 @@ def open_run(
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
         resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
         stack.enter_context(recorded(config, plan, folder))
+        served = stack.enter_context(
+            serve_metrics(trainer.metrics_port, trainer.project_name, trainer.experiment_name)
+        )
         if cluster_setup is None:
             cluster_setup = stack.enter_context(cluster_setup_of(config))
         run = stack.enter_context(
@@ -100,6 +104,7 @@ def open_run(
                 total_steps=total_steps,
                 console=run.console,
                 tracked=tracked,
+                trackers=served,
                 resumed_step=None if resumed is None else resumed.step,
             )
         )

@@ -289,11 +289,10 @@ def test_swanlab(packages: dict[str, ModuleType], tmp_path: Path) -> None:
     init, samples, log, finish = packages["swanlab"].calls
     where = {"project": "project", "name": "experiment", "log_dir": str(tmp_path / "swanlog")}
     assert init == ("init", {**where, "config": RUN.config})
-    texts = [text.content for text in samples[1]["data"]["val/generations"]]
-    assert texts == [
-        "prompt: 1+1\n\nresponse: 2\n\nscore: 1.0",
-        "prompt: 1+2\n\nresponse: 4|\n5\n\nscore: 0.0",
-    ]
+    table = samples[1]["data"]["val/generations"]
+    assert samples[1]["step"] == 3
+    assert table.headers == ["prompt", "response", "score"]
+    assert table.rows == [["1+1", "2", 1.0], ["1+2", "4|\n5", 0.0]]
     assert log == ("log", {"data": METRICS, "step": 3})
     assert finish == ("finish", {"state": "success", "error": None})
 

@@ -1,13 +1,18 @@
 """Stands for swanlab 0.10.3: its signatures, as far as megarl calls it, and a record of the calls."""
 
+from types import SimpleNamespace
 from typing import Any
 
 calls: list[tuple[str, dict[str, Any]]] = []
 
 
-class Text:
-    def __init__(self, content: str, caption: str | None = None) -> None:
-        self.content = content
+class Table:
+    def add(self, headers: list[str], rows: list[list[Any]], attributes: dict | None = None) -> "Table":
+        self.headers, self.rows = headers, rows
+        return self
+
+
+echarts = SimpleNamespace(Table=Table)
 
 
 def init(

@@ -1,0 +1,73 @@
+"""Metrics of a run as Prometheus reads them."""
+
+import math
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megarl.config import SFTConfig, load_config, resolve
+from megarl.trainer.run.endpoint import prometheus_name, serve_metrics
+from megarl.trainer.run.logger import RunLogger
+from megarl.trainer.run.start import open_run
+
+RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart_sft.yaml"
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]
+
+
+def scraped(port: int) -> Mapping[tuple[str, str], float]:
+    """Each sample's name, the metric that it is labelled with, and its value."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    assert all((one.labels["project"], one.labels["run"]) == ("a project", 'ppo "2"') for one in samples)
+    return {(one.name, one.labels["metric"]): one.value for one in samples}
+
+
+def test_the_newest_value_of_each_metric_is_served_until_the_run_ends(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        serve_metrics(port, "a project", 'ppo "2"') as trackers,
+        RunLogger(tmp_path, [], trackers=trackers) as logger,
+    ):
+        assert scraped(port) == {}
+        logger.log(1, {"actor/entropy": 1.5, "val/pass@4": 0.25, "val/pass_at_4": 7.0})
+        logger.log(2, {"actor/entropy": math.nan})
+        found = dict(scraped(port))
+        assert found.pop(("megarl_step_end_time_seconds", "step_end_time_seconds")) > 1.7e9
+        assert math.isnan(found.pop(("megarl_actor_entropy", "actor/entropy")))
+        assert found == {
+            ("megarl_step", "step"): 2,
+            ("megarl_val_pass_at_4", "val/pass@4"): 0.25,  # of the step before, which alone had it
+            ("megarl_val_pass_at_4", "val/pass_at_4"): 7.0,
+        }
+    with pytest.raises(URLError):
+        scraped(port)
+
+
+def test_a_run_whose_port_is_taken_ends_before_its_cluster_starts(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        keys = [f"trainer.metrics_port={port}", f"trainer.default_local_dir={tmp_path}"]
+        config = resolve(load_config(SFTConfig, RECIPE, keys))
+        with (
+            pytest.raises(ValueError, match=rf"trainer\.metrics_port={port}: .*; give a port that is free"),
+            open_run(config, 1),
+        ):
+            pass
+
+
+def test_names_are_of_letters_digits_and_underscores() -> None:
+    assert prometheus_name("timing_s/step") == "megarl_timing_s_step"
+    assert prometheus_name("val/größe µ:x") == "megarl_val_gr__e___x"

@@ -30,7 +30,7 @@ from megarl.data.files import (
     without_filled_nulls,
 )
 from megarl.data.tokenizer import encode_texts, render_text
-from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS
+from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, REF_PROMPT_IDS, TEMPLATE_KWARGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,8 +59,8 @@ class PromptReader:
     """Makes prompt tables of rows, and collects the errors of rows.
 
     Attributes:
-        schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, and TEMPLATE_KWARGS with that or
-            keep_template_kwargs.
+        schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, TEMPLATE_KWARGS with that or
+            keep_template_kwargs, and REF_PROMPT_IDS with ref_prompt_key.
         errors: the wrong rows so far.
         num_filtered: rows left out so far as longer than `max_prompt_length`.
     """
@@ -71,6 +71,7 @@ class PromptReader:
         *,
         max_prompt_length: int,
         prompt_key: str = "prompt",
+        ref_prompt_key: str | None = None,
         data_source_key: str = SOURCE_KEY,
         answer_key: str | None = ANSWER_KEY,
         may_lack: Collection[str] = (),
@@ -86,6 +87,8 @@ class PromptReader:
             tokenizer: None: no tables are made, `fields` alone are read.
             max_prompt_length: tokens, chat template included.
             prompt_key: the column of the messages, or of a text, which is the user's message; may be dotted.
+            ref_prompt_key: the column of the prompt that the reference reads in its place, of the same form and as long at most.
+                None: there is none.
             data_source_key: the column that becomes `data_source`; may be dotted.
             answer_key: the column that becomes `ground_truth`; may be dotted. None: it is empty.
             may_lack: which of the last two columns rows may lack, or have null in; `data_source` is then UNKNOWN_SOURCE,
@@ -107,7 +110,9 @@ class PromptReader:
             raise ValueError(f"max_prompt_length must be at least 1, found {max_prompt_length}")
         self._tokenizer = tokenizer
         # Each column with the key to set where a file lacks it, for errors.
-        self._prompt = Column(prompt_key, "data.prompt_key")
+        self._prompts = {"prompt_ids": Column(prompt_key, "data.prompt_key")}
+        if ref_prompt_key is not None:
+            self._prompts[REF_PROMPT_IDS] = Column(ref_prompt_key, "data.ref_prompt_key")
         self._source = Column(
             data_source_key,
             "data.reward_fn_key (no row needs it with reward.rule or custom_reward_function.path)",
@@ -122,6 +127,7 @@ class PromptReader:
         self._keywords = ChatKeywords(tools_key, chat_template_kwargs)
         kept = {MESSAGES: keep_messages, TEMPLATE_KWARGS: keep_messages or keep_template_kwargs}
         further = [pa.field(name, pa.string()) for name, keep in kept.items() if keep]
+        further += [pa.field(name, pa.list_(pa.int32())) for name in self._prompts if name == REF_PROMPT_IDS]
         self.schema = pa.schema([*PROMPT_SCHEMA, *further])
         self.errors = RowErrors()
         self.num_filtered = 0
@@ -135,11 +141,11 @@ class PromptReader:
     @property
     def chat_columns(self) -> list[str]:
         """The columns of chats, tools and keywords (see `without_filled_nulls`)."""
-        return [self._prompt.name, *self._keywords.columns]
+        return [*(column.name for column in self._prompts.values()), *self._keywords.columns]
 
     def needed(self, present: Sequence[str]) -> list[Column]:
         """The columns that a file must have, whatever others are present in it."""
-        named = (self._prompt, self._source, self._answer, *self._keywords.needed)
+        named = (*self._prompts.values(), self._source, self._answer, *self._keywords.needed)
         return [column for column in named if column is not None and column.name not in self._may_lack]
 
     def has_columns(self, file: DataFile) -> bool:
@@ -152,44 +158,51 @@ class PromptReader:
     def table(self, rows: Sequence[Row]) -> pa.Table:
         """The prompt table of the rows that are neither wrong nor left out, in their order."""
         parsed = [(row, fields) for row in rows if (fields := self._parse(row)) is not None]
-        encoded = encode_texts(self._tokenizer, [fields["text"] for _, fields in parsed])
+        encoded = [
+            encode_texts(self._tokenizer, [fields[name] for _, fields in parsed]) for name in self._prompts
+        ]
         kept = []
-        for (row, fields), ids in zip(parsed, encoded, strict=True):
-            prompt = self._fit(row, ids)
-            if prompt is not None:
-                kept.append({"uid": row.uid, "prompt_ids": prompt, **fields})
+        for (row, fields), *prompts in zip(parsed, *encoded, strict=True):
+            fitted = self._fit(row, dict(zip(self._prompts, prompts, strict=True)))
+            if fitted is not None:
+                kept.append({"uid": row.uid, **fields, **fitted})
         return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
 
-    def fields(self, row: Row) -> tuple[list[Message], dict[str, Any], dict[str, str]]:
-        """The messages of a row, its keywords for the chat template, and its other columns of the table.
+    def fields(self, row: Row) -> tuple[dict[str, list[Message]], dict[str, Any], dict[str, str]]:
+        """The messages of a row's prompts by the columns of their tokens, its keywords for the chat template, and its other columns of
+        the table.
 
         Raises:
             ValueError: a column is missing or of another form.
         """
-        key = self._prompt.name
         values = without_filled_nulls(row.values, self.chat_columns, row.file)
-        messages = prompt_messages(lookup(values, key, self._prompt.setting), key)
+        prompts = {
+            name: prompt_messages(lookup(values, column.name, column.setting), column.name)
+            for name, column in self._prompts.items()
+        }
         keywords = self._keywords.of_row(values)
         return (
-            messages,
+            prompts,
             keywords,
             {
                 "data_source": self._data_source(row.values),
                 "ground_truth": self._ground_truth(row.values),
                 "extra_info": _to_json(row.values.get("extra_info") or {}, "extra_info"),
-                MESSAGES: _to_json(messages, key),
+                MESSAGES: _to_json(prompts["prompt_ids"], self._prompts["prompt_ids"].name),
                 TEMPLATE_KWARGS: _to_json(keywords, "chat_template_kwargs"),
             },
         )
 
     def _parse(self, row: Row) -> dict[str, str] | None:
-        """One row with its prompt rendered to `text`; None: it is wrong, and its error is noted."""
+        """One row with its prompts as texts, `prompt_ids` and REF_PROMPT_IDS; None: it is wrong, and its error is noted."""
         try:
-            messages, keywords, fields = self.fields(row)
-            text = render_text(
-                self._tokenizer, messages, add_generation_prompt=True, template_kwargs=keywords
-            )
-            return {**fields, "text": text}
+            prompts, keywords, fields = self.fields(row)
+            return fields | {
+                name: render_text(
+                    self._tokenizer, messages, add_generation_prompt=True, template_kwargs=keywords
+                )
+                for name, messages in prompts.items()
+            }
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))
             return None
@@ -217,26 +230,27 @@ class PromptReader:
             raise ValueError(f"{key!r} is null")
         return value if isinstance(value, str) else _to_json(value, key)
 
-    def _fit(self, row: Row, ids: list[int]) -> list[int] | None:
-        """The prompt's tokens, cut if they are too many; None: the row is left out, or wrong."""
-        if not ids:
+    def _fit(self, row: Row, prompts: dict[str, list[int]]) -> dict[str, list[int]] | None:
+        """The tokens of a row's prompts, cut if they are too many; None: the row is left out, or wrong."""
+        if not all(prompts.values()):
             # an engine given an empty prompt does not answer with an error, it dies
             self.errors.add(row.file, row.number, "the chat template renders the prompt to no tokens")
             return None
-        if len(ids) <= self.max_length:
-            return ids
-        if self._filter:
+        long = {name: len(ids) for name, ids in prompts.items() if len(ids) > self.max_length}
+        if long and self._filter:
             self.num_filtered += 1
             return None
-        if self._truncation != "error":
-            return truncate(ids, self.max_length, self._truncation)
-        self.errors.add(
-            row.file,
-            row.number,
-            f"the prompt has {len(ids)} tokens, more than max_prompt_length {self.max_length}; "
-            "raise it, set filter_overlong_prompts, or choose a truncation",
-        )
-        return None
+        if long and self._truncation == "error":
+            (name, length), *_ = long.items()
+            prompt = "the prompt" if name == "prompt_ids" else f"the prompt {self._prompts[name].name!r}"
+            self.errors.add(
+                row.file,
+                row.number,
+                f"{prompt} has {length} tokens, more than max_prompt_length {self.max_length}; "
+                "raise it, set filter_overlong_prompts, or choose a truncation",
+            )
+            return None
+        return {name: truncate(ids, self.max_length, self._truncation) for name, ids in prompts.items()}
 
 
 class PromptDataset:

@@ -164,6 +164,10 @@ MESSAGES = (
 )
 # the prompt's keywords for the chat template (tools and others) as JSON: another such column
 TEMPLATE_KWARGS = "template_kwargs"
+REF_PROMPT_IDS = (
+    "ref_prompt_ids"  # the prompt that the reference reads in its place (int32 lists): another one
+)
+CARRIED = (MESSAGES, TEMPLATE_KWARGS, REF_PROMPT_IDS)
 
 Ragged = tuple[np.ndarray, np.ndarray]
 """(flat values [total], offsets int64 [rows + 1]): row i is flat[offsets[i] : offsets[i + 1]]."""
@@ -212,7 +216,7 @@ def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
         "prompt_uid": prompt_uids,
     }
     requests = pa.table([columns[name] for name in REQUEST_SCHEMA.names], schema=REQUEST_SCHEMA)
-    return with_messages(requests, expanded)
+    return with_carried(requests, expanded)
 
 
 def build_trajectories(
@@ -274,7 +278,7 @@ def build_trajectories(
         table = table.append_column(ROUTED_EXPERTS, routing_column(routed, routing))
     # The users of log-probs decide about values that are not finite.
     validate_trajectories(table, finite=False)
-    return with_messages(table, requests)
+    return with_carried(table, requests)
 
 
 def _response_mask(generation: Generation) -> Sequence[bool] | np.ndarray:
@@ -308,9 +312,9 @@ def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
     return [EnvironmentNotes(note.get("numbers", {}), note.get("error")) for note in notes]
 
 
-def with_messages(table: pa.Table, source: pa.Table) -> pa.Table:
-    """`table` with the columns MESSAGES and TEMPLATE_KWARGS of `source`, whose rows are the same, as far as that has them."""
-    for name in (MESSAGES, TEMPLATE_KWARGS):
+def with_carried(table: pa.Table, source: pa.Table) -> pa.Table:
+    """`table` with the columns CARRIED of `source`, whose rows are the same, as far as that has them."""
+    for name in CARRIED:
         if name in source.column_names:
             table = table.append_column(name, source[name])
     return table
@@ -379,7 +383,7 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
 
 def response_columns(table: pa.Table) -> list[str]:
     """Names of the response-aligned list columns: all list columns but those of prompt or whole sequence."""
-    others = ("prompt_ids", ROUTED_EXPERTS)
+    others = ("prompt_ids", REF_PROMPT_IDS, ROUTED_EXPERTS)
     return [field.name for field in table.schema if pa.types.is_list(field.type) and field.name not in others]
 
 

@@ -291,19 +291,21 @@ def _few_rows(files: Sequence[DataFile], source: _Source) -> Iterator[str]:
         yield f"{source.key}: {sum(counts)} rows, too few for one batch of {key}={size}: lower it or give more data"
 
 
-def _prompts(config: TrainConfig | EvalConfig) -> _Rows:
-    reader = PromptReader(None, may_lack=may_lack(config), **reading(config.data))
+def _prompts(config: TrainConfig | EvalConfig, ref_prompt_key: str | None = None) -> _Rows:
+    reader = PromptReader(
+        None, may_lack=may_lack(config), ref_prompt_key=ref_prompt_key, **reading(config.data)
+    )
     return _Rows(reader.columns, reader.needed, reader.fields)
 
 
 def _of_training(config: TrainConfig) -> Iterator[_Source]:
-    data, rows = config.data, _prompts(config)
+    data, rows = config.data, _prompts(config, config.data.ref_prompt_key)
     if config.trainer.train_only is None:
         batch = ("data.train_batch_size", data.train_batch_size)
         yield _Source("data.train_files", data.train_files, rows, batch)
         for name, part in (data.mixture or {}).items():
             yield _Source(f"data.mixture.{name}.files", part.files, rows)
-        yield from _held_out(data, rows)
+        yield from _held_out(data, _prompts(config))
     if data.ptx is not None:
         yield _Source("data.ptx.files", data.ptx.files, _examples(data.ptx, "data.ptx"))
 

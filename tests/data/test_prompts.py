@@ -7,7 +7,14 @@ import pytest
 
 from megarl.data.loader import TableLoader
 from megarl.data.prompts import PromptDataset, truncate
-from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS, expand_prompts
+from megarl.data.trajectories import (
+    MESSAGES,
+    PROMPT_SCHEMA,
+    REF_PROMPT_IDS,
+    TEMPLATE_KWARGS,
+    expand_prompts,
+    response_columns,
+)
 from tests.data.shared import prompt_row, render_prompt
 
 
@@ -283,6 +290,28 @@ def test_overlong_prompts(tokenizer, tmp_path):
         PromptDataset(path, tokenizer, max_prompt_length=2, filter_overlong_prompts=True)
     with pytest.raises(ValueError, match="truncation must be one of error, left, right, middle, found 'top'"):
         PromptDataset(path, tokenizer, max_prompt_length=20, truncation="top")
+
+
+def test_a_prompt_of_the_references_own(tokenizer, tmp_path):
+    """It is tokenised like the other, limited like it, and goes with each request."""
+    long = "Tom has 3 pens. " * 9
+    told = [prompt_row()["prompt"], "It is 7. Tom has 3 pens and buys 4.", long]
+    path = write_rows(tmp_path / "train.jsonl", [{**prompt_row(), "told": prompt} for prompt in told])
+    reading = {"max_prompt_length": 40, "ref_prompt_key": "told", "filter_overlong_prompts": True}
+    dataset = PromptDataset(path, tokenizer, **reading)
+    assert dataset.table["uid"].to_pylist() == ["train:0", "train:1"] and dataset.num_filtered == 1
+    first, second = dataset.table.to_pylist()
+    assert first["prompt_ids"] == first[REF_PROMPT_IDS] == second["prompt_ids"]
+    assert second[REF_PROMPT_IDS] == render_prompt(tokenizer, [{"role": "user", "content": told[1]}])
+    requests = expand_prompts(dataset.table, 2)
+    assert requests[REF_PROMPT_IDS].to_pylist() == [
+        row[REF_PROMPT_IDS] for row in (first, first, second, second)
+    ]
+    assert not {"prompt_ids", REF_PROMPT_IDS} & set(response_columns(requests))
+    with pytest.raises(ValueError, match=r"row 2: the prompt 'told' has .* more than max_prompt_length 40"):
+        PromptDataset(path, tokenizer, **{**reading, "filter_overlong_prompts": False})
+    with pytest.raises(ValueError, match=r"'hint'.*data\.ref_prompt_key"):
+        PromptDataset(path, tokenizer, **{**reading, "ref_prompt_key": "hint"})
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,19 @@
-"""Whole runs in which a policy learns from a teacher alone: it comes closer, and rewards have no part in it."""
+"""Whole runs in which a policy learns from a teacher alone: it comes closer, and rewards have no part in it.
+
+The teacher that judges sampled tokens is told more than the policy.
+"""
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
+from megarl.data.trajectories import REF_PROMPT_IDS, read_trajectories
 from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.roles.test_weight_sync import SMALL
 
@@ -14,6 +22,7 @@ WAYS = {
     "sampled": [
         "actor_rollout_ref.ref.megatron={pipeline_model_parallel_size: 2}",
         f"{ACTOR}.kl_loss_type=k2",
+        "data.ref_prompt_key=told",
     ],
     "whole": [
         f"{ACTOR}.kl_loss_type=full",
@@ -35,8 +44,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", ["sampled", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_path: Path, way: str) -> None:
     """In processes of its own by its log-probs, or in the actor's by its whole distributions, where the actor has adapters."""
+    rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
+    for row in rows:
+        question, answer = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+        row["told"] = f"{question} It is {answer}."
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "told.parquet")
     said = succeed(
-        "train", *PPO, *on(task, tmp_path), *SMALL, f"actor_rollout_ref.ref.model.path={teacher}", f"{ACTOR}.pg_loss_coef=0",
+        "train", *PPO, *on(task, tmp_path), *SMALL, f"data.train_files={tmp_path}/told.parquet", f"actor_rollout_ref.ref.model.path={teacher}", f"{ACTOR}.pg_loss_coef=0",
         f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=1", "trainer.total_training_steps=6", *WAYS[way],
     )  # fmt: skip
     found = steps(tmp_path)
@@ -45,3 +59,22 @@ def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_pat
     for step in found:
         assert step["actor/loss"] == pytest.approx(step["actor/kl_loss"], rel=1e-5)
         assert step["actor/pg_loss"] != step["actor/loss"]
+    if way == "sampled":
+        check_judged(teacher, tmp_path / "rollouts" / "step-000001.parquet")
+
+
+@torch.no_grad()
+def check_judged(teacher: Path, path: Path) -> None:
+    """The teacher's log-probs are those of Hugging Face's model after its own prompt, and not those after the policy's."""
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+
+    def judged(prompt: list[int], response: list[int]) -> torch.Tensor:
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+    for row in read_trajectories(path).to_pylist()[::3]:
+        prompt, told, response = row["prompt_ids"], row[REF_PROMPT_IDS], row["response_ids"]
+        assert told != prompt
+        found = torch.tensor(row["ref_log_probs"])
+        torch.testing.assert_close(found, judged(told, response), rtol=1e-4, atol=1e-4)
+        assert (found - judged(prompt, response)).abs().max() > 1e-3

@@ -12,6 +12,7 @@ from megarl.config.resolve import (
     full_kl_in_loss,
     full_kl_in_reward,
     has_teacher,
+    needs_ref_log_probs,
     needs_reference,
     reference_in_actor,
 )
@@ -307,6 +308,14 @@ def _reference_problems(config: TrainConfig) -> Iterator[str]:
             f"{given}: nothing compares the policy with a reference; set {POLICY}.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, "
             "or leave it out"
         )
+    key = f"data.ref_prompt_key={config.data.ref_prompt_key}"
+    if config.data.ref_prompt_key is not None and not needs_ref_log_probs(config):
+        yield (
+            f"{key}: the reference judges responses after another prompt by their sampled tokens alone; "
+            f"set {POLICY}.actor.use_kl_loss=true with kl_loss_type=k2, or algorithm.use_kl_in_reward=true with kl_penalty=kl"
+        )
+    if config.data.ref_prompt_key is not None and config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield f"{key}: an environment adds to prompts what the reference would not see; leave one out"
     if not (actor.pg_loss_coef or actor.use_kl_loss or actor.entropy_coeff or actor.ptx_coef):
         yield f"{POLICY}.actor.pg_loss_coef=0: the policy would learn from nothing; set use_kl_loss=true beside it, or leave it out"
 

@@ -153,6 +153,11 @@ class DataConfig:
         "Another name of actor_rollout_ref.model.tokenizer_path; null: as that says.", None, is_path=True
     )
     prompt_key: str = option("Column of the prompt: chat messages, or a text (the user's message).", "prompt")
+    ref_prompt_key: str | None = option(
+        "Column of the prompt after which the reference judges responses, where it is told more than the policy, such as a solution; of at "
+        "most max_prompt_length tokens, too; null: the policy's prompt.",
+        None,
+    )
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
     tools_key: str | None = option(TOOLS_KEY_HELP, "tools")

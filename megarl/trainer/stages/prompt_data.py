@@ -92,6 +92,7 @@ def read_prompts(
     uid_prefix: str = "",
     may_lack: Collection[str] = (),
     several_turns: bool = False,
+    ref_prompt_key: str | None = None,
 ) -> PromptDataset:
     """All prompts of some files.
 
@@ -99,6 +100,7 @@ def read_prompts(
         max_samples: the first so many rows; -1: all.
         may_lack: columns that rows may lack, see the function `may_lack`.
         several_turns: an environment continues the chats (rollout.multi_turn).
+        ref_prompt_key: the column of the reference's own prompts; None: it reads the policy's.
 
     Raises:
         ValueError: names the file and row that is wrong.
@@ -109,6 +111,7 @@ def read_prompts(
         max_samples=None if max_samples == -1 else max_samples,
         uid_prefix=uid_prefix,
         may_lack=may_lack,
+        ref_prompt_key=ref_prompt_key,
         **reading(data, several_turns),
     )
 
@@ -183,12 +186,18 @@ def _feed(
 ) -> tuple[Feed, int]:
     """The rows of some files in their order, and how many were left out as too long."""
     if not data.streaming:
-        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack, several_turns)
+        told = data.ref_prompt_key
+        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack, several_turns, told)
         check(dataset.table)
         return TableFeed(dataset.table, make_sampler(data.sampler, data.shuffle), seed), dataset.num_filtered
     limit = None if max_samples == -1 else max_samples
     piece_rows = max(1, data.stream_window_rows // PIECES_A_WINDOW)
-    reader = PromptReader(tokenizer, may_lack=may_lack, **reading(data, several_turns))
+    reader = PromptReader(
+        tokenizer,
+        may_lack=may_lack,
+        ref_prompt_key=data.ref_prompt_key,
+        **reading(data, several_turns),
+    )
     found = resolve_files(files)
     for file in found:
         reader.has_columns(file)

@@ -8,8 +8,7 @@ import pyarrow as pa
 
 from megarl.config import DataConfig
 from megarl.data.trajectories import (
-    MESSAGES,
-    TEMPLATE_KWARGS,
+    CARRIED,
     TRAJECTORY_SCHEMA,
     from_ragged,
     ragged,
@@ -21,7 +20,7 @@ from megarl.trainer.stages.advantages import SCORED_MASK
 from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY, REWARD_PART
 
 # The columns that learning reads; the others of the file are computed again.
-_COLUMNS = (*TRAJECTORY_SCHEMA.names, MESSAGES, TEMPLATE_KWARGS, "score", OVERLONG_PENALTY, BASELINE_SCORE)
+_COLUMNS = (*TRAJECTORY_SCHEMA.names, *CARRIED, "score", OVERLONG_PENALTY, BASELINE_SCORE)
 
 
 def step_file(folder: str | Path, step: int) -> Path:

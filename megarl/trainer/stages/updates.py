@@ -23,7 +23,14 @@ from megarl.config import (
     needs_old_log_probs,
     needs_ref_log_probs,
 )
-from megarl.data.trajectories import append_column, ragged, sequence_lengths
+from megarl.data.routing import ROUTED_EXPERTS
+from megarl.data.trajectories import (
+    REF_PROMPT_IDS,
+    append_column,
+    ragged,
+    replace_column,
+    sequence_lengths,
+)
 from megarl.trainer.roles.device_memory import gpu_turns
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.types import Roles
@@ -64,8 +71,11 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]
     ] = []  # roles, group, method and arguments
     wants_ref = ref is not None and needs_ref_log_probs(config)
+    asked, read = reference_batch(batch), table
+    if asked is not batch:
+        read = run.put(columns_of(asked, READ))
     # One call where one group does both: each costs the controller time for every rank.
-    both = wants_ref and ref.group is actor.group and needs_old_log_probs(config)
+    both = wants_ref and ref.group is actor.group and needs_old_log_probs(config) and asked is batch
     if needs_old_log_probs(config):
         plan, _ = update_plan(batch, actor.layout, actor.batching, seed, run.plans)
         shares = run.put(first_pass_plan(plan, actor.batching.epochs))
@@ -78,9 +88,10 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     elif not is_single_update(config):
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
     if wants_ref and not both:
-        shares = run.put(forward_plan(batch, ref.layout, ref.batching, run.plans))
+        plans = run.plans if asked is batch else None
+        shares = run.put(forward_plan(asked, ref.layout, ref.batching, plans))
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
-        calls.append((("ref",), ref.group, (method, table, shares, "ref_log_probs")))
+        calls.append((("ref",), ref.group, (method, read, shares, "ref_log_probs")))
     if critic is not None:
         shares = run.put(forward_plan(batch, critic.layout, critic.batching, run.plans))
         calls.append((("critic",), critic.group, ("compute_values", table, shares)))
@@ -93,6 +104,15 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         batch = merge_columns(batch, results, run.blocks)
     require_finite(batch, COMPUTED, answers)
     return batch
+
+
+def reference_batch(batch: pa.Table) -> pa.Table:
+    """The trajectories as the reference reads them: after prompts of its own where there are any (`data.ref_prompt_key`)."""
+    if REF_PROMPT_IDS not in batch.column_names:
+        return batch
+    # The engine's routing is of the policy's prompts; a reference's routers choose themselves in any case.
+    kept = batch.drop_columns([name for name in (ROUTED_EXPERTS,) if name in batch.column_names])
+    return replace_column(kept, "prompt_ids", batch[REF_PROMPT_IDS].combine_chunks())
 
 
 def _by_role(names: Sequence[str], results: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:

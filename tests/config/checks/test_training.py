@@ -263,6 +263,14 @@ def test_a_teacher_or_something_else_is_learnt_from(grpo: Train, folder: Path) -
     check_config(grpo(teacher, alone, f"{ACTOR}.use_kl_loss=true"))
 
 
+def test_a_reference_judges_after_its_own_prompt_by_sampled_tokens_alone(grpo: Train) -> None:
+    told, used = "data.ref_prompt_key=told", f"{ACTOR}.use_kl_loss=true"
+    check_config(grpo(told, used, f"{ACTOR}.kl_loss_type=k2"))
+    for keys in ((), (used, f"{ACTOR}.kl_loss_type=full")):
+        (found,) = problems(grpo(told, *keys))
+        assert found.startswith("data.ref_prompt_key=told: the reference judges")
+
+
 def test_the_exact_kl_in_the_reward_needs_a_forward_pass(train: Train) -> None:
     (found,) = problems(train(*KL_IN_REWARD, "algorithm.rollout_correction.bypass_mode=true"))
     assert found.startswith("algorithm.kl_penalty='full' needs the policy's forward pass")

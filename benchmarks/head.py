@@ -45,7 +45,7 @@ def measure(vocab: int, width: int, tokens: int, tp: int, fused: bool) -> Figure
     from torch.utils._pytree import tree_leaves
     from triton.runtime.jit import JITFunction
 
-    from megarl.megatron.heads import CHUNK_TOKENS, _TokenLogProbs, token_log_probs
+    from megarl.megatron.heads.log_probs import CHUNK_TOKENS, _TokenLogProbs, token_log_probs
     from megarl.shadow import collectives
     from megarl.shadow.mode import FakeMode, Shadow
 

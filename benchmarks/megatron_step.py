@@ -115,7 +115,7 @@ def run_rank(rank: int, layout: ParallelLayout, work: Workload, folder: str) -> 
     """One process of a layout: takes its place, steps, and writes `rank-<n>.json` into `folder`."""
     # These import megatron-core, which the parent does not need.
     from megarl.megatron.build import build_model, wrap_for_training
-    from megarl.megatron.heads import lm_head
+    from megarl.megatron.heads.outputs import lm_head
     from megarl.megatron.optimizer import build_optimizer
     from megarl.megatron.packing import PackedBatch, arrange_sequences
     from megarl.megatron.parallel import coords, init_parallel

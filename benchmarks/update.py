@@ -5,7 +5,7 @@ Nothing is timed and no GPU is there: rank 0 runs as a shadow (megarl/shadow), w
 A launch is an operation of torch that computes something on the device, a Triton kernel, or a call of Transformer Engine's extension, however many
 kernels that launches (a grouped product one an expert and more). Memory is in addition to weights, gradient buffers and optimizer states.
 
-"torch's code" is the head as it was before it had kernels, and as it is on a CPU: `_TokenLogProbs` of megarl/megatron/heads.py.
+"torch's code" is the head as it was before it had kernels, and as it is on a CPU: `_TokenLogProbs` of megarl/megatron/heads/log_probs.py.
 
     python benchmarks/update.py --out update.json
 """
@@ -113,21 +113,21 @@ def is_kernel(name: str, found: Any) -> bool:
 @contextmanager
 def torch_head() -> Iterator[None]:
     """Have the head compute by torch's code on a GPU, too."""
-    from megarl.megatron import heads
     from megarl.megatron.fused_head import HeadShare
+    from megarl.megatron.heads import log_probs as head
 
     def log_probs(hidden: Any, weight: Any, labels: Any, share: HeadShare) -> Any:
         how = (
             share.start,
             share.rows,
             share.temperature,
-            heads.CHUNK_TOKENS,
+            head.CHUNK_TOKENS,
             share.tp_group,
             share.with_entropy,
         )
-        return heads._TokenLogProbs.apply(hidden, weight, labels, *how)
+        return head._TokenLogProbs.apply(hidden, weight, labels, *how)
 
-    with patch.object(heads, "fused_log_probs", log_probs):
+    with patch.object(head, "fused_log_probs", log_probs):
         yield
 
 

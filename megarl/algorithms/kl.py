@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.algorithms.ragged import check_ragged, live_offsets, segment_sum
 
 KL_KINDS = ("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "k3", "k3+")
+TOP_K = "top_k"  # as FULL_KL, over the reference's most likely tokens and all others together
 FULL_KL = "full"  # no estimate: KL(policy || reference) over the whole vocabulary, which the models compute
 _SAME = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import FULL_KL, kl_estimate
+from megarl.algorithms.kl import FULL_KL, TOP_K, kl_estimate
 from megarl.util.plugins import Registry
 
 Sums = dict[str, Tensor]  # metric name -> float64 scalar without gradient; see megarl/algorithms/metrics.py
@@ -78,7 +78,7 @@ class PolicyTokens:
     advantages: Tensor
     ref_log_probs: Tensor | None = None  # needed for the KL loss, but for "full"
     full_kl: Tensor | None = (
-        None  # with gradient, the exact divergence from the reference: for the KL loss "full"
+        None  # with gradient, a divergence from the reference: for the KL losses "full" and "top_k"
     )
     rollout_is_weights: Tensor | None = None  # of the policy loss alone (see rollout_correction)
     selected: Tensor | None = None  # bool; the tokens that clip_cov and kl_cov treat apart (see covariance)
@@ -92,8 +92,8 @@ class PolicyLossOptions:
     clip_c: float | None  # dual clip bound for negative advantages, > 1; None: no such bound
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
-    kl_kind: str | None = None  # one of kl.KL_KINDS, or kl.FULL_KL; None: no KL loss
-    kl_beta: float = 1.0  # of kl.FULL_KL: which divergence (megarl.megatron.heads.token_divergence)
+    kl_kind: str | None = None  # one of kl.KL_KINDS, kl.FULL_KL or kl.TOP_K; None: no KL loss
+    kl_beta: float = 1.0  # of the last two: which divergence (megarl.megatron.heads.divergence)
     pg_coef: float = 1.0
     loss_mode: str = "vanilla"  # a name of POLICY_LOSSES
     tau_pos: float = 1.0  # sapo
@@ -182,13 +182,13 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tenso
 
 
 def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor, Sums]:
-    """The weighted sum of the KL to the reference, before its coefficient: of `tokens.full_kl` (kind kl.FULL_KL), else of
+    """The weighted sum of the KL to the reference, before its coefficient: of `tokens.full_kl` (kinds kl.FULL_KL and kl.TOP_K), else of
     its estimate (see kl.kl_estimate).
 
     Sums: actor/kl_loss, the weighted sum itself.
     """
     mask, weights, zero = tokens.mask, tokens.weights, log_probs.new_zeros(())
-    if kind == FULL_KL:
+    if kind in (FULL_KL, TOP_K):
         assert tokens.full_kl is not None, "the exact KL comes with the log-probs"
         estimate = torch.where(mask, tokens.full_kl, zero)
     else:

@@ -47,6 +47,7 @@ from megarl.config.resolve import (
     reference_in_actor,
     reference_is_actor,
     resolve,
+    top_k_in_loss,
 )
 from megarl.config.schema.algorithm import (
     AlgorithmConfig,
@@ -148,6 +149,7 @@ __all__ = [
     "save_batch_plan",
     "save_config",
     "to_dict",
+    "top_k_in_loss",
     "trajectories_per_mini_batch",
     "trajectories_per_step",
     "updates_per_step",

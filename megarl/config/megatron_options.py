@@ -16,7 +16,7 @@ _LOSS = (
     "losses are sums with the denominators of the whole mini-batch, of the policy's own log-probs: another term, divisor or noise would make "
     "them depend on how a batch is cut"
 )
-_HEAD = "megarl computes log-probs from the head's weight itself (megatron/heads.py); Megatron's output layer and loss are not used"
+_HEAD = "megarl computes log-probs from the head's weight itself (megatron/heads); Megatron's output layer and loss are not used"
 _SCHEDULE = "it needs Megatron's own schedule of a layer's parts, which megarl's forward pass does not have"
 _FLOAT8 = (
     "of float8 megarl has linear layers in blocks, megatron.fp8: attention, heads, messages and saved values stay in megatron.dtype, as the memory "

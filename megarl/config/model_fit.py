@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
-from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, megatron_sections
+from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, megatron_sections, top_k_in_loss
 from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.models import FLOAT8_TOKENS
 from megarl.config.schema.supervised import TuningConfig
@@ -173,9 +173,11 @@ def _teacher_problems(config: TrainConfig, model: ModelFacts, teacher: ModelFact
     given, known = f"{POLICY}.ref.model.path", f"{model.vocab_size:,} tokens (vocab_size)"
     if teacher.vocab_size < model.vocab_size:
         yield f"{given}: the teacher has {teacher.vocab_size:,} of the policy's {known}; give one with all of them"
-    elif teacher.vocab_size > model.vocab_size and (full_kl_in_loss(config) or full_kl_in_reward(config)):
+    whole = full_kl_in_loss(config) or full_kl_in_reward(config) or top_k_in_loss(config)
+    if teacher.vocab_size > model.vocab_size and whole:
         yield (
-            f"{given}: the exact KL compares distributions over the same tokens, and the teacher has {teacher.vocab_size:,}, the policy {known}; "
+            f"{given}: kl_loss_type=full and top_k, and kl_penalty=full, compare distributions over the same tokens, and the teacher "
+            f"has {teacher.vocab_size:,}, the policy {known}; "
             "choose an estimate (low_var_kl, k2)"
         )
 

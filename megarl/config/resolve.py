@@ -153,6 +153,12 @@ def full_kl_in_loss(config: TrainConfig) -> bool:
     return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 
+def top_k_in_loss(config: TrainConfig) -> bool:
+    """Whether the actor's loss compares the policy with the reference's most likely tokens."""
+    actor = config.actor_rollout_ref.actor
+    return actor.use_kl_loss and actor.kl_loss_type == "top_k"
+
+
 def needs_ref_log_probs(config: TrainConfig) -> bool:
     """Whether the reference is run by itself before the updates, for its log-probs of the responses."""
     in_loss = config.actor_rollout_ref.actor.use_kl_loss and not full_kl_in_loss(config)

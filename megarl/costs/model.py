@@ -43,6 +43,9 @@ from megarl.models.layers import is_delta_net
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
+COMPARED_TOKENS = (
+    1024  # of a chunk while two heads are compared (`megarl.megatron.heads.log_probs.CHUNK_TOKENS`)
+)
 HEAD_TOKEN = 36  # bytes of a token in the head: four statistics, three norms, two outputs
 MICRO_BATCH = 136
 
@@ -137,7 +140,7 @@ def _peak(run: RankPass, stage: int) -> int:
         head = waiting + head_bytes(run) + received
         at_head.append(head)
         if use.head == "lm":  # forward with the last norm's output, and backward
-            at_head += [head + received + run.hidden + _head(run), head + _trained_head(run)]
+            at_head += [head + received + run.hidden + _head(run) + _compared(run), head + _trained_head(run)]
     layers = stage_layers(run, stage)
     mixtures = {layer.name: layer.is_moe for layer in layers}
     for layer in _turns(run, layers, full):
@@ -310,7 +313,22 @@ def _trained_head(run: RankPass) -> int:
     is the embedding's too, that is the embedding's own gradient."""
     config, item = run.use.config, run.use.itemsize
     given = 0 if run.use.lora.rank else _vocabulary_share(run) * config.hidden_size * item
-    return max(_head(run), given) + run.tokens * config.hidden_size * item
+    gradients = (1 + bool(run.use.compared)) * run.tokens * config.hidden_size * item  # of hidden states
+    return max(_head(run) + _compared(run), given) + gradients
+
+
+def _compared(run: RankPass) -> int:
+    """The logits of a chunk while a divergence is computed."""
+    chunk = min(run.use.chunk_tokens or COMPARED_TOKENS, run.tokens)
+    return chunk * _vocabulary_share(run) * run.use.compared
+
+
+def divergence_bytes(kind: str | None, beta: float) -> int:
+    """For each logit of a chunk: of the whole vocabulary ("full") both heads' in float32 and a third tensor, for mixtures two more
+    (`heads.divergence`); of the most likely tokens ("top_k") one, and the product that it is made of (`heads.top_tokens`)."""
+    if kind == "full":
+        return 3 * FLOAT32 if beta in (0.0, 1.0) else 5 * FLOAT32
+    return 6 if kind == "top_k" else 0
 
 
 def _dummy_gradients(run: RankPass) -> int:

@@ -76,6 +76,7 @@ class ModelUse:
         fused: whether Transformer Engine's kernels are there.
         float8: whether linear layers compute in float8; bf16_ends: the first and the last layers of which that do not.
         chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
+        compared: bytes for each logit of a chunk while the divergence from another head is computed (`divergence_bytes`); 0: none is.
         mtp: whether it has its multi-token prediction layers.
     """
 
@@ -100,6 +101,7 @@ class ModelUse:
     float8: bool = False
     bf16_ends: tuple[int, int] = (0, 0)
     mtp: bool = False
+    compared: int = 0
 
     def computes_in_float8(self, layer: int) -> bool:
         """Whether the layer of this number in the model does."""

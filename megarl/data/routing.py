@@ -61,6 +61,13 @@ def routing_values(routings: Sequence[np.ndarray], shape: RoutingShape) -> tuple
     return flat.reshape(-1).view(f"V{shape.token_bytes}"), offsets
 
 
+def binary_lists(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of float32 [number, n], each row's bytes as one value: [total] of a void type, and the lists' offsets, int64 [lists + 1]."""
+    offsets = np.cumsum([0, *map(len, values)])
+    flat = np.ascontiguousarray(np.concatenate(values), np.float32)
+    return flat.reshape(-1).view(f"V{flat.shape[1] * flat.itemsize}"), offsets
+
+
 def list_of_binary(flat: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
     """A column of lists of binary values; flat [total] of a void type."""
     kind = pa.binary(flat.itemsize)

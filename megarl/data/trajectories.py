@@ -167,6 +167,9 @@ TEMPLATE_KWARGS = "template_kwargs"
 REF_PROMPT_IDS = (
     "ref_prompt_ids"  # the prompt that the reference reads in its place (int32 lists): another one
 )
+REF_TOP_TOKENS = "ref_top_tokens"
+"""A column that learning appends: of each response token the log-probabilities of the reference's k most likely tokens, and their numbers,
+float32 [2 k], as bytes."""
 CARRIED = (MESSAGES, TEMPLATE_KWARGS, REF_PROMPT_IDS)
 
 Ragged = tuple[np.ndarray, np.ndarray]

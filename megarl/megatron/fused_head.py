@@ -14,7 +14,7 @@ Why the products are not part of the kernel: of a thousand logits a product with
 989 TFLOP/s), while writing and reading them in bfloat16 takes 1.2 ns (4 bytes a logit, 3.35 TB/s). Logits that are never in memory would
 save a tenth of a product; and they would cost one more, since both gradients need each logit's: with none stored, both products would
 compute the logits anew. What can be saved are the passes over logits in float32, 40 bytes a logit forward and 58 backward in the torch code of
-`heads.py`, 29 ns in all; 4 and 8 bytes, 3.6 ns, remain.
+`heads`, 29 ns in all; 4 and 8 bytes, 3.6 ns, remain.
 
 Executed as a shadow and interpreted on a CPU (tests/megatron); an H100 has run it (docs/gpu.md).
 """
@@ -47,7 +47,7 @@ class HeadShare(NamedTuple):
 
 
 def fused_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, share: HeadShare) -> Tensor:
-    """As `heads.token_log_probs`, for tensors on a GPU.
+    """As `heads.log_probs.token_log_probs`, for tensors on a GPU.
 
     Args:
         hidden: [tokens, hidden]. weight: [padded vocab/tp, hidden]. labels: int64 [tokens].
@@ -194,6 +194,11 @@ def add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         torch.addmm(total, grad_logits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
         total += grad_logits.t() @ hidden
+
+
+def added_gradient(weight: Tensor, total: Tensor) -> Tensor | None:
+    """As `given_gradient`, for a further part of the gradient in the same graph: `fused_log_probs` gives autograd the tensor for both."""
+    return None if total is getattr(weight, "main_grad", None) else total.to(weight.dtype)
 
 
 def given_gradient(weight: Tensor, total: Tensor) -> Tensor | None:

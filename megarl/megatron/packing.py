@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.data.balance import aligned_lengths, shared_tokens
-from megarl.data.routing import RoutingShape, routings
+from megarl.data.routing import RoutingShape, binary_values, routings
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class OtherHead:
     Attributes:
         hidden: [live, hidden]; its last hidden states.
         weight: [padded vocab/tp, its hidden]; this rank's rows of its output weight.
-        beta: which divergence of the two is computed (`heads.token_divergence`).
+        beta: which divergence of the two is computed (`heads.divergence.token_divergence`).
     """
 
     hidden: Tensor
@@ -94,7 +94,7 @@ class PackedBatch:
         labels: int64 [tokens]; the token that each position predicts, 0 where it predicts none.
         mask: bool [tokens]; where the predicted token counts in losses.
         live: int64; the positions where `mask` is true (known here without asking the device).
-        fields: further values of predicted tokens, float32 or bool [tokens], by column name.
+        fields: further values of predicted tokens, float32 or bool [tokens] or [tokens, n], by column name.
         cu_seqlens: int32 [sequences + 1]; bounds of the aligned sequences over all context-parallel ranks. Its attribute `positions` is
             `position_ids` [tokens], since Megatron hands its rotary embedding these bounds and nothing else of a batch.
         aligned: int64 [sequences]; lengths of the aligned sequences, on the host.
@@ -177,14 +177,14 @@ class PackedBatch:
 
 
 def unpack(batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
-    """Split per-token `values` [tokens] into one array a sequence: the values of its predicted tokens.
+    """Split per-token `values` [tokens, ...] into one array a sequence: the values of its predicted tokens.
 
     Args:
         cp_group: the context-parallel group; needed with cp > 1, where it is a collective over that group.
 
-    Returns: for each sequence an array [counts[i]] (the response, for trajectories) of the values' dtype.
+    Returns: for each sequence an array [counts[i], ...] (the response, for trajectories) of the values' dtype.
     """
-    assert values.shape == (batch.num_tokens,), (values.shape, batch.num_tokens)
+    assert values.shape[0] == batch.num_tokens, (values.shape, batch.num_tokens)
     whole = _all_positions(batch, values, cp_group)
     return np.split(whole[spans(batch.first, batch.counts)], np.cumsum(batch.counts)[:-1])
 
@@ -358,7 +358,7 @@ def arrange_trajectories(
 
     Args:
         table: columns `prompt_ids`, `response_ids`, `response_mask` and all in `fields`, one list a row.
-        fields: names of columns with one value a response token.
+        fields: names of columns with one value a response token, a number or the bytes of some in float32.
         share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
         routing: which experts of the trajectories are packed; None: none.
         depth: rows of `LaterTokens`; 0: the batch has none.
@@ -458,6 +458,8 @@ def _ragged(table: pa.Table, rows: Sequence[int], name: str) -> tuple[np.ndarray
     if column.null_count or flat.null_count:
         raise ValueError(f"column {name!r} has nulls")
     lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    if pa.types.is_fixed_size_binary(flat.type):
+        return binary_values(flat).view(np.float32).reshape(len(flat), -1), lengths
     return flat.to_numpy(zero_copy_only=False), lengths
 
 

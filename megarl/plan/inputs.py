@@ -30,6 +30,7 @@ from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, model_flops
+from megarl.costs.model import divergence_bytes
 from megarl.costs.tensors import CORE_ATTENTION, FULL, ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
@@ -230,10 +231,19 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         chunk_tokens=megatron.log_prob_chunk_tokens,
         float8=megatron.fp8 is not None,
         bf16_ends=(megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
+        compared=_compared(config) if role == "actor" else 0,
         mtp=role in ("actor", "sft") and trained_model.mtp == "train",
         fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,
     )
+
+
+def _compared(config: TrainConfig | TuningConfig) -> int:
+    """`ModelUse.compared` of the actor."""
+    if not isinstance(config, TrainConfig):
+        return 0
+    actor = config.actor_rollout_ref.actor
+    return divergence_bytes(actor.kl_loss_type if actor.use_kl_loss else None, actor.kl_loss_beta)
 
 
 def _filled_up(tokens: int, unit: int) -> int:

@@ -12,8 +12,15 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
-from megarl.config import TrainConfig, is_single_update
-from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
+from megarl.config import TrainConfig, is_single_update, top_k_in_loss
+from megarl.data.routing import (
+    ROUTED_EXPERTS,
+    RoutingShape,
+    binary_lists,
+    list_of_binary,
+    routing_column,
+)
+from megarl.data.trajectories import REF_TOP_TOKENS
 from megarl.megatron.router_replay import routing_shape
 from megarl.models import read_model_config
 from megarl.trainer.workers.model import Share
@@ -91,6 +98,11 @@ def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[B
             },
         }
     )
+    if top_k_in_loss(config):
+        k = config.actor_rollout_ref.actor.kl_loss_top_k
+        one = np.concatenate([np.full(k, -np.log(2.0 * k)), np.arange(k)])
+        flat, offsets = binary_lists([np.tile(one, (length, 1)) for length in responses])
+        table = table.append_column(REF_TOP_TOKENS, list_of_binary(flat, offsets))
     if config.actor_rollout_ref.actor.router_replay is not None:
         shape = routing_shape(read_model_config(config.actor_rollout_ref.model.path))
         experts = [draw_experts(shape, prompt + length - 1) for length in responses]

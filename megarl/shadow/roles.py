@@ -20,6 +20,7 @@ from megarl.config import (
     needs_old_log_probs,
     needs_ref_log_probs,
     reference_in_actor,
+    top_k_in_loss,
 )
 from megarl.config.resolve import least_tokens
 from megarl.costs.tensors import ModelUse
@@ -166,7 +167,7 @@ def steps_of(
         batch, _ = trajectories(config, fills.evaluated, number)
         yield Step(
             "evaluate",
-            lambda: worker.compute_log_probs(batch.table, batch.shares, "ref_log_probs"),
+            lambda: _evaluate_reference(config, worker, batch),
             _received(worker, worker.pack_share, batch),
         )
     else:
@@ -235,12 +236,25 @@ def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> N
     reference = worker.reference is not None and needs_ref_log_probs(config) and reference_in_actor(config)
     if full_kl_in_reward(config) and worker.reference is not None:
         worker.compute_full_kl(table, shares, "old_log_probs")
+    elif reference and top_k_in_loss(config):
+        if needs_old_log_probs(config):
+            worker.compute_log_probs(table, shares, "old_log_probs")
+        _evaluate_reference(config, worker, batch)
     elif reference and needs_old_log_probs(config):
         worker.compute_both_log_probs(table, shares, shares)
     elif reference:
-        worker.compute_ref_log_probs(table, shares, "ref_log_probs")
+        _evaluate_reference(config, worker, batch)
     else:
         worker.compute_log_probs(table, shares, "old_log_probs")
+
+
+def _evaluate_reference(config: TrainConfig, worker: ActorWorker, batch: Batch) -> None:
+    """What a reference computes by itself."""
+    if top_k_in_loss(config):
+        worker.compute_ref_top_tokens(batch.table, batch.shares, config.actor_rollout_ref.actor.kl_loss_top_k)
+    else:
+        method = worker.compute_log_probs if worker.reference is None else worker.compute_ref_log_probs
+        method(batch.table, batch.shares, "ref_log_probs")
 
 
 def _ptx_arguments(config: TrainConfig, fill: Fill) -> tuple[pa.Table, PtxUpdate] | tuple[()]:

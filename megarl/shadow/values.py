@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-LARGEST = 1 << 23  # elements: larger tensors have no values
+LARGEST = 1 << 24  # elements: larger tensors have no values
 LARGEST_CONSTANT = 4096  # elements of floats that a factory fills, or leaves empty
 _VALUE = "_megarl_value"
 _LIKE = frozenset(  # their values do not depend on their inputs' values

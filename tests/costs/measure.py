@@ -8,7 +8,7 @@ from megarl.config.schema.models import LoraConfig
 from megarl.costs.activations import RankPass, stage_bytes
 from megarl.costs.tensors import ModelUse, StageTensors, float32_buffers, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
-from megarl.megatron.heads import lm_head, value_head
+from megarl.megatron.heads.outputs import lm_head, value_head
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import train_step, with_predictions

@@ -12,7 +12,7 @@ from megarl.costs.tensors import ModelUse, stage_tensors, training_bytes
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron import fsdp
 from megarl.megatron.build import unwrap
-from megarl.megatron.heads import lm_head, value_head
+from megarl.megatron.heads.outputs import lm_head, value_head
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config

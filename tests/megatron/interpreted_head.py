@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron import fused_head, heads
+from megarl.megatron import fused_head
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.fused_head import HeadShare, fused_log_probs
+from megarl.megatron.heads import log_probs, outputs
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import destroy_parallel, init_parallel
 from megarl.megatron.step import train_step
@@ -79,7 +80,7 @@ def by_torch(
 ) -> tuple[Tensor, ...]:
     """The code that a CPU runs."""
     settings = {"vocab_size": rows, "temperature": t, "chunk_tokens": chunk, "tp_group": ALONE}
-    run = lambda h, w: heads.token_log_probs(h, w, labels, with_entropy=entropy, **settings)  # noqa: E731
+    run = lambda h, w: log_probs.token_log_probs(h, w, labels, with_entropy=entropy, **settings)  # noqa: E731
     return passed(run, hidden, weight)
 
 
@@ -260,7 +261,7 @@ def ranks_of_two() -> list[float]:
 def _rank_of_two(rank: int, rows: int, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     hidden, weight, labels = head(rows, 512, torch.float32)
-    start, real = heads.vocab_share(weight.chunk(2)[rank], rows, dist.group.WORLD)
+    start, real = log_probs.vocab_share(weight.chunk(2)[rank], rows, dist.group.WORLD)
     share = HeadShare(start, real, 1.3, 7, dist.group.WORLD, with_entropy=True)
     torch.save(
         passed(lambda h, w: fused_log_probs(h, w, labels, share), hidden, weight.chunk(2)[rank]),
@@ -301,7 +302,7 @@ def on_a_gpu() -> Iterator[None]:
         )
         return fused_log_probs(hidden, weight, labels, share)
 
-    with mock.patch.object(heads._TokenLogProbs, "apply", apply):
+    with mock.patch.object(log_probs._TokenLogProbs, "apply", apply):
         yield
 
 
@@ -334,7 +335,7 @@ def _trained(folder: str, tied: bool) -> tuple[list[tuple[float, float]], dict[s
         build_model(config, layout, dtype=torch.float32, seed=3), overlap_grad_reduce=True
     )
     optimizer, scheduler = build_optimizer(chunks, OPTIM)
-    head, history = heads.lm_head(vocab_size=VOCAB, chunk_tokens=16, with_entropy=True), []
+    head, history = outputs.lm_head(vocab_size=VOCAB, chunk_tokens=16, with_entropy=True), []
 
     def loss_of(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -((output[:, 0] + 0.3 * output[:, 1]) * batch.mask).sum() / 100

@@ -13,7 +13,7 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, gather_parameters, local_parameters, wrap_for_training
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords, init_parallel

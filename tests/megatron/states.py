@@ -17,7 +17,7 @@ from megarl.megatron.checkpoint.checkpoint import RankStates
 from megarl.megatron.checkpoint.places import model_places
 from megarl.megatron.checkpoint.states import fragments
 from megarl.megatron.fsdp import gather, local, release
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel

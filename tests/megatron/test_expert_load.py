@@ -12,7 +12,7 @@ import torch
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.build import local_parameters, unwrap, wrap_for_training
 from megarl.megatron.expert_load import ExpertLoads, violations
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step

@@ -25,7 +25,7 @@ from transformers import (
 
 from examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.step import train_step

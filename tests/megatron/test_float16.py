@@ -11,7 +11,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer, loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.step import StepResult, train_step
 from tests.megatron.parity import VOCAB, Case, batches, check, load_model, loss_of

@@ -11,7 +11,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, runnable, wrap_for_training
 from megarl.megatron.fsdp import LEVELS, gather, gathered_bytes, release, shards_of, wrap_sharded
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.offload import weights_of
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.step import forward_only

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.heads import head_weight, hidden_head, lm_head, token_divergence
+from megarl.megatron.heads.divergence import token_divergence
+from megarl.megatron.heads.outputs import head_weight, hidden_head, lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import OtherHead, PackedBatch
 from megarl.megatron.parallel import coords

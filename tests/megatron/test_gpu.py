@@ -19,7 +19,7 @@ def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, worl
     from megarl.checkpoints.hf.load import load_hf_weights
     from megarl.layout.grid import ParallelLayout
     from megarl.megatron.build import build_model, local_parameters
-    from megarl.megatron.heads import lm_head
+    from megarl.megatron.heads.outputs import lm_head
     from megarl.megatron.packing import arrange_trajectories, unpack
     from megarl.megatron.parallel import init_parallel
     from megarl.megatron.step import forward_only

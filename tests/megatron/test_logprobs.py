@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megarl.megatron.heads import token_log_probs
+from megarl.megatron.heads.log_probs import token_log_probs
 
 VOCAB, PADDED, HIDDEN, TOKENS = 300, 512, 32, 23
 

@@ -13,7 +13,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron import offload
 from megarl.megatron.build import build_model, local_parameters, runnable, wrap_for_training
 from megarl.megatron.fsdp import gather
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import arrange_trajectories

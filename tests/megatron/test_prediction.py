@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from examples.tiny_model import make_tiny_model
 from megarl.layout import Piece
 from megarl.megatron.build import local_parameters
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import unwrap, wrap_for_training
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, Routing, arrange_trajectories
 from megarl.megatron.parallel import coords

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import wrap_for_training
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.router_z_loss import RouterZLoss
 from megarl.megatron.step import train_step

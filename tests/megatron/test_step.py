@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.megatron.build import unwrap
-from megarl.megatron.heads import lm_head, value_head
+from megarl.megatron.heads.outputs import lm_head, value_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, unpack
 from megarl.megatron.parallel import coords

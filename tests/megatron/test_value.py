@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megarl.megatron.heads import value_head
+from megarl.megatron.heads.outputs import value_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, unpack
 from megarl.megatron.parallel import coords

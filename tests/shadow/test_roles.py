@@ -48,6 +48,7 @@ KEPT = (
     "megatron.core.models.common.embeddings.rotary_pos_embedding:",  # tables of angles
     "megarl.megatron.lora.adapter:",  # which rows of a layer are whose
 )
+KL, KL_BETA = (f"actor_rollout_ref.actor.kl_loss_{name}" for name in ("type", "beta"))
 SHARED = ["actor_rollout_ref.model.lora.rank=16", "critic.model.lora.rank=16", "critic.model.share_base=true"]
 
 
@@ -66,6 +67,14 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 CASES = {
     "ppo": ("ppo", None, [], [("ref", 0), ("reward_model", 4)]),
+    # Of each the last stage, which has the heads.
+    "top tokens": ("ppo", None, [f"{KL}=top_k"], [("ref", 0), ("actor", 4)]),
+    "whole distributions": (
+        "ppo",
+        None,
+        [f"{KL}=full", f"{KL_BETA}=0.5", "actor_rollout_ref.ref.megatron=null"],
+        [("actor", 4)],
+    ),
     "shared critic": ("ppo", None, SHARED, [("actor", 4)]),
     "sft": ("tuning", "sft", [], [("sft", 0), ("sft", 4)]),
     "rm": ("tuning", "rm", [], [("rm", 4)]),

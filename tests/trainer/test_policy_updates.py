@@ -24,7 +24,7 @@ from megarl.algorithms.policy_loss import (
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data.trajectories import append_column, ragged, take
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import coords

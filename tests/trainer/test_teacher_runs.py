@@ -24,6 +24,12 @@ WAYS = {
         f"{ACTOR}.kl_loss_type=k2",
         "data.ref_prompt_key=told",
     ],
+    "top": [
+        "actor_rollout_ref.ref.megatron={pipeline_model_parallel_size: 2}",
+        f"{ACTOR}.kl_loss_type=top_k",
+        f"{ACTOR}.kl_loss_top_k=8",
+        f"{ACTOR}.kl_loss_beta=0",
+    ],
     "whole": [
         f"{ACTOR}.kl_loss_type=full",
         f"{ACTOR}.kl_loss_beta=0.5",
@@ -41,7 +47,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", ["sampled", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["sampled", "top", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_path: Path, way: str) -> None:
     """In processes of its own by its log-probs, or in the actor's by its whole distributions, where the actor has adapters."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()

@@ -11,7 +11,7 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.parallel import init_parallel

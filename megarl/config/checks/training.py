@@ -15,6 +15,7 @@ from megarl.config.resolve import (
     needs_ref_log_probs,
     needs_reference,
     reference_in_actor,
+    top_k_in_loss,
 )
 from megarl.config.schema.algorithm import (
     ADV_ESTIMATORS,
@@ -183,11 +184,18 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
             "type=linear",
         ),
         (
-            not full_kl_in_loss(config),
+            not (full_kl_in_loss(config) or top_k_in_loss(config)),
             actor_key,
             actor,
             ("kl_loss_beta",),
-            "use_kl_loss=true and kl_loss_type=full",
+            "use_kl_loss=true and kl_loss_type=full or top_k",
+        ),
+        (
+            not top_k_in_loss(config),
+            actor_key,
+            actor,
+            ("kl_loss_top_k",),
+            "use_kl_loss=true and kl_loss_type=top_k",
         ),
         (not actor.use_kl_loss, actor_key, actor, ("kl_loss_end_coef",), "use_kl_loss=true"),
         (actor.kl_loss_end_coef is None, actor_key, actor, ("kl_loss_schedule_steps",), "kl_loss_end_coef"),
@@ -311,8 +319,8 @@ def _reference_problems(config: TrainConfig) -> Iterator[str]:
     key = f"data.ref_prompt_key={config.data.ref_prompt_key}"
     if config.data.ref_prompt_key is not None and not needs_ref_log_probs(config):
         yield (
-            f"{key}: the reference judges responses after another prompt by their sampled tokens alone; "
-            f"set {POLICY}.actor.use_kl_loss=true with kl_loss_type=k2, or algorithm.use_kl_in_reward=true with kl_penalty=kl"
+            f"{key}: the reference judges responses after another prompt by their sampled tokens or its most likely ones; "
+            f"set {POLICY}.actor.use_kl_loss=true with kl_loss_type=k2 or top_k, or algorithm.use_kl_in_reward=true with kl_penalty=kl"
         )
     if config.data.ref_prompt_key is not None and config.actor_rollout_ref.rollout.multi_turn.enable:
         yield f"{key}: an environment adds to prompts what the reference would not see; leave one out"

@@ -143,9 +143,14 @@ class ActorConfig:
         "The weight moves from kl_loss_coef to this on a straight line; null: it stays.", None, ge=0
     )
     kl_loss_schedule_steps: int | None = option("Steps of that line; null: the run.", None, ge=1)
-    kl_loss_type: str = option("Its estimator.", "low_var_kl", choices=KL_KINDS)
+    kl_loss_type: str = option(
+        "Its estimator. full: none, the whole vocabulary; top_k: the reference's most likely tokens, and all others together.",
+        "low_var_kl",
+        choices=(*KL_KINDS, "top_k"),
+    )
+    kl_loss_top_k: int = option("top_k: how many tokens.", 64, ge=1, le=1024)
     kl_loss_beta: float = option(
-        "full: which divergence over the whole vocabulary. 1: KL(policy || reference), which seeks one of its modes; 0: KL(reference || policy), which "
+        "full and top_k: which divergence. 1: KL(policy || reference), which seeks one of its modes; 0: KL(reference || policy), which "
         "covers all of them; between: the generalised Jensen-Shannon divergence.",
         1.0,
         ge=0,

@@ -11,7 +11,7 @@ import pyarrow as pa
 import ray
 
 from megarl.algorithms.aggregate import LossAggregation
-from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.kl import FULL_KL, TOP_K
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
 from megarl.cluster import WorkerGroup
@@ -22,10 +22,12 @@ from megarl.config import (
     is_single_update,
     needs_old_log_probs,
     needs_ref_log_probs,
+    top_k_in_loss,
 )
 from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.trajectories import (
     REF_PROMPT_IDS,
+    REF_TOP_TOKENS,
     append_column,
     ragged,
     replace_column,
@@ -75,7 +77,9 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     if asked is not batch:
         read = run.put(columns_of(asked, READ))
     # One call where one group does both: each costs the controller time for every rank.
-    both = wants_ref and ref.group is actor.group and needs_old_log_probs(config) and asked is batch
+    shared = wants_ref and ref.group is actor.group and asked is batch
+    top = top_k_in_loss(config)
+    both = shared and needs_old_log_probs(config) and not top
     if needs_old_log_probs(config):
         plan, _ = update_plan(batch, actor.layout, actor.batching, seed, run.plans)
         shares = run.put(first_pass_plan(plan, actor.batching.epochs))
@@ -90,8 +94,12 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     if wants_ref and not both:
         plans = run.plans if asked is batch else None
         shares = run.put(forward_plan(asked, ref.layout, ref.batching, plans))
-        method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
-        calls.append((("ref",), ref.group, (method, read, shares, "ref_log_probs")))
+        if top:
+            how = ("compute_ref_top_tokens", read, shares, config.actor_rollout_ref.actor.kl_loss_top_k)
+        else:
+            method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
+            how = (method, read, shares, "ref_log_probs")
+        calls.append((("ref",), ref.group, how))
     if critic is not None:
         shares = run.put(forward_plan(batch, critic.layout, critic.batching, run.plans))
         calls.append((("critic",), critic.group, ("compute_values", table, shares)))
@@ -192,7 +200,7 @@ def learning_columns(batch: pa.Table, actor: ActorConfig) -> pa.Table:
     if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's
         names = (*names, "rollout_log_probs")
     if actor.use_kl_loss and actor.kl_loss_type != FULL_KL:
-        names = (*names, "ref_log_probs")
+        names = (*names, REF_TOP_TOKENS if actor.kl_loss_type == TOP_K else "ref_log_probs")
     return columns_of(batch, names)
 
 

@@ -14,15 +14,15 @@ import torch
 
 from megarl import platform
 from megarl.algorithms.aggregate import LossAggregation, LossCounts, token_weights
-from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.kl import FULL_KL, TOP_K
 from megarl.algorithms.metrics import RolloutDifference, reported_difference
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyTokens, Sequences, actor_loss, select_tokens
 from megarl.cluster.ranks import RankInfo
-from megarl.data.trajectories import append_column, ragged, take
+from megarl.data.trajectories import REF_TOP_TOKENS, append_column, ragged, take
 from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.expert_load import ExpertLoads, violations
 from megarl.megatron.fsdp import release
-from megarl.megatron.heads import head_weight, hidden_head
+from megarl.megatron.heads.outputs import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.lora.merged import ExactWeights
 from megarl.megatron.offload import assert_resident, weights_of
@@ -96,6 +96,16 @@ class ActorWorker(ModelWorker):
         with self._without_adapters():
             return self.compute_columns(table, shares, pack, head, [column], self.reference)
 
+    def compute_ref_top_tokens(self, table: pa.Table, shares: list[Share], count: int) -> RowColumns | None:
+        """`compute_ref_log_probs` as `ref_log_probs`, and the `count` most likely tokens at each position as REF_TOP_TOKENS; a worker without a
+        reference is it."""
+        config = self.config if self.reference is None else self.reference_config
+        head = self.lm_head(config.vocab_size, temperature=self.temperature, top=count)
+        pack = partial(self.pack_share, replayed=False)
+        with nullcontext() if self.reference is None else self._without_adapters():
+            names = ["ref_log_probs"]
+            return self.compute_columns(table, shares, pack, head, names, self.reference, rest=REF_TOP_TOKENS)
+
     def compute_both_log_probs(
         self, table: pa.Table, shares: list[Share], ref_shares: list[Share]
     ) -> tuple[RowColumns, RowColumns] | None:
@@ -165,15 +175,15 @@ class ActorWorker(ModelWorker):
             counts: by mini-batch, its live tokens and trajectories on all ranks.
             examples: of the auxiliary language-model loss, distributed as `ptx` says; None: there is no such loss.
         """
-        head = self.lm_head(temperature=self.temperature, with_entropy=True)
+        head = self.lm_head(temperature=self.temperature, with_entropy=True, beta=how.options.kl_beta)
         first = RolloutDifference() if "old_log_probs" not in table.column_names else None
         assert first is None or len(plan) == 1, "later updates need the log-probs from before the first"
         old = "old_log_probs" if first is None else "rollout_log_probs"
         # The columns that the losses of this configuration read, packed with each micro-batch.
         fields = [old, "advantages", "loss_weights"]
-        full_kl = how.options.kl_kind == FULL_KL
+        full_kl, top = how.options.kl_kind == FULL_KL, how.options.kl_kind == TOP_K
         if how.options.kl_kind is not None and not full_kl:
-            fields.append("ref_log_probs")
+            fields.append(REF_TOP_TOKENS if top else "ref_log_probs")
         if "rollout_is_weights" in table.column_names:
             fields.append("rollout_is_weights")
         if how.select is not None:
@@ -187,7 +197,7 @@ class ActorWorker(ModelWorker):
                 old_log_probs=batch.fields[old] if first is None else log_probs.detach(),
                 advantages=batch.fields["advantages"],
                 ref_log_probs=batch.fields.get("ref_log_probs"),
-                full_kl=output[:, 2] if full_kl else None,
+                full_kl=output[:, 2] if full_kl or top else None,
                 rollout_is_weights=batch.fields.get("rollout_is_weights"),
                 selected=batch.fields["selected"] > 0 if how.select is not None else None,
                 sequences=trajectories_of(batch),

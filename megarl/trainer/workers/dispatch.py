@@ -282,7 +282,7 @@ def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = No
     assert np.array_equal(np.sort(rows), np.arange(table.num_rows)), "each row is computed exactly once"
     order = np.argsort(rows)
     for name in parts[0][1]:
-        if name == ROUTED_EXPERTS:  # of all tokens but the last, in a type of their own
+        if parts[0][1][name][0].dtype.kind == "V":  # in a type of their own
             lists = pa.chunked_array([list_of_binary(*columns[name]) for _, columns in parts])
             table = table.append_column(name, take(pa.table({name: lists}), order, blocks)[name])
             continue

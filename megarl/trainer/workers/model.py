@@ -34,7 +34,7 @@ from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
 from megarl.config import overlaps
-from megarl.data.routing import ROUTED_EXPERTS, routing_values
+from megarl.data.routing import ROUTED_EXPERTS, binary_lists, routing_values
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import (
@@ -59,7 +59,7 @@ from megarl.megatron.checkpoint.checkpoint import (
 from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
 from megarl.megatron.float8 import float8_settings
 from megarl.megatron.fsdp import gather, release, wrap_sharded
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.lora.merged import ExactWeights, MergedParameters
@@ -347,14 +347,20 @@ class ModelWorker:
         return context_parallel_group() if self.layout.cp > 1 else None
 
     def lm_head(
-        self, vocab_size: int | None = None, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        vocab_size: int | None = None,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        **more: Any,
     ) -> Callable:
-        """The head of this rank's model; of another one with `vocab_size` tokens."""
+        """The head of this rank's model; of another one with `vocab_size` tokens. `more`: of `outputs.lm_head`."""
         return lm_head(
             vocab_size=vocab_size or self.config.vocab_size,
             temperature=temperature,
             chunk_tokens=self.spec.megatron.log_prob_chunk_tokens,
             with_entropy=with_entropy,
+            **more,
         )
 
     def pack_share(
@@ -400,11 +406,13 @@ class ModelWorker:
         names: Sequence[str],
         chunks: list[torch.nn.Module] | None = None,
         record: bool = False,
+        rest: str | None = None,
     ) -> RowColumns | None:
         """Pack this rank's share and run it forward; the head's outputs [tokens, len(names)] as response-aligned columns.
 
         Args:
             chunks: the model; None: this rank's own.
+            rest: the column of all outputs behind these, as bytes; None: there are none.
             record: with the experts that the routers choose, as the column ROUTED_EXPERTS.
 
         Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
@@ -422,14 +430,21 @@ class ModelWorker:
         if self.coords.pp != self.layout.pp - 1:
             return None
         lists: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        others: list[np.ndarray] = []
         for batch, output in zip(batches, outputs, strict=True):
             for index, name in enumerate(names):
                 values = output.view(batch.num_tokens, -1)[:, index]
                 lists[name] += unpack(batch, values, self.context_group)
+            if rest is not None:
+                others += unpack(
+                    batch, output.view(batch.num_tokens, -1)[:, len(names) :], self.context_group
+                )
         if self.coords.tp or self.coords.cp:
             return None
         rows = [row for micro in share for row in micro]
         columns = {name: from_lists(values, np.float32) for name, values in lists.items()}
+        if rest is not None:
+            columns[rest] = binary_lists(others)
         if experts is not None:
             columns[ROUTED_EXPERTS] = routing_values(experts, self.routing.shape)
         return rows, columns

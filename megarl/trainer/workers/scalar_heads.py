@@ -15,7 +15,7 @@ from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.value_loss import value_loss
 from megarl.cluster.ranks import RankInfo
 from megarl.megatron.build import gather_parameters
-from megarl.megatron.heads import value_head
+from megarl.megatron.heads.outputs import value_head
 from megarl.megatron.lora.parameter_sets import in_turn, parameter_set
 from megarl.megatron.offload import frozen_of
 from megarl.megatron.packing import PackedBatch

@@ -14,7 +14,7 @@ from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
 from megarl.data.preferences import ranking_lengths, texts_of
 from megarl.megatron.build import runnable
-from megarl.megatron.heads import value_head
+from megarl.megatron.heads.outputs import value_head
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks, text_values
 from megarl.megatron.step import Head, forward_only

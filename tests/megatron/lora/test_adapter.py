@@ -11,7 +11,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.lora.adapter import EXPERT, OWN, TENSOR, GroupedLinear, drop, start_streams
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.optimizer import build_optimizer

@@ -19,7 +19,7 @@ from megarl.config.schema.models import LoraConfig
 from megarl.gpu_test.slices import weight_by_torch
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.lora import fp8_base
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.lora.merged import ExactWeights, MergedParameters

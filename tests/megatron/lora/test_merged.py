@@ -12,7 +12,7 @@ from megarl.config import LoraConfig
 from megarl.gpu_test.slices import weight_by_torch
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.heads import lm_head
+from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.lora.lora import attach_adapters, only_adapters
 from megarl.megatron.lora.merged import MergedParameters
 from megarl.megatron.parallel import coords, init_parallel

@@ -6,17 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megarl.algorithms.aggregate import LossAggregation
-from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.kl import FULL_KL, TOP_K
 from megarl.algorithms.policy_loss import PolicyLossOptions
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate, merge_columns
 from tests.megatron.hf import VOCAB, make_table, save_model
 from tests.megatron.test_full_kl import generalized_jsd_loss
+from tests.megatron.test_top_tokens import with_others
 from tests.ranks import RankPool
 from tests.trainer.workers.test_actor import (
     TEMPERATURE,
@@ -25,6 +27,7 @@ from tests.trainer.workers.test_actor import (
     with_old_log_probs,
 )
 
+COUNT = 7
 SHARE = [[0, 3, 5], [6, 1, 2, 4, 7]]
 LORA = LoraConfig(rank=4, alpha=8.0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -86,17 +89,56 @@ def _judge(
     return columns, step, later
 
 
-def divergence(models: list[tuple[str, PreTrainedModel]], beta: float) -> float:
-    """TRL's, a mean over the live tokens of all responses."""
-    total, count = 0.0, 0
+def _top(
+    rank: int, world: int, folders: list[str], megatron: dict[str, Any], lora: LoraConfig, beta: float
+) -> tuple:
+    """The metrics of an update that learns from the most likely tokens of a teacher in the actor's processes."""
+    table = with_old_log_probs(make_table())
+    worker = make(rank, world, folders, megatron, lora)
+    columns: list[Any] = [None] * world
+    dist.all_gather_object(columns, worker.compute_ref_top_tokens(table, [SHARE], COUNT))
+    table = merge_columns(table, columns)
+    options = PolicyLossOptions(0.2, 0.2, None, kl_coef=0.5, kl_kind=TOP_K, kl_beta=beta, pg_coef=0.0)
+    how = PolicyUpdate(LossAggregation("token-mean"), options, None, None, seed=0)
+    (step,) = worker.update_policy(table, *plan_of(SHARE), how)
+    (later,) = worker.update_policy(table, *plan_of(SHARE), how)
+    return table["ref_log_probs"].to_pylist(), step, later
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "cp2"])
+def test_a_policy_learns_from_its_most_likely_tokens(
+    ranks: RankPool, models, name: str, lora: LoraConfig
+) -> None:
+    world, megatron = {**LAYOUTS, "cp2": (2, {"context_parallel_size": 2})}[name]
+    beta = {"one": 1.0, "tp2": 0.3, "pp2": 0.0, "cp2": 1.0}[name]
+    folders = [folder for folder, _ in models]
+    wanted = hugging_face(models, with_old_log_probs(make_table()))["ref_log_probs"]
+    expected = divergence(models, beta, COUNT)
+    assert expected < 0.9 * divergence(models, beta)
+    for judged, step, later in ranks.run(_top, folders, megatron, lora, beta, world=world):
+        for row, found in enumerate(judged):
+            np.testing.assert_allclose(found, wanted[row].numpy(), rtol=1e-4, atol=1e-5)
+        assert step["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
+        assert step["actor/loss"] == pytest.approx(0.5 * expected, rel=1e-4)
+        assert later["actor/kl_loss"] < step["actor/kl_loss"]
+
+
+def divergence(models: list[tuple[str, PreTrainedModel]], beta: float, count: int | None = None) -> float:
+    """TRL's, a mean over the live tokens of all responses; of the teacher's `count` most likely tokens and all others together."""
+    total, tokens = 0.0, 0
     for row in make_table().to_pylist():
         ids, start = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"]) - 1
         mask = torch.tensor(row["response_mask"])
+        tokens += int(mask.sum())
         with torch.no_grad():
             p, q = (model(ids).logits[:, start:-1][:, mask] for _, model in models)
-        total += float(generalized_jsd_loss()(p, q, beta=beta, temperature=TEMPERATURE, reduction="sum"))
-        count += int(mask.sum())
-    return total / count
+        p, q = ((one[0] / TEMPERATURE).log_softmax(-1) for one in (p, q))
+        if count is not None:
+            ids = q.topk(count).indices
+            p, q = with_others(p, ids), with_others(q, ids)
+        total += float(generalized_jsd_loss()(p[None], q[None], beta=beta, reduction="sum"))
+    return total / tokens
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["full", "lora"])

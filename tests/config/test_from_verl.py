@@ -82,6 +82,20 @@ def test_keys_that_differ_are_refused_with_the_key_that_is_named() -> None:
             assert is_megarls(key), key
 
 
+def test_bounds_of_rejection_are_turned_around() -> None:
+    """verl's statistic k1 is log(engine / trainer) (trainer/ppo/rollout_corr_helper.py at 20c30bf8)."""
+    for theirs, ours in (("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")):
+        assert f"`{theirs}`" in PAGE and f"`{ours}`" in PAGE
+        with pytest.raises(
+            ValueError, match=rf"rollout_rs={theirs}: write {ours}; .* rollout_rs_threshold=1/l"
+        ):
+            load_config(
+                TrainConfig,
+                ROOT / "recipes/quickstart_ppo.yaml",
+                [f"algorithm.rollout_correction.rollout_rs={theirs}"],
+            )
+
+
 def test_other_keys_of_the_page_exist() -> None:
     table_of_differences = PAGE.split("\n| verl | megarl |\n", 1)[1].split("\n\n", 1)[0]
     text = PAGE.replace(table_of_differences, "")

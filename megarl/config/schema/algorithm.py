@@ -133,6 +133,15 @@ class RolloutCorrectionConfig:
         "batch, until its mean over the others is at most the threshold (M2PO, arXiv:2510.01161). null: none.",
         None,
         choices=("token", "sequence", "geometric", "second_moment"),
+        refused={
+            verl: f"write {ours}; verl bounds the engine's probabilities over the trainer's, megarl the trainer's over the engine's: of "
+            "its bounds l_u give rollout_rs_threshold=1/l and rollout_rs_threshold_lower=1/u"
+            for verl, ours in (
+                ("token_k1", "token"),
+                ("seq_sum_k1", "sequence"),
+                ("seq_mean_k1", "geometric"),
+            )
+        },
     )
     rollout_rs_threshold: float | None = option(
         "rollout_rs: the largest ratio that stays; null: rollout_is_threshold. Of second_moment the bound of the mean; null: 0.04.",

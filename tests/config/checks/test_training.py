@@ -461,7 +461,10 @@ def test_keys_of_other_preference_losses(examples: list[str]) -> None:
 
     check_config(dpo("dpo.label_smoothing=0.1"))
     check_config(dpo("dpo.loss_type=simpo", "dpo.gamma=0.5"))
-    for kind in ("ipo", "orpo", "simpo"):
+    check_config(dpo("dpo.loss_type=kto", "dpo.desirable_weight=1.5", "dpo.undesirable_weight=0.5"))
+    (line,) = problems(dpo("dpo.undesirable_weight=0.5"))
+    assert line == "dpo.undesirable_weight=0.5 is of dpo.loss_type=kto; leave it out"
+    for kind in ("ipo", "orpo", "simpo", "kto"):
         (line,) = problems(dpo(f"dpo.loss_type={kind}", "dpo.label_smoothing=0.1"))
         assert line == "dpo.label_smoothing=0.1 is of dpo.loss_type=sigmoid; leave it out"
     (line,) = problems(dpo("dpo.gamma=0.5"))

@@ -16,6 +16,7 @@ Guarantees, each asserted by a test:
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
 import math
@@ -134,6 +135,11 @@ def _shorten_text(text: str, most: int, side: str) -> str:
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
+def state_of(told: Observation | None) -> str:
+    """A short text for what an environment says before a turn: equal ones for equal words."""
+    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
 class EnvironmentFailed(Exception):
     """A call of an environment raised, took too long, or returned an invalid value."""
 
@@ -167,6 +173,7 @@ class Player:
         try:
             environment = await self._call("__init__", self._make)
             observation = await self._call("reset", environment.reset, task)
+            draft.state = state_of(observation)
             if observation is not None:
                 shortened = self._shorten(observation)
                 draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
@@ -215,6 +222,7 @@ class Player:
                 draft.finish_reason = "length"
                 return
             draft.add_observation(observation_ids)
+            draft.state = state_of(result.observation if result.state is None else result.state)
 
     def _shorten(self, observation: Observation) -> Observation:
         _check_observation(observation)
@@ -249,7 +257,8 @@ class _Draft:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    num_turns: int = 0
+    turns: list[tuple[int, str]] = field(default_factory=list)  # first token and state of each
+    state: str = ""  # of the environment, before the next turn
     finish_reason: str = "stop"
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
@@ -268,8 +277,12 @@ class _Draft:
         """Tokens that may still come."""
         return self.most_tokens - len(self.prompt_ids) - len(self.ids)
 
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
     def add_turn(self, generation: Generation) -> None:
-        self.num_turns += 1
+        self.turns.append((len(self.ids), self.state))
         self.finish_reason = generation.finish_reason
         first, last = generation.weight_version, generation.last_weight_version
         self.versions = (
@@ -327,7 +340,7 @@ class _Draft:
             response_mask=self.mask,
             num_turns=self.num_turns,
             environment_score=self.score,
-            environment_notes=json.dumps({"numbers": numbers, "error": error}),
+            environment_notes=json.dumps({"numbers": numbers, "error": error, "turns": self.turns}),
             prompt_ids=None if self.prompt_ids == list(request_ids) else self.prompt_ids,
             last_weight_version=last,
             routed_experts=np.concatenate(self.experts) if self.experts else None,

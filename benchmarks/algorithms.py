@@ -83,6 +83,12 @@ CASES = (
         ),
     ),
     Case("gigpo", "vanilla", ("algorithm.gamma=0.95",), recipe="calculator_cpu"),
+    Case(
+        "reinforce_plus_plus",
+        "vanilla",
+        ("custom_reward_function.path=benchmarks/step_rewards.py",),
+        samples=1,
+    ),
     Case("rloo", "topr", (f"{POLICY}.optim.lr=1e-4",)),
     Case("grpo", "dppo_tv", (f"{POLICY}.clip_ratio=0.15", f"{POLICY}.clip_ratio_c=20")),
     Case("grpo", "dppo_kl", (f"{POLICY}.clip_ratio=0.05", f"{POLICY}.clip_ratio_c=20")),

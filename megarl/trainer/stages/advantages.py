@@ -19,6 +19,7 @@ from megarl.algorithms.kl import (
     apply_kl_penalty,
     make_kl_controller,
     place_scores,
+    place_steps,
 )
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
 from megarl.algorithms.ragged import segment_sum
@@ -26,6 +27,7 @@ from megarl.algorithms.rollout_correction import CorrectionOptions, correct_roll
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
 from megarl.data.trajectories import append_column, environment_notes, from_ragged, ragged
+from megarl.trainer.stages.step_scores import flat_steps
 
 
 @dataclass
@@ -89,7 +91,10 @@ def compute_batch_advantages(
 
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
-            need: `ref_log_probs`, `values`, `baseline_score`, named rewards.
+            need: `ref_log_probs`, `values`, `baseline_score`, named rewards; scores of steps where the reward gives any.
+
+    Raises:
+        ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
     """
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
@@ -104,6 +109,14 @@ def compute_batch_advantages(
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, offsets, algorithm, kl, batch.num_rows)
     metrics |= found
+    steps = flat_steps(batch, offsets)
+    if steps is not None:
+        if algorithm.adv_estimator == "gdpo":
+            raise ValueError(
+                "algorithm.adv_estimator='gdpo' compares named numbers of the reward, and would not see the scores of steps that it gives; "
+                "leave `steps` out of the reward's result, or choose another estimator"
+            )
+        rewards = rewards + place_steps(*steps, mask, offsets)
     baselines = None
     if "baseline_score" in batch.column_names:
         baselines = torch.tensor(batch["baseline_score"].to_numpy())

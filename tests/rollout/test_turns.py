@@ -18,8 +18,9 @@ from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
+from megarl.rollout.continuation import Continuation
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
-from megarl.rollout.turns import Continuation, Player, shorten
+from megarl.rollout.turns import Player, shorten
 from tests.data.shared import render_prompt, shared_data
 
 TOKENIZER = train_tokenizer(["Tom has 3 pens and buys 4. <<3+4>> #### 7"], 400)

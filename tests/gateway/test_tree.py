@@ -3,22 +3,20 @@
 import json
 import random
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from examples.tiny_model import train_tokenizer
 from megarl.data.tokenizer import render_text
 from megarl.data.trajectories import Generation
 from megarl.gateway.messages import assistant, call, is_turn
 from megarl.gateway.prompts import TemplatePrompts
 from megarl.gateway.tree import SessionTree
-from tests.data.published_templates import tokenizer_with
 from tests.data.test_published_templates import TOOLS, user
 from tests.gateway.policy import letters
+from tests.gateway.published import published
 
 # The token that ends a turn in each model; the tokenizer's own in the others. gpt-oss ends calls with another one.
 ENDS = {
@@ -34,13 +32,6 @@ CALL_ENDS = {"gptoss": "<|call|>", "glm4moe": "<|observation|>", "gemma4": "<|to
 WITH_TOOLS = ["qwen2_5", "qwen3", "qwen3_5_think", "glm4moe", "llama3_1", "lfm2_2_5_v2", "nemotron_3_nano", "gptoss", "gemma4", "deepseekv3"]  # fmt: skip
 WITHOUT_TOOLS = ["gemma3", "phi3"]
 KEYWORDS = {"tools": TOOLS}
-
-TEXTS = ["What is the weather in Paris? It rains 3 times."]
-
-
-@cache
-def published(name):
-    return tokenizer_with(train_tokenizer(TEXTS, 400), name)
 
 
 @dataclass

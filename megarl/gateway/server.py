@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -32,7 +32,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megarl.data.trajectories import Generation
-from megarl.gateway import anthropic, openai_chat
+from megarl.gateway import anthropic, openai_chat, openai_responses
+from megarl.gateway.messages import Message
 from megarl.gateway.requests import TOO_LARGE, UNAUTHORIZED, UNKNOWN, Answer, Delta, Request, RequestError
 from megarl.gateway.service import Gateway, Session
 
@@ -53,14 +54,14 @@ class Api:
 
     def __init__(
         self,
-        parse: Callable[[Mapping[str, Any]], Request],
+        parse: Callable[..., Request],
         answer: Callable[..., dict[str, Any]],
         parts: Callable[..., Parts],
         error: Callable[[RequestError], dict[str, Any]],
         prefix: str,
         last: str = "",
     ) -> None:
-        """`prefix`: of an answer's name; `last`: the last line of a stream."""
+        """`prefix`: of an answer's name, by which a session remembers it; `last`: the last line of a stream."""
         self.parse, self.answer, self.parts, self.error = parse, answer, parts, error
         self.prefix, self.last = prefix, last
 
@@ -72,6 +73,13 @@ CHAT = Api(
     openai_chat.error_body,
     "chatcmpl-",
     "data: [DONE]\n\n",
+)
+RESPONSES = Api(
+    openai_responses.parse,
+    openai_responses.response,
+    openai_responses.Events,
+    openai_chat.error_body,
+    "resp_",
 )
 MESSAGES = Api(anthropic.parse, anthropic.message, anthropic.Events, anthropic.error_body, "msg_")
 
@@ -90,6 +98,7 @@ def make_app(gateway: Gateway, owner_key: str) -> Starlette:
     return Starlette(
         routes=[
             post("/v1/chat/completions", handlers.of(CHAT)),
+            post("/v1/responses", handlers.of(RESPONSES)),
             post("/v1/messages", handlers.of(MESSAGES), MESSAGES),
             post("/v1/messages/count_tokens", handlers.count_tokens, MESSAGES),
             Route("/v1/models", _guarded(handlers.models, CHAT), methods=["GET"]),
@@ -137,10 +146,13 @@ class _Handlers:
         async def handle(http: HttpRequest) -> Response:
             session = self._session(http)
             body = await self._body(http)
-            request = self._parse(api, body)
+            earlier = _earlier(session, body) if api is RESPONSES else None
+            request = self._parse(api, body, earlier)
             stream = bool(body.get("stream"))
             identity = api.prefix + secrets.token_hex(12)
             events = self._gateway.events(session, request, stream)
+            if api is RESPONSES:
+                events = _remembered(events, session, request, body, identity)
             gone = asyncio.create_task(_disconnected(http))
             if not stream:
                 try:
@@ -213,7 +225,7 @@ class _Handlers:
     def _is_owner(self, http: HttpRequest) -> bool:
         return hmac.compare_digest(_key(http).encode(), self._owner_key.encode())
 
-    def _parse(self, api: Api, body: Mapping[str, Any]) -> Request:
+    def _parse(self, api: Api, body: Mapping[str, Any], earlier: Sequence[Message] | None = None) -> Request:
         model = body.get("model")
         if not isinstance(model, str):
             raise RequestError("model is missing", param="model")
@@ -222,7 +234,7 @@ class _Handlers:
             raise RequestError(
                 f"there is no model {model!r}, but {known}", UNKNOWN, "model", "model_not_found"
             )
-        return api.parse(body)
+        return api.parse(body) if earlier is None else api.parse(body, earlier)
 
     async def _body(self, http: HttpRequest) -> dict[str, Any]:
         read = bytearray()
@@ -239,6 +251,38 @@ class _Handlers:
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
         return body
+
+
+def _earlier(session: Session, body: Mapping[str, Any]) -> Sequence[Message]:
+    """The conversation that a request continues by the name of an answer; empty: it has all its messages itself.
+
+    Raises:
+        RequestError: the session has no such answer.
+    """
+    name = body.get("previous_response_id")
+    if name is None:
+        return ()
+    if name not in session.answers:
+        raise RequestError(f"the session has no response {name!r}", param="previous_response_id")
+    return session.answers[name]
+
+
+async def _remembered(
+    events: AsyncIterator[Delta | Answer],
+    session: Session,
+    request: Request,
+    body: Mapping[str, Any],
+    identity: str,
+) -> AsyncIterator[Delta | Answer]:
+    """Events whose answer the session remembers by its name."""
+    try:
+        async for event in events:
+            if isinstance(event, Answer):
+                session.answers[identity] = openai_responses.conversation(request, body, event)
+            yield event
+    finally:
+        with CancelScope(shield=True):
+            await events.aclose()  # type: ignore[attr-defined]
 
 
 def _key(http: HttpRequest) -> str:

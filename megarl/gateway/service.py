@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megarl.data.trajectories import Generation
 from megarl.gateway.engine import TokenEngine
+from megarl.gateway.messages import Message
 from megarl.gateway.prompts import TemplatePrompts
 from megarl.gateway.reader import StreamedTurn, TurnReader
 from megarl.gateway.requests import (
@@ -70,6 +71,7 @@ class Session:
         token: the key with which its requests come.
         score: its reward, as it was posted; None: none was.
         last_used: by `time.monotonic`.
+        answers: conversations up to an answer, by its name, for the API that goes on by these.
     """
 
     uid: str
@@ -80,6 +82,7 @@ class Session:
     in_flight: int = 0
     num_requests: int = 0
     last_used: float = field(default_factory=time.monotonic)
+    answers: dict[str, list[Message]] = field(default_factory=dict)
 
     def trajectories(self) -> list[Generation]:
         """Its trajectories so far, with its score."""

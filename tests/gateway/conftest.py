@@ -29,6 +29,7 @@ class Served:
     gateway: Gateway
     policy: WrittenPolicy
     now: list[float]
+    loop: asyncio.AbstractEventLoop
 
     def session(self) -> Session:
         """A new session; its key is `token`."""
@@ -71,12 +72,15 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
         )
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(make_app(gateway, OWNER), log_level="warning"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(
+            target=lambda: loop.run_until_complete(server.serve([listener])), daemon=True
+        )
         thread.start()
         while not server.started:
             time.sleep(0.01)
         servers.append((server, thread))
-        return Served(f"http://127.0.0.1:{listener.getsockname()[1]}", gateway, policy, now)
+        return Served(f"http://127.0.0.1:{listener.getsockname()[1]}", gateway, policy, now, loop)
 
     yield start
     for server, thread in servers:

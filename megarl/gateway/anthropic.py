@@ -138,7 +138,7 @@ def message(answers: Sequence[Answer], body: Mapping[str, Any], identity: str, m
         "content": _blocks(answer.message),
         "stop_reason": _reason(answer),
         "stop_sequence": answer.stop,
-        "usage": {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.tokens)},
+        "usage": {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_tokens},
     }
 
 
@@ -181,7 +181,7 @@ class Events:
             yield self._delta({"type": "input_json_delta", "partial_json": partial})
             yield from self._close()
         delta = {"stop_reason": _reason(event), "stop_sequence": event.stop}
-        usage = {"input_tokens": event.num_prompt_tokens, "output_tokens": len(event.tokens)}
+        usage = {"input_tokens": event.num_prompt_tokens, "output_tokens": event.num_tokens}
         yield {"type": "message_delta", "delta": delta, "usage": usage}
 
     def end(self) -> Iterator[dict[str, Any]]:

@@ -53,6 +53,7 @@ def parse(body: Mapping[str, Any]) -> Request:
             stop=stops(body, "stop"),
             n=number(body, "n", 1, MOST_CHOICES, int) or 1,
             template_kwargs=field(body, "chat_template_kwargs", dict) or {},
+            log_probs=field(body, "logprobs", bool) or False,
         )
     )
 
@@ -116,7 +117,7 @@ def _choice(choice: Any) -> str | Mapping[str, str]:
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of a request and its answers."""
-    given, said = answers[0].num_prompt_tokens, sum(len(answer.tokens) for answer in answers)
+    given, said = answers[0].num_prompt_tokens, sum(answer.num_tokens for answer in answers)
     return {"prompt_tokens": given, "completion_tokens": said, "total_tokens": given + said}
 
 

@@ -155,7 +155,7 @@ def response(answers: Sequence[Answer], body: Mapping[str, Any], identity: str, 
 def _finished(
     answer: Answer, body: Mapping[str, Any], identity: str, model: str, output: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    given, said = answer.num_prompt_tokens, len(answer.tokens)
+    given, said = answer.num_prompt_tokens, answer.num_tokens
     short = answer.finish_reason == "length"
     return {
         **_head(body, identity, model),

@@ -23,6 +23,7 @@ from megarl.rollout.engine import Generation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TAIL = 32  # tokens that are decoded again with each further one
 _BROKEN = "\ufffd"  # what a character is decoded as while tokens of it are missing
 
 
@@ -90,10 +91,10 @@ class TurnReader:
         same = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*begins, strict=False))
         return "".join(letters[0] for letters in same)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens but for special ones at their end, and with a parser other special ones, which it may need."""
+    def text(self, ids: Sequence[int], to_end: bool = True) -> str:
+        """The text of tokens: with a parser with special ones, which it may need, but `to_end` for those at their end."""
         end = len(ids)
-        while end and ids[end - 1] in self._special:
+        while to_end and end and ids[end - 1] in self._special:
             end -= 1
         plain = self._tool_parser is None and self._reasoning_parser is None
         return self.tokenizer.decode(list(ids[:end]), skip_special_tokens=plain)
@@ -111,7 +112,13 @@ class TurnReader:
         made = [(item.name, item.parameters or "{}") for item in calls if item.name]
         return Parts(reasoning, content.strip() if made else text, made)
 
-    def settled(self, text: str, request: Request, in_reasoning: bool) -> Parts:
+    def call_mark(self, request: Request) -> str | None:
+        """The text with which calls begin; None: no calls are read; empty: the format has no such text."""
+        if not request.tools or request.tool_choice == "none" or self._tool_parser is None:
+            return None
+        return self._tools(request.tools).detector.bot_token.strip()
+
+    def settled(self, text: str, stops: Sequence[str], call_mark: str | None, in_reasoning: bool) -> Parts:
         """What an unfinished text says for certain, whatever follows."""
         reasoning = ""
         if self._reasoning_parser is not None:
@@ -130,10 +137,9 @@ class TurnReader:
                 text = _before(text, detector.think_start_token)
             reasoning = reasoning.strip()
             text = text.lstrip() if reasoning or in_reasoning else text
-        if request.tools and request.tool_choice != "none" and self._tool_parser is not None:
-            mark = self._tools(request.tools).detector.bot_token.strip()
-            text = _before(text, mark) if mark else ""
-        for stop in request.stop:
+        if call_mark is not None:
+            text = _before(text, call_mark) if call_mark else ""
+        for stop in stops:
             text = _before(text, stop)
         return Parts(reasoning, text.rstrip().rstrip(_BROKEN))
 
@@ -171,14 +177,23 @@ class StreamedTurn:
     ) -> None:
         self._reader, self._request, self._index = reader, request, index
         self._in_reasoning, self._forced = in_reasoning, forced
-        self._ids: list[int] = []
+        self._call_mark = reader.call_mark(request)
+        self._text, self._ids = forced, list[int]()  # the text of all tokens but the last ones, which follow
         self._told = Parts("", "")
 
     def heard(self, ids: Sequence[int]) -> list[Delta]:
         """The parts that further tokens make certain."""
         self._ids += ids
-        text = self._forced + self._reader.text(self._ids)
-        return self._tell(self._reader.settled(text, self._request, self._in_reasoning))
+        text = self._reader.text(self._ids)
+        if len(self._ids) > 2 * _TAIL:
+            head = self._reader.text(self._ids[:_TAIL], to_end=False)
+            if _BROKEN not in head and text.startswith(
+                head
+            ):  # else a token looks otherwise behind another one
+                self._text, self._ids, text = self._text + head, self._ids[_TAIL:], text[len(head) :]
+        return self._tell(
+            self._reader.settled(self._text + text, self._request.stop, self._call_mark, self._in_reasoning)
+        )
 
     def end(self, generation: Generation) -> tuple[Generation, Message, str | None, list[Delta]]:
         """The generation up to a stop text, the message, the stop text, and the remaining parts of the message."""

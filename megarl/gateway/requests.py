@@ -39,6 +39,7 @@ class Request:
         max_tokens: most tokens of an answer; None: as many as there is room for.
         stop: texts that end an answer and are not part of it.
         template_kwargs: of the chat template.
+        log_probs: whether the answer shall have its tokens.
     """
 
     messages: Sequence[Message]
@@ -49,6 +50,7 @@ class Request:
     stop: tuple[str, ...] = ()
     n: int = 1
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    log_probs: bool = False
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -74,8 +76,7 @@ class Answer:
         message: the assistant's.
         finish_reason: "stop", "length" or "tool_calls".
         stop: the text of `Request.stop` that ended it.
-        tokens: (text, log-prob) of each token.
-        num_prompt_tokens: of the prompt.
+        tokens: (text, log-prob) of each token, if the request asks for them.
     """
 
     index: int
@@ -84,3 +85,4 @@ class Answer:
     stop: str | None
     tokens: Sequence[tuple[str, float]]
     num_prompt_tokens: int
+    num_tokens: int

@@ -201,6 +201,11 @@ class Gateway:
             )
         self._reader.check_tools(request)
         forced = self._reader.forced(request)
+        if forced and self._reader.opens_reasoning(self._prompt(session, request, "").all_ids()):
+            raise RequestError(
+                "this model's turns begin with reasoning, before which no call can be: use tool_choice auto",
+                param="tool_choice",
+            )
         prompt = self._prompt(session, request, forced)
         number, session.num_requests = session.num_requests, session.num_requests + 1
         session.in_flight += request.n
@@ -288,9 +293,12 @@ class Gateway:
         reason = (
             "tool_calls" if message.get("tool_calls") and kept.finish_reason == "stop" else kept.finish_reason
         )
-        texts = [self._tokenizer.decode([token]) for token in kept.response_ids]
-        tokens = list(zip(texts, map(float, kept.log_probs), strict=True))
-        return _Choice(Answer(index, message, reason, stop, tokens, len(ids)), kept, ended, rest)
+        tokens: list[tuple[str, float]] = []
+        if request.log_probs:
+            texts = [self._tokenizer.decode([token]) for token in kept.response_ids]
+            tokens = list(zip(texts, map(float, kept.log_probs), strict=True))
+        answer = Answer(index, message, reason, stop, tokens, len(ids), len(kept.response_ids))
+        return _Choice(answer, kept, ended, rest)
 
     def _sampling_of(self, request: Request, room: int) -> SamplingParams:
         most = min(x for x in (room, request.max_tokens, self.limits.new_tokens) if x is not None)

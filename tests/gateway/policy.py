@@ -33,7 +33,7 @@ class WrittenPolicy:
 
     Attributes:
         delay: seconds for each piece of `piece` tokens.
-        failure: raised in place of an answer.
+        failure: raised in place of an answer, also of one in progress.
         aborted: uids of the requests that were cancelled.
     """
 
@@ -70,6 +70,8 @@ class WrittenPolicy:
         try:
             for start in range(0, len(ids), self.piece):
                 await asyncio.sleep(self.delay)
+                if self.failure is not None:
+                    raise self.failure
                 if heard is not None:
                     heard(ids[start : start + self.piece])
         except asyncio.CancelledError:

@@ -137,6 +137,35 @@ def test_a_forced_call_begins_with_tokens_that_the_policy_did_not_choose(serve, 
     assert texts(served, session.trajectories()[0]) == rest + "<|im_end|>"
 
 
+def test_a_call_cannot_be_forced_before_reasoning_that_the_template_opens(serve):
+    served = serve(["x"], template="qwen3_5_think", reasoning="qwen3")
+    with pytest.raises(openai.BadRequestError, match="begin with reasoning"):
+        client_of(served).chat.completions.create(
+            model=MODEL, messages=[user("1?")], tools=TOOLS, tool_choice="required"
+        )
+
+
+def test_reasoning_that_the_template_opens_is_reasoning(serve):
+    served = serve(["Hm.\n</think>\n\nIt rains."], template="qwen3_5_think", reasoning="qwen3", piece=1)
+    client = client_of(served)
+    whole = client.chat.completions.create(model=MODEL, messages=[user("Rain?")]).choices[0].message
+    assert (whole.reasoning_content, whole.content) == ("Hm.", "It rains.")
+    said = {"reasoning_content": "", "content": ""}
+    for chunk in client.chat.completions.create(model=MODEL, messages=[user("Rain?")], stream=True):
+        for name in said:
+            said[name] += getattr(chunk.choices[0].delta, name, None) or ""
+    assert said == {"reasoning_content": "Hm.", "content": "It rains."}
+
+
+def test_long_answers_are_streamed_as_they_are(serve):
+    words = " ".join(f"é漢 {number} <tool" for number in range(60))
+    served = serve([words], piece=3)
+    parts = client_of(served).chat.completions.create(
+        model=MODEL, messages=[user("Go")], tools=TOOLS, stream=True
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == words
+
+
 BAD = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),

@@ -129,7 +129,7 @@ MOVES = st.sampled_from(["go on", "go on", "retry", "two", "edit", "compact", "t
 def test_ids_trained_on_are_those_that_the_engine_saw_each_once(name, moves):
     own, keywords = published(name), KEYWORDS if name in WITH_TOOLS else {}
     tree, record = SessionTree(TemplatePrompts(own)), Record(own, name)
-    conversations = [ask(tree, record, random.Random(0), [user("Hi")], keywords)]
+    conversations = [ask(tree, record, random.Random(0), [user("Hi zebra")], keywords)]
     for move, seed in moves:
         numbers = random.Random(seed)
         old, used = numbers.choice(conversations)
@@ -153,6 +153,8 @@ def test_ids_trained_on_are_those_that_the_engine_saw_each_once(name, moves):
             assert is_turn(messages[len(old) - 1], parent.message)
             given = [*parent.prompt.all_ids(), *parent.generation.response_ids]
             assert record.asked[-1][0][: len(given)] == given
+            new = own.decode(record.asked[-1][0][len(given) :])
+            assert "zebra" not in new and messages[-1]["content"] in new, "the new messages alone"
     check(tree, record)
 
 

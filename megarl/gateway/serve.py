@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from megarl.gateway.reader import TurnReader
+from megarl.gateway.server import listen, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from megarl.rollout.sglang.before_import import sglang_environment
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(options.model)
     reader = TurnReader(tokenizer, options.tool_parser, options.reasoning_parser)
     names = options.name.split(",") if options.name else [Path(options.model).resolve().name]
-    listener = socket.create_server((options.host, options.port))
+    listener = listen(options.host, options.port)
     engine.start()
     try:
         limits = Limits(new_tokens=options.max_new_tokens)
@@ -47,8 +48,6 @@ def run(options: argparse.Namespace) -> None:
 async def serve(gateway: Gateway, owner_key: str, listener: socket.socket) -> None:
     """Serve on a socket until SIGINT or SIGTERM; answers in progress have ten seconds to end."""
     import uvicorn
-
-    from megarl.gateway.server import make_app
 
     config = uvicorn.Config(make_app(gateway, owner_key), log_level="warning", timeout_graceful_shutdown=10)
     await uvicorn.Server(config).serve([listener])

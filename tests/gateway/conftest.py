@@ -1,7 +1,6 @@
 """The gateway behind a real HTTP server, in a thread, in front of a policy whose words are written down."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ import pytest
 import uvicorn
 
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.server import make_app
+from megarl.gateway.server import listen, make_app
 from megarl.gateway.service import Gateway, Limits, Session
 from megarl.rollout.engine import SamplingParams
 from tests.gateway.policy import WrittenPolicy
@@ -70,7 +69,7 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
             fixed_sampling=fixed_sampling,
             clock=lambda: now[0],
         )
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(make_app(gateway, OWNER), log_level="warning"))
         loop = asyncio.new_event_loop()
         thread = threading.Thread(

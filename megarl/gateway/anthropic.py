@@ -147,7 +147,7 @@ def _head(identity: str, model: str) -> dict[str, Any]:
 
 
 class Events:
-    """The events of a streamed answer. Tokens of the prompt are told at its end, when they are known here."""
+    """The events of a streamed answer."""
 
     def __init__(self, body: Mapping[str, Any], identity: str, model: str) -> None:
         self._identity, self._model = identity, model
@@ -157,7 +157,7 @@ class Events:
         """The events that a part of an answer makes."""
         if self._number < 0:
             empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-            usage = {"input_tokens": 0, "output_tokens": 0}
+            usage = {"input_tokens": event.num_prompt_tokens, "output_tokens": 0}
             head = {**_head(self._identity, self._model), **empty, "usage": usage}
             yield {"type": "message_start", "message": head}
             self._number = 0

@@ -173,10 +173,11 @@ class StreamedTurn:
     """
 
     def __init__(
-        self, reader: TurnReader, request: Request, index: int, in_reasoning: bool, forced: str
+        self, reader: TurnReader, request: Request, index: int, prompt_ids: Sequence[int], forced: str
     ) -> None:
         self._reader, self._request, self._index = reader, request, index
-        self._in_reasoning, self._forced = in_reasoning, forced
+        self._in_reasoning = not forced and reader.opens_reasoning(prompt_ids)
+        self._forced, self._num_prompt_tokens = forced, len(prompt_ids)
         self._call_mark = reader.call_mark(request)
         self._text, self._ids = forced, list[int]()  # the text of all tokens but the last ones, which follow
         self._told = Parts("", "")
@@ -217,7 +218,7 @@ class StreamedTurn:
                 self._told = told
                 return []
             if text != before:
-                deltas.append(Delta(self._index, kind, text[len(before) :]))
+                deltas.append(Delta(self._index, kind, text[len(before) :], self._num_prompt_tokens))
         return deltas
 
 

@@ -60,11 +60,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer in progress: of choice `index`, "reasoning" or "content"."""
+    """A part of an answer in progress: of choice `index`, "reasoning" or "content"; the prompt has so many tokens."""
 
     index: int
     kind: str
     text: str
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True)

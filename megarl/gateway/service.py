@@ -264,8 +264,7 @@ class Gateway:
         tell: Callable[[Delta], None] | None,
     ) -> _Choice:
         ids = prompt.all_ids()
-        in_reasoning = not prompt.forced and self._reader.opens_reasoning(ids)
-        turn = StreamedTurn(self._reader, request, index, in_reasoning, prompt.forced)
+        turn = StreamedTurn(self._reader, request, index, ids, prompt.forced)
 
         def heard(tokens: Sequence[int]) -> None:
             assert tell is not None

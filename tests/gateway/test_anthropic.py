@@ -75,8 +75,10 @@ def test_a_streamed_answer_is_the_message(serve, words, piece):
     client = client_of(served)
     whole = client.messages.create(**ASK, messages=[user("Rain?")], tools=TOOLS)
     with client.messages.stream(**ASK, messages=[user("Rain?")], tools=TOOLS) as stream:
-        kinds = [event.type for event in stream]
+        events = list(stream)
         told = stream.get_final_message()
+    kinds = [event.type for event in events]
+    assert events[0].message.usage.input_tokens == told.usage.input_tokens == whole.usage.input_tokens > 0
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(told.content)
 

@@ -201,7 +201,7 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
             f"{key} with tied embeddings and {section}.pipeline_model_parallel_size={pp}: Megatron-core would give the last stage both an "
             "embedding and a head of its own; give 1"
         )
-    if model.moe is None or model.num_layers - 1 in model.moe.dense_layers:
+    if model.moe is not None and model.num_layers - 1 in model.moe.dense_layers:
         # Megatron makes them like the model's last layer; those of checkpoints have experts.
         yield f"{key}: multi-token prediction layers have experts, which the model's last layer has not; give keep"
     if model.delta_net is not None and model.num_layers - 1 in model.delta_net.layers:

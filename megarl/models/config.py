@@ -104,6 +104,9 @@ _CONTEXT_FIELDS = (
 ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
 """Families whose classes in SGLang 0.5.21 have no data parallel attention."""
 
+QWEN_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families of gated delta nets and gated attention, by whose names SGLang 0.5.21 and files call the same parts."""
+
 ENGINE_STATES = {"cpu": 3, "cuda": 5}
 """By device, the states of gated delta nets that SGLang 0.5.21 needs for each request that runs: its own, cached prompts', and on a GPU those
 of the step to come (mem_cache/kv_cache_configurator.py, `_calculate_mamba_ratio`)."""
@@ -131,6 +134,7 @@ class ModelConfig:
         output_bias: whether the projection of attention's output has a bias.
         sinks: whether each head has a learnt logit in its softmax that no value belongs to.
         window: positions, its own among them, that a query of the layers `window_layers` (numbers from 0) attends to.
+        is_nested: whether config.json has the model's fields in `text_config`, beside those of a vision tower.
     """
 
     family: str
@@ -164,6 +168,23 @@ class ModelConfig:
     sinks: bool = False
     window: int | None = None
     window_layers: tuple[int, ...] = ()
+    is_nested: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of config.json that are the language model's."""
+        return self.hf["text_config"] if self.is_nested else self.hf
+
+    @property
+    def has_qwen_names(self) -> bool:
+        """Whether SGLang's attention and the multi-token prediction layer have the names of Qwen3-Next's."""
+        return self.family in QWEN_HYBRIDS
+
+    @property
+    def mtp_field(self) -> str:
+        """The field that counts the model's multi-token prediction layers."""
+        is_qwen3_5 = self.family in ("qwen3_5", "qwen3_5_moe")
+        return "mtp_num_hidden_layers" if is_qwen3_5 else "num_nextn_predict_layers"
 
     @property
     def data_parallel_attention(self) -> bool:
@@ -177,7 +198,8 @@ class ModelConfig:
         As its `get_context_length` (0.5.21) has it: the first of these fields. A scaling of the rotary embedding multiplies
         it only where it does not name the original length; both kinds that `rope_facts` reads do name it.
         """
-        return next((name, int(self.hf[name])) for name in _CONTEXT_FIELDS if self.hf.get(name) is not None)
+        fields = self.fields
+        return next((name, int(fields[name])) for name in _CONTEXT_FIELDS if fields.get(name) is not None)
 
 
 def load_hf_config(path: str) -> Fields:
@@ -326,13 +348,6 @@ DECODER = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0)}
 
 FULL_ATTENTION = {"use_sliding_window": (False,)}
 """Further fields that the Qwen families accept."""
-
-
-def refuse_layer_types(hf: Fields) -> None:
-    """Refuse attention other than to all positions before; transformers 5 always writes `layer_types`."""
-    other = sorted(set(hf.texts("layer_types")) - {"full_attention"})
-    if other:
-        raise ValueError(f"{hf.file}: layer_types {other} are not supported; supported: full_attention")
 
 
 def decoder_facts(hf: Fields, *, latent: bool = False, rotary: float | None = None) -> dict[str, Any]:

@@ -9,16 +9,22 @@ from typing import Any
 from megarl.models.config import (
     DECODER,
     FULL_ATTENTION,
-    DeltaNetConfig,
     MLAConfig,
     ModelConfig,
     MoEConfig,
     decoder_facts,
     num_experts,
-    refuse_layer_types,
     refuse_unsupported,
 )
 from megarl.models.fields import Fields, short
+from megarl.models.hybrids import qwen3_5, qwen3_next
+
+
+def _refuse_layer_types(hf: Fields) -> None:
+    """Refuse attention other than to all positions before; transformers 5 always writes `layer_types`."""
+    other = sorted(set(hf.texts("layer_types")) - {"full_attention"})
+    if other:
+        raise ValueError(f"{hf.file}: layer_types {other} are not supported; supported: full_attention")
 
 
 def _llama(hf: Fields) -> ModelConfig:
@@ -30,7 +36,7 @@ def _llama(hf: Fields) -> ModelConfig:
 def _qwen2(hf: Fields) -> ModelConfig:
     """Qwen2 and Qwen2.5: Llama's architecture with biases on the query, key and value projections."""
     refuse_unsupported(hf, DECODER | FULL_ATTENTION)
-    refuse_layer_types(hf)
+    _refuse_layer_types(hf)
     return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **decoder_facts(hf))
 
 
@@ -38,7 +44,7 @@ def _qwen3(hf: Fields) -> ModelConfig:
     """Qwen3: Llama's architecture with norms on the heads' queries and keys, and heads of a width of their own."""
     # A bias of attention would be one of its output, too.
     refuse_unsupported(hf, DECODER | FULL_ATTENTION | {"attention_bias": (False,)})
-    refuse_layer_types(hf)
+    _refuse_layer_types(hf)
     hf.require("head_dim", "num_key_value_heads")
     return ModelConfig(family="qwen3", qkv_bias=False, qk_norm=True, **decoder_facts(hf))
 
@@ -63,71 +69,6 @@ def _qwen3_moe(hf: Fields) -> ModelConfig:
         norm_topk_prob=hf.flag("norm_topk_prob"),
     )
     return ModelConfig(family="qwen3_moe", qkv_bias=False, qk_norm=True, moe=moe, **decoder_facts(hf))
-
-
-def _qwen3_next(hf: Fields) -> ModelConfig:
-    """Qwen3-Next: gated delta nets, and every so many layers attention with gates on its output; experts and a shared one with a gate."""
-    accepted = {
-        "attention_bias": (False,),
-        "attn_output_gate": (True,),
-        "output_gate_type": (None,),
-        # SGLang 0.5.21 takes every layer for a mixture, and never ties the head to the embedding.
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([], None),
-        "tie_word_embeddings": (False,),
-    }
-    refuse_unsupported(hf, DECODER | FULL_ATTENTION | accepted)
-    delta = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    experts = "num_local_experts" if "num_local_experts" in hf.values else "num_experts"
-    routing = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    hf.require("head_dim", "num_key_value_heads", *(f"linear_{name}" for name in delta), experts, *routing)
-    facts = decoder_facts(hf, rotary=0.25)
-    key_heads, value_heads, key_dim, value_dim, conv = (hf.count(f"linear_{name}") for name in delta)
-    if value_heads % key_heads:
-        raise ValueError(
-            f"{hf.file}: linear_num_value_heads must be a multiple of linear_num_key_heads, found {value_heads} and {key_heads}"
-        )
-    moe = MoEConfig(
-        num_experts=num_experts(hf, experts),
-        top_k=hf.count("num_experts_per_tok", most=num_experts(hf, experts)),
-        ffn_hidden_size=hf.count("moe_intermediate_size"),
-        shared_ffn_hidden_size=hf.count("shared_expert_intermediate_size"),
-        norm_topk_prob=hf.flag("norm_topk_prob"),
-        shared_gate=True,
-    )
-    return ModelConfig(
-        family="qwen3_next",
-        qkv_bias=False,
-        qk_norm=True,
-        moe=moe,
-        delta_net=DeltaNetConfig(
-            _delta_net_layers(hf, facts["num_layers"]), key_heads, value_heads, key_dim, value_dim, conv
-        ),
-        output_gate=True,
-        zero_centered_norms=True,
-        # The published config says nothing of the one layer that the files have; megarl writes the field where it leaves it out.
-        num_mtp_layers=hf.count("num_nextn_predict_layers", 1, least=0, most=1),
-        **facts,
-    )
-
-
-def _delta_net_layers(hf: Fields, layers: int) -> tuple[int, ...]:
-    """The numbers of the layers that `layer_types` (transformers), or else `full_attention_interval` (SGLang 0.5.21), gives no attention.
-
-    Raises:
-        ValueError: the two fields do not say the same.
-    """
-    interval = hf.count("full_attention_interval", 4)
-    by_interval = [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)
-    ]
-    types = hf.texts("layer_types") or by_interval
-    if types != by_interval:
-        raise ValueError(
-            f"{hf.file}: layer_types must have full_attention in every layer of full_attention_interval={interval} (4 without the field) "
-            "and linear_attention in the others: SGLang reads that field alone"
-        )
-    return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
 
 
 _MIXTURE = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
@@ -333,7 +274,11 @@ FAMILIES = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "deepseek_v3": _latent("deepseek_v3", _LATENT_EPSILON),
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,

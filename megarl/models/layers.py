@@ -13,9 +13,10 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
 - Routed experts: a rank has a contiguous block of them. In Megatron each expert is a pair of tensors of its own (`linear_fc1.weight0`,
   ...), cut over the expert tensor parallel ranks; in SGLang they are stacked along a first dimension: `w13_weight` [experts, gate shard |
   up shard, hidden] and `w2_weight` [experts, hidden, shard].
-- Gated delta nets (Qwen3-Next): the file's `in_proj_qkvz` has for each key head [query | key | its values | their gates], `in_proj_ba` [betas | decays of its
-  values], as SGLang has them; Megatron's `in_proj` has [queries | keys | values | gates | betas | decays] of a rank's heads.
-- Gated attention (Qwen3-Next): the file's `q_proj` has for each head [query | gate], as SGLang has it; of a query group Megatron has [queries | gates | k | v].
+- Gated delta nets: Qwen3-Next's `in_proj_qkvz` has for each key head [query | key | its values | their gates], `in_proj_ba` [betas | decays of its
+  values], in files as in SGLang. Qwen3.5's files have `in_proj_qkv` [queries | keys | values], `in_proj_z`, `in_proj_b` and `in_proj_a`, which SGLang has
+  in two tensors of Qwen3-Next's names. Megatron's `in_proj` has [queries | keys | values | gates | betas | decays] of a rank's heads.
+- Gated attention (Qwen3-Next and Qwen3.5): the file's `q_proj` has for each head [query | gate], as SGLang has it; of a query group Megatron has [queries | gates | k | v].
   SGLang calls the modules of attention by their own names alone, without `self_attn`.
 """
 
@@ -45,7 +46,7 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
     hidden, dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
     heads = config.num_attention_heads
     queries, keys = heads * dim, groups * dim
-    served = "" if config.family == "qwen3_next" else "self_attn."
+    served = "" if config.has_qwen_names else "self_attn."
     gated = {"units": heads, "sections": (dim, dim)} if config.output_gate else {}
     table = [Weight(_NORM, (hidden,), None, "self_attention.linear_qkv.layer_norm_weight", _NORM)]
     for projection, rows in (("q", queries * (1 + config.output_gate)), ("k", keys), ("v", keys)):
@@ -98,15 +99,12 @@ def _output(hidden: int, columns: int, served: str = "self_attn.") -> Weight:
 def _delta_net(config: ModelConfig) -> list[Weight]:
     net, hidden = config.delta_net, config.hidden_size
     assert net is not None
-    each = net.value_heads // net.key_heads
-    qkvz = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
     mixed = (net.keys, net.keys, net.values)
-    rows: list[tuple[str, tuple[int, ...], str, int, tuple[int, ...]]] = [
-        ("in_proj_qkvz.weight", (sum(mixed) + net.values, hidden), "in_proj.weight", net.key_heads, qkvz),
-        ("in_proj_ba.weight", (2 * net.value_heads, hidden), "in_proj.weight", net.key_heads, (each, each)),
-        ("conv1d.weight", (sum(mixed), 1, net.conv), "conv1d.weight", 1, mixed),
-        ("dt_bias", (net.value_heads,), "dt_bias", 1, ()),
-        ("A_log", (net.value_heads,), "A_log", 1, ()),
+    rows: list[tuple[str, tuple[int, ...], str, str, int, tuple[int, ...]]] = [
+        *_delta_net_inputs(config),
+        ("conv1d.weight", (sum(mixed), 1, net.conv), "conv1d.weight", "conv1d.weight", 1, mixed),
+        ("dt_bias", (net.value_heads,), "dt_bias", "dt_bias", 1, ()),
+        ("A_log", (net.value_heads,), "A_log", "A_log", 1, ()),
     ]
     output = "linear_attn.out_proj.weight"
     return [
@@ -117,11 +115,11 @@ def _delta_net(config: ModelConfig) -> list[Weight]:
                 shape,
                 ROWS,
                 f"self_attention.{megatron}",
-                f"linear_attn.{name}",
+                f"linear_attn.{served}",
                 units=units,
                 sections=sections,
             )
-            for name, shape, megatron, units, sections in rows
+            for name, shape, megatron, served, units, sections in rows
         ),
         Weight(output, (hidden, net.values), COLUMNS, "self_attention.out_proj.weight", output),
         Weight(
@@ -131,6 +129,27 @@ def _delta_net(config: ModelConfig) -> list[Weight]:
             "self_attention.out_norm.weight",
             "linear_attn.norm.weight",
         ),
+    ]
+
+
+def _delta_net_inputs(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, str, int, tuple[int, ...]]]:
+    """The projections before a delta net: name, shape, Megatron's and SGLang's name, units, sections."""
+    net, hidden = config.delta_net, config.hidden_size
+    assert net is not None
+    qkvz, ba, ours = "in_proj_qkvz.weight", "in_proj_ba.weight", "in_proj.weight"
+    if config.family == "qwen3_next":
+        each = net.value_heads // net.key_heads
+        of_head = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
+        return [
+            (qkvz, (2 * (net.keys + net.values), hidden), ours, qkvz, net.key_heads, of_head),
+            (ba, (2 * net.value_heads, hidden), ours, ba, net.key_heads, (each, each)),
+        ]
+    mixed, heads = (net.keys, net.keys, net.values), (net.value_heads, hidden)
+    return [
+        ("in_proj_qkv.weight", (sum(mixed), hidden), ours, qkvz, 1, mixed),
+        ("in_proj_z.weight", (net.values, hidden), ours, qkvz, 1, ()),
+        ("in_proj_b.weight", heads, ours, ba, 1, ()),
+        ("in_proj_a.weight", heads, ours, ba, 1, ()),
     ]
 
 
@@ -273,20 +292,20 @@ def _gated(
 
 def layer_name(config: ModelConfig, layer: int) -> str:
     """How the names of a layer's tensors begin; multi-token prediction layers have numbers after the others'."""
-    if config.family == "qwen3_next" and layer >= config.num_layers:
+    if config.has_qwen_names and layer >= config.num_layers:
         return f"mtp.layers.{layer - config.num_layers}."
     return f"model.layers.{layer}."
 
 
 def prediction_name(config: ModelConfig, layer: int) -> str:
     """How the names of `prediction_weights` begin in the multi-token prediction layer of this number."""
-    return "mtp." if config.family == "qwen3_next" else layer_name(config, layer)
+    return "mtp." if config.has_qwen_names else layer_name(config, layer)
 
 
 def prediction_weights(config: ModelConfig) -> list[Weight]:
     """The table of a multi-token prediction layer (MTP), other than an ordinary layer's tensors and the copies of the model's."""
     hidden = config.hidden_size
-    if config.family == "qwen3_next":
+    if config.has_qwen_names:
         names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
         norms = [
             Weight(

@@ -29,6 +29,7 @@ _LINEAR = (
     "_proj_with_mqa",
     "_proj_qkvz",
     "_proj_ba",
+    *("_proj_qkv", "_proj_z", "_proj_b", "_proj_a"),
     *(".w1", ".w2", ".w3"),
 )  # how the names of all families' linear layers end, but for heads and routers
 

@@ -5,8 +5,8 @@ of 64.
 
 Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
 checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's has names of its own (`mtp.`) and repeats nothing. SGLang makes a second
-model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py and qwen3_next_mtp.py); this has
+(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's and Qwen3.5's has names of its own (`mtp.`) and repeats nothing. SGLang makes a second
+model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py, qwen3_next_mtp.py and qwen3_5_mtp.py); this has
 the model's own embedding and head, too.
 """
 
@@ -99,9 +99,9 @@ def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
-    """Tensor of an MTP layer that repeats one of the model's -> the repeated one; Qwen3-Next's files have none."""
+    """Tensor of an MTP layer that repeats one of the model's -> the repeated one; Qwen3-Next's and Qwen3.5's files have none."""
     found: dict[str, str] = {}
-    if config.family == "qwen3_next":
+    if config.has_qwen_names:
         return found
     for layer in _mtp_layers(config):
         found[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING
@@ -286,7 +286,7 @@ def _sglang_draft(config: ModelConfig, place: SGLangPlace, part: str) -> list[Pi
         )
     (layer,) = _mtp_layers(config)
     pieces: list[Piece] = []
-    own, decoder = ("", "model.layers.0.") if config.family == "qwen3_next" else ("model.", "model.decoder.")
+    own, decoder = ("", "model.layers.0.") if config.has_qwen_names else ("model.", "model.decoder.")
     if part != "experts":  # every rank has the complete projection
         shards = [*sglang_shards(prediction_weights(config), "", 1, 0)]
         pieces += _in_layer(shards, prediction_name(config, layer), DRAFT + own)

@@ -18,6 +18,10 @@ from transformers import (
     GptOssForCausalLM,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     Qwen3NextForCausalLM,
@@ -53,11 +57,12 @@ STEADY = replace(OPTIM, eps=1e-6)
 
 @dataclass(frozen=True)
 class Family:
-    """What is built: the family, its Hugging Face class, and fields that differ from the tiny model's own."""
+    """What is built: the family, its Hugging Face class, and fields that differ from the tiny model's own; `vision`: beside a vision tower."""
 
     name: str
     model_class: type[PreTrainedModel]
     fields: dict[str, Any]
+    vision: bool = False
 
 
 YARN = {
@@ -74,6 +79,12 @@ FAMILIES = {
     "qwen3_moe": Family("qwen3_moe", Qwen3MoeForCausalLM, {"num_experts_per_tok": 3}),
     "qwen3_moe with plain scores": Family("qwen3_moe", Qwen3MoeForCausalLM, {"norm_topk_prob": False}),
     "qwen3_next": Family("qwen3_next", Qwen3NextForCausalLM, {"num_experts_per_tok": 3}),
+    "qwen3_5": Family("qwen3_5", Qwen3_5ForCausalLM, {}),
+    "qwen3_5 with vision": Family(
+        "qwen3_5", Qwen3_5ForConditionalGeneration, {"tie_word_embeddings": True}, vision=True
+    ),
+    "qwen3_5_moe": Family("qwen3_5_moe", Qwen3_5MoeForCausalLM, {"num_experts_per_tok": 3}),
+    "qwen3_5_moe with vision": Family("qwen3_5_moe", Qwen3_5MoeForConditionalGeneration, {}, vision=True),
     "glm4_moe": Family("glm4_moe", Glm4MoeForCausalLM, {"rms_norm_eps": 1e-5, "n_shared_experts": 2}),
     "deepseek_v3": Family(
         "deepseek_v3",
@@ -108,6 +119,7 @@ def make_family(folder: Path, family: Family) -> None:
         family=family.name,
         fields={"initializer_range": 0.1, **family.fields},
         seed=5,
+        vision=family.vision,
     )
 
 

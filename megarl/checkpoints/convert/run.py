@@ -89,7 +89,7 @@ def convert(
                 writing.write_file(folder, at, len(files), tensors)
                 advance(sum(tensor.nbytes for tensor in tensors.values()))
                 del tensors  # before the next file's are made
-        writing.finish(folder, companion_files)
+        writing.finish(folder, companion_files, opened.companions)
         _check_written(folder / writing.checkpoint, moves)
     left_out = [opened.ignored] if opened.ignored else []
     if opened.config.num_mtp_layers and not opened.mtp:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megarl.checkpoints.hf.fused import fuse_experts, stored_name
+from megarl.checkpoints.hf.fused import as_stored, stored_name, vision_tensors
 from megarl.checkpoints.hf.load import HFReader
 from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
@@ -53,18 +53,24 @@ def read_companions(
         ValueError: names one of these files that should hold a JSON object, and does not.
         OSError: one cannot be read.
     """
-    hf = {**config.hf, "dtype": str(dtype).removeprefix("torch.")}
-    for key in ("torch_dtype", "quantization_config"):
-        hf.pop(key, None)
+    hf = _without_types(config.hf, dtype)
+    own = _without_types(config.fields, dtype) if config.is_nested else hf
     if config.num_mtp_layers and not mtp:
-        hf["num_nextn_predict_layers"] = 0
-    hf |= fields or {}
+        own[config.mtp_field] = 0
+    own |= fields or {}
+    if config.is_nested:
+        hf["text_config"] = own
     found = (file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file())
     files = {file.name: file.read_bytes() for file in found}
     for name, content in files.items():
         if name.endswith(".json"):
             json_object(content, str(folder / name))
     return {**files, "config.json": (json.dumps(hf, indent=2) + "\n").encode()}
+
+
+def _without_types(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    left = {key: value for key, value in fields.items() if key not in ("torch_dtype", "quantization_config")}
+    return {**left, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
@@ -102,13 +108,23 @@ class HFFolderWriter:
         name = "model.safetensors"
         if self.num_files > 1:
             name = f"model-{at + 1:05d}-of-{self.num_files:05d}.safetensors"
-        tensors = fuse_experts(self.config, tensors)
+        self._save(name, as_stored(self.config, tensors))
+
+    def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         save_tensors(tensors, self.folder / name)
         self._weight_map |= dict.fromkeys(tensors, name)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
-    def finish(self, companions: Mapping[str, bytes]) -> None:
-        if self.num_files > 1:
+    def finish(self, companions: Mapping[str, bytes], source: Path) -> None:
+        """Write the other files, and the vision tower of the model's folder `source` as it is, where config.json has one.
+
+        Raises:
+            ValueError: that folder has none.
+            OSError: the disk is full or not writable.
+        """
+        if self.config.is_nested:
+            self._save("model-vision.safetensors", vision_tensors(source))
+        if self.num_files > 1 or self.config.is_nested:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": self._weight_map}
             path = self.folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n")
@@ -298,4 +314,4 @@ def write_hf_checkpoint(
         writer = HFFolderWriter(folder, len(export.shards), export.config)
         for shard in range(len(export.shards)):
             writer.write_file(shard, assemble(export, shard, collect(shard), source))
-        writer.finish({**companions, **(files or {})})
+        writer.finish({**companions, **(files or {})}, folder_of_source)

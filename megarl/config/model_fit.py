@@ -193,7 +193,7 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
     if trained.mtp != "train":
         return
     if not model.num_mtp_layers:
-        yield f"{key}: the model has no multi-token prediction layers (num_nextn_predict_layers in its config.json); leave it out"
+        yield f"{key}: the model has no multi-token prediction layers (num_nextn_predict_layers or mtp_num_hidden_layers in its config.json); leave it out"
         return
     pp, layout = megatron.pipeline_model_parallel_size, megatron.pipeline_model_parallel_layout
     if model.tie_word_embeddings and pp > 1:
@@ -291,10 +291,11 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
     sizes = _widths(model)
     if model.mla is None:
         sizes["num_query_groups"] = model.num_query_groups
-    if tp > 1 and megatron.sequence_parallel is False and (model.mla is not None or model.moe is not None):
+    needing = (model.mla, model.moe, model.delta_net)
+    if tp > 1 and megatron.sequence_parallel is False and any(facts is not None for facts in needing):
         yield (
-            f"{key}.sequence_parallel=false with tensor_model_parallel_size={tp}: experts and multi-head latent "
-            "attention need it there; leave it out (null: true where that is over 1)"
+            f"{key}.sequence_parallel=false with tensor_model_parallel_size={tp}: experts, multi-head latent "
+            "attention and gated delta nets need it there; leave it out (null: true where that is over 1)"
         )
     yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
     yield from _layer_problems(key, megatron, model.num_layers)

@@ -38,6 +38,8 @@ def test_one_rank(
         "qwen3",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
         "glm4_moe",
         "minimax_m2",
         "deepseek_v3 without low rank queries",

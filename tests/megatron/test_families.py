@@ -83,7 +83,7 @@ FAMILIES = {
     "qwen3_5 with vision": Family(
         "qwen3_5", Qwen3_5ForConditionalGeneration, {"tie_word_embeddings": True}, vision=True
     ),
-    "qwen3_5_moe": Family("qwen3_5_moe", Qwen3_5MoeForCausalLM, {"num_experts_per_tok": 3}),
+    "qwen3_5_moe": Family("qwen3_5_moe", Qwen3_5MoeForCausalLM, {"num_experts_per_tok": 4}),
     "qwen3_5_moe with vision": Family("qwen3_5_moe", Qwen3_5MoeForConditionalGeneration, {}, vision=True),
     "glm4_moe": Family("glm4_moe", Glm4MoeForCausalLM, {"rms_norm_eps": 1e-5, "n_shared_experts": 2}),
     "deepseek_v3": Family(
@@ -198,8 +198,10 @@ def test_logits_are_hugging_faces(
 
 DENSE_GRID = {
     "tp2": (2, {"tp": 2}),
+    "tp2_sp": (2, {"tp": 2, "sp": True}),
     "tp2_sp_cp2": (4, {"tp": 2, "sp": True, "cp": 2}),
     "uneven_pp3": (3, {"pp": 3, "first_layers": 1, "last_layers": 1}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
 }
 EXPERT_GRID = {
     "one": (1, {}),
@@ -217,11 +219,14 @@ EXPERT_GRID = {
     "tp2_sp_pp2_ep4_dp2": (8, {"tp": 2, "sp": True, "pp": 2, "ep": 4}),
 }
 TRAINED = [
-    *[("qwen3", layout) for layout in DENSE_GRID],
+    *[("qwen3", layout) for layout in ("tp2", "tp2_sp_cp2", "uneven_pp3")],
     ("qwen3 with yarn", "tp2"),
     *[("deepseek_v3", layout) for layout in EXPERT_GRID],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("qwen3_next", layout) for layout in EXPERT_GRID],
+    *[("qwen3_5", layout) for layout in DENSE_GRID if layout != "tp2"],
+    *[("qwen3_5_moe", layout) for layout in EXPERT_GRID],
+    ("qwen3_5_moe with vision", "tp2_sp_ep2"),
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
     *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
@@ -239,6 +244,8 @@ SELDOM = [
     ],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
     *[("qwen3_next", layout) for layout in EXPERT_GRID if layout not in ("pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("qwen3_5", layout) for layout in ("tp2_sp", "uneven_pp3")],
+    *[("qwen3_5_moe", layout) for layout in EXPERT_GRID if layout != "pp2_vpp2_ep2"],
     ("glm4_moe", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_cp2_ep4"),
@@ -273,7 +280,11 @@ GRADIENTS = [
     (name, layout)
     for name in ("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2")
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
-] + [("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")]
+] + [
+    ("qwen3_5", "tp2_sp_cp2"),
+    ("qwen3_5_moe", "tp2_sp_cp2_ep4"),
+    *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")],
+]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +298,7 @@ def test_every_gradient_is_hugging_faces(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
 ) -> None:
     """On every rank that holds a replica or a part, whatever it is a replica or a part of."""
-    world, sizes = EXPERT_GRID[layout]
+    world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
     folder = case_of(name).folder
     model = hugging_face(folder, FAMILIES[name])
     loss_and_gradients(model)
@@ -316,6 +327,13 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
     """8 bits of mantissa, 2**-8 a rounding: some tokens go to other experts, and the loss is a mean over all."""
     layout = {"tp": 2, "sp": True, "ep": 2}
     check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)
+
+
+def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(case_of: Callable[[str], Case]) -> None:
+    """Without it each rank would have its own heads' part of the gradient of the norm that all heads share."""
+    config = read_model_config(case_of("qwen3_5").folder)
+    with pytest.raises(ValueError, match="gated delta nets and .*=2 needs megatron.sequence_parallel=true"):
+        check_layout(config, ParallelLayout(world=2, tp=2))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model import make_tiny_model
+from megarl.models.config import QWEN_HYBRIDS
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory
 from megarl.shadow import engine
@@ -75,7 +76,7 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: P
 
 @pytest.mark.parametrize(
     ("family", "float8"),
-    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False)],
+    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False), ("qwen3_5_moe", False)],
 )
 def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, float8: bool
@@ -91,7 +92,7 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
         }
-    more = {"num_mtp_layers": 1} if family == "qwen3_next" else {"fields": fields}
+    more = {"num_mtp_layers": 1} if family in QWEN_HYBRIDS else {"fields": fields}
     make_tiny_model(tmp_path / "model", ["two words"], family=family, **more, **sizes)
     keys = [
         *expert_overrides(tmp_path / "model"),
@@ -116,20 +117,24 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
             "Qwen3NextForCausalLM",
             (EP2,),
         ),  # one layer in four has a cache, the others have states
+        ("qwen3_5", "Qwen3_5ForCausalLM", ()),
+        ("qwen3_5_moe", "Qwen3_5MoeForCausalLM", (EP2,)),
+        ("qwen3_5_moe with vision", "Qwen3_5MoeForCausalLM", (EP2,)),
         (
             "gpt_oss",
             "GptOssForCausalLM",
             (),
         ),  # experts are cut: sinks, biases, alternating rows of gate and up
     ],
-    ids=["minimax_m2", "minimax_m2-float8", "qwen3_next", "gpt_oss"],
+    ids=["minimax_m2", "minimax_m2-float8", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe-vision", "gpt_oss"],
 )
 def test_a_family_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, served: str, keys: tuple[str, ...]
 ) -> None:
     """On TP2; its cache and states are those that were planned."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
-    make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
+    family, _, vision = family.partition(" with ")
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, vision=bool(vision), **sizes)
     plan, report = shadow(
         RECIPE, [*expert_overrides(tmp_path / "model"), f"{ROLLOUT}.dtype=bfloat16", *keys], 1
     )

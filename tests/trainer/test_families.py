@@ -16,6 +16,7 @@ from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
 from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.trajectories import read_trajectories
+from megarl.models.config import QWEN_HYBRIDS
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -41,6 +42,7 @@ class Case:
     layers: int
     overrides: tuple[str, ...]
     num_mtp_layers: int = 0
+    vision: bool = False
 
 
 CASES = [
@@ -96,6 +98,22 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
+    # gated delta nets and gated attention without experts, beside a vision tower, over pipeline stages
+    Case(
+        "qwen3_5", 4,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
+            f"{ACTOR}.pipeline_model_parallel_size=2", MTP,
+        ),
+        num_mtp_layers=1, vision=True,
+    ),
+    Case(
+        "qwen3_5_moe", 4,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
+        ),
+    ),
     # sinks and windows of heads that tensor parallel ranks share, experts with biases, replayed routing
     Case(
         "gpt_oss", 2,
@@ -135,7 +153,7 @@ ALWAYS = ("deepseek_v3",)
 def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_path):
     model = make_tiny_model(
         tmp_path / "model", arithmetic_texts(), family=case.family, hidden_size=64, ffn_hidden_size=128,
-        num_layers=case.layers, num_mtp_layers=case.num_mtp_layers, fields={"initializer_range": 0.2},
+        num_layers=case.layers, num_mtp_layers=case.num_mtp_layers, fields={"initializer_range": 0.2}, vision=case.vision,
     )  # fmt: skip
     (tmp_path / "reward.py").write_text(REWARD)
     out = tmp_path / "run"
@@ -149,11 +167,11 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     for step in steps(out):
         assert (step["actor/ratio_mean"], step["actor/ppo_kl"], step["actor/pg_clipfrac"]) == (1.0, 0.0, 0.0)
         # Gated delta nets round more: an engine goes on from token to token, the trainer from chunk to chunk.
-        assert step["training/rollout_log_prob_diff_max"] < (1e-4 if case.family == "qwen3_next" else 2e-5)
+        assert step["training/rollout_log_prob_diff_max"] < (1e-4 if case.family in QWEN_HYBRIDS else 2e-5)
         # In float32 engine, old log-probs and update choose the same experts themselves.
         assert step.get("actor/routing_changed") == (0.0 if replays else None)
         by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}
-        assert bool(by_layer) == (case.family != "qwen3")
+        assert bool(by_layer) == (case.family not in ("qwen3", "qwen3_5"))
         assert not by_layer or max(by_layer.values()) == step["actor/expert_violation_max"] > 0
         # A mean over layers: the square of at least the logarithm of a uniform router's 8 experts.
         assert step.get("actor/router_z_loss", 0.0) == 0.0 or step["actor/router_z_loss"] > 1.0

@@ -9,12 +9,22 @@ State = dict[str, torch.Tensor]
 
 def single_experts(state: State) -> State:
     """The tensors of a file with one of each expert's projections in place of gpt-oss's, which transformers 5.12.1 stores for all experts of a
-    layer: gate's and up's columns in turn, and inputs before outputs. Other families' files have single experts already."""
+    layer: gate's and up's columns in turn, and inputs before outputs; and in place of Qwen3.5's with a vision tower, which is left out: gate's
+    rows above up's. Other families' files have single experts already."""
     out: State = {}
     for name, tensor in state.items():
+        nested, name = name.startswith("model.language_model."), name.replace("model.language_model.", "model.")
         layer, dot, kind = name.rpartition(".")
+        if name.startswith("model.visual."):
+            continue
         if not layer.endswith(".experts") or dot + kind == ".weight":
             out[name] = tensor
+            continue
+        if nested or name.startswith("mtp."):
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for number, expert in enumerate(tensor):
+                for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                    out[f"{layer}.{number}.{part}.weight"] = rows.contiguous()
             continue
         end = "bias" if kind.endswith("_bias") else "weight"
         for number, expert in enumerate(tensor):
@@ -57,7 +67,7 @@ def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
             out |= _delta_net(state, hf, rank, p + "linear_attn.")
         else:
             attention = (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
-            if hf["model_type"] == "qwen3_next":  # its class takes the name away (load_weights)
+            if "full_attention_interval" in hf:  # its class takes the name away (load_weights)
                 attention = {name.replace(".self_attn", ""): value for name, value in attention.items()}
             out |= attention
         mlp = p + ("block_sparse_moe." if hf["model_type"] == "minimax_m2" else "mlp.")
@@ -121,6 +131,15 @@ def _delta_net(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     convolution = state[p + "conv1d.weight"]
     mixed = convolution.split([keys, keys, len(convolution) - 2 * keys])
     out = {p + "conv1d.weight": torch.cat([_rows(part, rank.attention) for part in mixed])}
+    if p + "in_proj_qkv.weight" in state:  # models/qwen3_5.py, Qwen3_5GatedDeltaNet
+        qkv = state[p + "in_proj_qkv.weight"]
+        parts = [*qkv.split([keys, keys, len(qkv) - 2 * keys]), state[p + "in_proj_z.weight"]]
+        heads = [state[p + "in_proj_b.weight"], state[p + "in_proj_a.weight"]]
+        state = {
+            **state,
+            p + "in_proj_qkvz.weight": torch.cat([part.unflatten(0, (rank.attention[0], -1)) for part in parts], 1).flatten(0, 1),
+            p + "in_proj_ba.weight": torch.cat([part.unflatten(0, (rank.attention[0], -1)) for part in heads], 1).flatten(0, 1),
+        }
     for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias", "A_log"):
         out[p + name] = _rows(state[p + name], rank.attention)
     return out | {

@@ -89,13 +89,14 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 class HFFolderWriter:
-    """Writes the weights into `folder` as `num_files` safetensors files, and an index of more than one.
+    """Writes the weights into `folder` as `num_files` safetensors files, one more for a vision tower, and an index of more than one.
 
     Tensors that the family's checkpoints have in one (`megarl.checkpoints.hf.fused`) come in one file.
     """
 
     def __init__(self, folder: Path, num_files: int, config: ModelConfig) -> None:
-        self.folder, self.num_files, self.config = folder, num_files, config
+        self.folder, self.config = folder, config
+        self.num_files = num_files + config.is_nested  # a last one for the vision tower
         self._weight_map: dict[str, str] = {}
         self._bytes = 0
 
@@ -105,12 +106,12 @@ class HFFolderWriter:
         Raises:
             OSError: the disk is full or not writable.
         """
+        self._save(at, as_stored(self.config, tensors))
+
+    def _save(self, at: int, tensors: Mapping[str, torch.Tensor]) -> None:
         name = "model.safetensors"
         if self.num_files > 1:
             name = f"model-{at + 1:05d}-of-{self.num_files:05d}.safetensors"
-        self._save(name, as_stored(self.config, tensors))
-
-    def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         save_tensors(tensors, self.folder / name)
         self._weight_map |= dict.fromkeys(tensors, name)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -123,8 +124,8 @@ class HFFolderWriter:
             OSError: the disk is full or not writable.
         """
         if self.config.is_nested:
-            self._save("model-vision.safetensors", vision_tensors(source))
-        if self.num_files > 1 or self.config.is_nested:
+            self._save(self.num_files - 1, vision_tensors(source))
+        if self.num_files > 1:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": self._weight_map}
             path = self.folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n")

@@ -415,7 +415,7 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
 
 
 def read_model(config: EngineConfig) -> dict[str, Any]:
-    """The model's config.json, checked against the engine's layout.
+    """The model's config.json, checked against the engine's layout; of a model with a vision tower with the language model's fields in it, too.
 
     Raises:
         ValueError: no such file, a model that megarl does not support, or sizes that the parallel sizes do not divide.
@@ -429,7 +429,8 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
         attention_data_parallel_size=config.attention_data_parallel_size,
     )
     check_rollout_model(sizes, read_model_config(config.model_path), "rollout")
-    return json.loads(path.read_text())
+    found = json.loads(path.read_text())
+    return {**found, **found.get("text_config", {}), "model_type": found["model_type"]}
 
 
 def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
@@ -445,8 +446,26 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
         overrides["quantization_config"] = None  # synced weights have another type than the folder's
+    if model.get("model_type", "").startswith("qwen3_5"):
+        overrides |= _text_overrides(model)
     if model.get("model_type") == "gpt_oss":
         overrides["dtype"] = (
             None  # else SGLang makes some layers in the type that the folder names, not in the engine's
         )
     return overrides
+
+
+def _text_overrides(model: dict[str, Any]) -> dict[str, Any]:
+    """Qwen3.5's fields for text alone: no sections of M-RoPE, which are parts of one rotation there, and no vision tower (models/qwen3_5.py).
+
+    SGLang (0.5.21) has no default for the layers of attention, and transformers may not write them.
+    """
+    own: dict[str, Any] = {"full_attention_interval": model.get("full_attention_interval") or 4}
+    rope = model.get("rope_parameters") or {}
+    rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    if rope:
+        own |= {"rope_parameters": rope, "rope_scaling": rope}
+    if "text_config" not in model:
+        return own
+    architecture = "Qwen3_5MoeForCausalLM" if "moe" in model["model_type"] else "Qwen3_5ForCausalLM"
+    return {"architectures": [architecture], "language_model_only": True, "text_config": own}

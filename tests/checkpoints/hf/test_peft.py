@@ -152,7 +152,7 @@ KINDS = {
         "alpha_pattern": {"o_proj": 5.0, "gate_up_proj": 7},
     },
 }
-FAMILIES = ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "minimax_m2")
+FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "minimax_m2")
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,6 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -39,6 +37,8 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -222,7 +222,9 @@ def _check(family: str, dtype: str, num_layers: int, num_mtp_layers: int) -> Non
         raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, found {num_layers}")
-    most = {**dict.fromkeys(_HYBRIDS, 1), **dict.fromkeys((*_LATENT, "glm4_moe"), num_mtp_layers)}.get(family, 0)
+    most = {**dict.fromkeys(_HYBRIDS, 1), **dict.fromkeys((*_LATENT, "glm4_moe"), num_mtp_layers)}.get(
+        family, 0
+    )
     if family in _HYBRIDS and num_mtp_layers and num_layers % 4:
         raise ValueError(f"num_layers must be a multiple of 4, found {num_layers}: MTP layers have attention")
     if num_mtp_layers > most:
@@ -367,7 +369,9 @@ def _add_mtp_layers(model_class: type, config: Any, count: int, dtype: str, out_
         for name in norms:
             norm = torch.empty(config.hidden_size).normal_(float(not own_names), _NORM_STD)
             tensors[f"{before}{name}.weight"] = norm.to(kind)
-        matrix = torch.empty(config.hidden_size, 2 * config.hidden_size).normal_(0.0, config.initializer_range)
+        matrix = torch.empty(config.hidden_size, 2 * config.hidden_size).normal_(
+            0.0, config.initializer_range
+        )
         tensors[f"{before}{projection}.weight"] = matrix.to(kind)
         if not own_names:
             tensors[layer + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -386,7 +390,8 @@ def _fuse_experts(file: Path) -> None:
         layer = down.removesuffix("0.down_proj.weight")
         numbers = range(sum(name.startswith(layer) and name.endswith("down_proj.weight") for name in tensors))
         gate, up, down = (
-            [tensors.pop(f"{layer}{number}.{kind}_proj.weight") for number in numbers] for kind in ("gate", "up", "down")
+            [tensors.pop(f"{layer}{number}.{kind}_proj.weight") for number in numbers]
+            for kind in ("gate", "up", "down")
         )
         tensors[f"{layer}gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], dim=1)
         tensors[f"{layer}down_proj"] = torch.stack(down)

@@ -19,7 +19,7 @@ _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_
 _CHUNK = 64  # tokens of a delta net that are computed together, by flash-linear-attention's kernels and by megarl's
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next, after all other layers
+_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next and Qwen3.5, after all other layers
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ def _language_model(hf: Fields) -> Fields:
     hf.require("text_config")
     text, kind = hf.object("text_config"), hf.text("model_type")
     if text.text("model_type", f"{kind}_text") != f"{kind}_text":
-        raise ValueError(f"{text.file} model_type={short(text.values['model_type'])} is not supported; supported: {kind}_text")
+        raise ValueError(
+            f"{text.file} model_type={short(text.values['model_type'])} is not supported; supported: {kind}_text"
+        )
     if hf.flag("tie_word_embeddings", False) != text.flag("tie_word_embeddings", False):
         raise ValueError(
             f"{hf.file}: tie_word_embeddings={hf.flag('tie_word_embeddings', False)} must be the same in text_config, where it is "
@@ -111,12 +113,18 @@ def _plain_rotary(text: Fields) -> dict[str, Any]:
     if sections is not None:
         share = rope.number("partial_rotary_factor", text.number("partial_rotary_factor", 0.25))
         pairs = int(text.count("head_dim") * share) // 2
-        counts = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n >= 0 for n in sections)
+        counts = (
+            isinstance(sections, list)
+            and len(sections) == 3
+            and all(type(n) is int and n >= 0 for n in sections)
+        )
         if not counts or sum(sections) != pairs:
             raise ValueError(
                 f"{rope.file} mrope_section must be three counts with the sum {pairs}, half of what rotates of a head, found {short(sections)}"
             )
-    plain = {key: value for key, value in rope.values.items() if key not in ("mrope_section", "mrope_interleaved")}
+    plain = {
+        key: value for key, value in rope.values.items() if key not in ("mrope_section", "mrope_interleaved")
+    }
     return text.values | ({"rope_parameters": plain} if plain else {})
 
 

@@ -132,7 +132,9 @@ def _delta_net(config: ModelConfig) -> list[Weight]:
     ]
 
 
-def _delta_net_inputs(config: ModelConfig) -> list[tuple[str, tuple[int, ...], str, str, int, tuple[int, ...]]]:
+def _delta_net_inputs(
+    config: ModelConfig,
+) -> list[tuple[str, tuple[int, ...], str, str, int, tuple[int, ...]]]:
     """The projections before a delta net: name, shape, Megatron's and SGLang's name, units, sections."""
     net, hidden = config.delta_net, config.hidden_size
     assert net is not None

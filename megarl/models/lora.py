@@ -294,6 +294,8 @@ def why_not_served(config: ModelConfig, lora: LoraConfig) -> str | None:
         return f"{config.family}: SGLang's latent attention absorbs kv_b_proj, and leaves its adapters out"
     if config.moe is not None:
         return f"{config.family}: for experts SGLang has adapters in compiled GPU kernels only"
+    if config.delta_net is not None:
+        return f"{config.family}: SGLang has no adapters of gated delta nets' in_proj_ba"
     return None
 
 

@@ -188,7 +188,9 @@ def norm_heads(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
 ) -> tuple[Tensor, Tensor]:
     """q, k: [tokens, heads * head_dim] -> [tokens * heads, head_dim], each head normed."""
-    return gemma_norm(q.reshape(-1, head_dim), q_weight, eps), gemma_norm(k.reshape(-1, head_dim), k_weight, eps)
+    return gemma_norm(q.reshape(-1, head_dim), q_weight, eps), gemma_norm(
+        k.reshape(-1, head_dim), k_weight, eps
+    )
 
 
 def norm_gated_heads(

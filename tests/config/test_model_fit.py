@@ -156,6 +156,13 @@ def test_gated_delta_nets_give_their_heads_to_tensor_and_context_parallel_ranks(
     assert line.startswith(f"{ACTOR}.tensor_model_parallel_size=2 does not divide linear_num_key_heads=3")
 
 
+def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism() -> None:
+    shared = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    (line,) = lines_of(lambda: fit(shared, Facts(delta_net=NET)))
+    assert line.startswith(f"{ACTOR}.sequence_parallel=false with tensor_model_parallel_size=2: ")
+    fit(replace(shared, sequence_parallel=None), Facts(delta_net=NET))
+
+
 @pytest.mark.parametrize("keys", [{"fp8": "hybrid"}, {"fsdp": "optim_grads"}], ids=str)
 def test_what_gated_delta_nets_are_not_trained_with(keys: dict[str, str]) -> None:
     ((name, value),) = keys.items()

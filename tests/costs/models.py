@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts_per_tok": 3},
     # Widths of which two ranks' parts are multiples of 64, at which Megatron lets parameters begin.
-    **dict.fromkeys(QWEN_HYBRIDS, {"linear_key_head_dim": 16, "linear_value_head_dim": 16}),
+    **{name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16} for name in QWEN_HYBRIDS},
     "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "deepseek_v3 with narrow values": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 48},
     "deepseek_v3 without low rank queries": {"q_lora_rank": None, "kv_lora_rank": 64},

@@ -100,7 +100,16 @@ def test_bfloat16(tmp_path, texts):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", *QWEN_HYBRIDS, "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss"],
+    [
+        "qwen3",
+        "qwen3_moe",
+        *QWEN_HYBRIDS,
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "minimax_m2",
+        "gpt_oss",
+    ],
 )
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
     layers = 4 if family in QWEN_HYBRIDS else 2  # their fourth is the first with attention
@@ -129,7 +138,10 @@ def test_mixtures_and_latent_attention(tmp_path, texts, family):
             assert torch.equal(bias, tensors[name]) and bias.std() > 0.01
     if family == "gpt_oss":  # all of a layer in one
         assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape == (8, 32, 32)
-    elif family not in ("qwen3", "qwen3_5"):  # as published: an expert's projections each under a name of their own
+    elif family not in (
+        "qwen3",
+        "qwen3_5",
+    ):  # as published: an expert's projections each under a name of their own
         expert = "block_sparse_moe.experts.7.w1" if family == "minimax_m2" else "mlp.experts.7.gate_proj"
         assert tensors[f"model.layers.1.{expert}.weight"].shape == (16, 32)
     with torch.no_grad():

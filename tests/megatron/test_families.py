@@ -329,10 +329,12 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
     check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)
 
 
-def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(case_of: Callable[[str], Case]) -> None:
+def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(
+    case_of: Callable[[str], Case],
+) -> None:
     """Without it each rank would have its own heads' part of the gradient of the norm that all heads share."""
     config = read_model_config(case_of("qwen3_5").folder)
-    with pytest.raises(ValueError, match="gated delta nets and .*=2 needs megatron.sequence_parallel=true"):
+    with pytest.raises(ValueError, match=r"gated delta nets and .*=2 needs megatron\.sequence_parallel=true"):
         check_layout(config, ParallelLayout(world=2, tp=2))
 
 

@@ -108,11 +108,11 @@ class Oracle(torch.nn.Module):
                 setattr(layer, norm, copied)
             layer.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
             layer.eh_proj.weight.data.copy_(projection)
-            experts = layer.own.mlp.experts
+            experts = getattr(layer.own.mlp, "experts", None)
             for key, value in layer.own.state_dict().items():
                 if not key.startswith("mlp.experts."):
                     value.copy_(own[key])
-            for expert in range(experts.num_experts):
+            for expert in () if experts is None else range(experts.num_experts):
                 gate, up, down = (
                     own[f"mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
                 )

@@ -104,6 +104,74 @@ _QWEN3_NEXT = {
     "shared_expert_intermediate_size": 512,
     "vocab_size": 151936,
 }
+_QWEN3_5_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+
+
+def _qwen3_5(kind: str, architecture: str, layers: int, **text: Any) -> dict[str, Any]:
+    types = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
+    return {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": kind,
+        "text_config": {
+            **_QWEN3_5_TEXT,
+            "layer_types": types,
+            "model_type": f"{kind}_text",
+            "num_hidden_layers": layers,
+            **text,
+        },
+        "tie_word_embeddings": False,
+        "video_token_id": 248057,
+        "vision_config": {
+            "deepstack_visual_indexes": [],
+            "depth": 27,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "in_channels": 3,
+            "initializer_range": 0.02,
+            "intermediate_size": 4304,
+            "model_type": kind,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+
+
 _DEEPSEEK = {
     **_COMMON,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -231,6 +299,30 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, **fields: An
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-Next-80B-A3B-Instruct": _QWEN3_NEXT,
+    "Qwen3.5-27B": _qwen3_5(
+        "qwen3_5",
+        "Qwen3_5",
+        64,
+        hidden_size=5120,
+        intermediate_size=17408,
+        linear_num_value_heads=48,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+    ),
+    "Qwen3.5-397B-A17B": _qwen3_5(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        60,
+        hidden_size=4096,
+        linear_num_value_heads=64,
+        moe_intermediate_size=1024,
+        num_attention_heads=32,
+        num_experts=512,
+        num_experts_per_tok=10,
+        num_key_value_heads=2,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=1024,
+    ),
     "Llama-3.1-8B": {
         **_LLAMA,
         **_sizes(4096, 14336, 32, 32, rope_scaling={**_LLAMA_ROPE, "factor": 8.0}),

@@ -83,7 +83,8 @@ def test_published_models_are_accepted_as_they_are_and_as_transformers_writes_th
     if config.family == "kimi_k2":  # transformers has no class for it
         return
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again.get("text_config", again)["rope_parameters"]
     assert read_model_config(str(tmp_path / "again")) == config
 
 
@@ -194,6 +195,64 @@ def test_facts_of_gated_delta_nets(tmp_path):
         read_published(tmp_path, "Qwen3-Next-80B-A3B-Instruct", num_nextn_predict_layers=0).num_mtp_layers
         == 0
     )
+
+
+def test_facts_of_models_beside_a_vision_tower(tmp_path):
+    config = read_published(tmp_path, "Qwen3.5-397B-A17B")
+    assert (config.family, config.is_nested, config.dtype) == ("qwen3_5_moe", True, "bfloat16")
+    assert config.context_length == ("max_position_embeddings", 262144)
+    assert [layer for layer in range(60) if layer not in config.delta_net.layers] == list(range(3, 60, 4))
+    assert (config.delta_net.keys, config.delta_net.values) == (2048, 8192)
+    assert (config.rotary_percent, config.rope_theta, config.rope_scaling) == (0.25, 1e7, None)
+    assert (config.moe.shared_ffn_hidden_size, config.moe.shared_gate, config.moe.norm_topk_prob) == (
+        1024,
+        True,
+        True,
+    )
+    weights = logical_tensors(config)
+    assert not [name for name in weights if "visual" in name or "language_model" in name]
+    # 397 billion with the vision tower
+    assert 396e9 < sum(prod(shape) for shape in weights.values()) < 397e9
+    dense = read_published(tmp_path, "Qwen3.5-27B")
+    assert (dense.family, dense.moe, dense.num_mtp_layers, dense.ffn_hidden_size) == (
+        "qwen3_5",
+        None,
+        1,
+        17408,
+    )
+    text = CONFIGS["Qwen3.5-27B"]["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert read_model_config(str(tmp_path)) == dataclasses.replace(dense, is_nested=False, architecture="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attn_output_gate": False}, "text_config: config field attn_output_gate=False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"num_experts": None}, "lacks num_experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 .*is not that of rope_parameters, 0.25"),
+        (
+            {"rope_parameters": {"mrope_section": [11, 11, 11]}},
+            "mrope_section must be three counts with the sum 32",
+        ),
+        ({"rope_parameters": {"mrope_section": [16, 16]}}, "mrope_section must be three counts"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=False must be the same in text_config"),
+        (
+            {"model_type": "qwen3_5_text"},
+            "model_type='qwen3_5_text' is not supported; supported: qwen3_5_moe_text",
+        ),
+        ({"layer_types": ["full_attention"] * 60}, "layer_types must have full_attention in every layer of"),
+    ],
+    ids=str,
+)
+def test_a_language_model_beside_a_vision_tower_with_other_facts_is_refused(tmp_path, fields, message):
+    text = {**CONFIGS["Qwen3.5-397B-A17B"]["text_config"], **fields}
+    with pytest.raises(ValueError, match=message):
+        read_published(tmp_path, "Qwen3.5-397B-A17B", text_config=text)
 
 
 def test_yarn(tmp_path):

@@ -76,13 +76,20 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: P
 
 @pytest.mark.parametrize(
     ("family", "float8"),
-    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False), ("qwen3_5_moe", False)],
+    [
+        ("deepseek_v3", False),
+        ("deepseek_v3", True),
+        ("glm4_moe", False),
+        ("qwen3_next", False),
+        ("qwen3_5_moe with vision", False),
+    ],
 )
 def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, float8: bool
 ) -> None:
     """SGLang's model of the layer for further tokens, TP2 EP2, beside the model whose embedding and head it has."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    family, _, vision = family.partition(" with ")
     fields = {"num_nextn_predict_layers": 1}
     if family == "deepseek_v3":
         fields |= {
@@ -93,7 +100,7 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
             "v_head_dim": 32,
         }
     more = {"num_mtp_layers": 1} if family in QWEN_HYBRIDS else {"fields": fields}
-    make_tiny_model(tmp_path / "model", ["two words"], family=family, **more, **sizes)
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, vision=bool(vision), **more, **sizes)
     keys = [
         *expert_overrides(tmp_path / "model"),
         *(
@@ -126,7 +133,15 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
             (),
         ),  # experts are cut: sinks, biases, alternating rows of gate and up
     ],
-    ids=["minimax_m2", "minimax_m2-float8", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe-vision", "gpt_oss"],
+    ids=[
+        "minimax_m2",
+        "minimax_m2-float8",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe-vision",
+        "gpt_oss",
+    ],
 )
 def test_a_family_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, served: str, keys: tuple[str, ...]

@@ -13,7 +13,10 @@ def single_experts(state: State) -> State:
     rows above up's. Other families' files have single experts already."""
     out: State = {}
     for name, tensor in state.items():
-        nested, name = name.startswith("model.language_model."), name.replace("model.language_model.", "model.")
+        nested, name = (
+            name.startswith("model.language_model."),
+            name.replace("model.language_model.", "model."),
+        )
         layer, dot, kind = name.rpartition(".")
         if name.startswith("model.visual."):
             continue
@@ -137,8 +140,12 @@ def _delta_net(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
         heads = [state[p + "in_proj_b.weight"], state[p + "in_proj_a.weight"]]
         state = {
             **state,
-            p + "in_proj_qkvz.weight": torch.cat([part.unflatten(0, (rank.attention[0], -1)) for part in parts], 1).flatten(0, 1),
-            p + "in_proj_ba.weight": torch.cat([part.unflatten(0, (rank.attention[0], -1)) for part in heads], 1).flatten(0, 1),
+            p + "in_proj_qkvz.weight": torch.cat(
+                [part.unflatten(0, (rank.attention[0], -1)) for part in parts], 1
+            ).flatten(0, 1),
+            p + "in_proj_ba.weight": torch.cat(
+                [part.unflatten(0, (rank.attention[0], -1)) for part in heads], 1
+            ).flatten(0, 1),
         }
     for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias", "A_log"):
         out[p + name] = _rows(state[p + name], rank.attention)

@@ -73,7 +73,7 @@ class MegatronCheckpoint:
 
 def stacks_layers(config: ModelConfig) -> bool:
     """Whether Megatron's own `sharded_state_dict` stacks the model's layers by default: where they are all alike."""
-    return config.moe is None
+    return config.moe is None and config.delta_net is None
 
 
 def megatron_checkpoint(

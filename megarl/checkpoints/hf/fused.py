@@ -29,7 +29,10 @@ _STORED = re.compile(rf"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|{_BLO
 _SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 
 
-_OF_TEXT, _OF_PICTURES = "model.language_model.", "model.visual."  # how names of a model with a vision tower begin
+_OF_TEXT, _OF_PICTURES = (
+    "model.language_model.",
+    "model.visual.",
+)  # how names of a model with a vision tower begin
 
 
 class Part(NamedTuple):
@@ -117,7 +120,9 @@ def _halves(
         ValueError: it has no shape of such a tensor.
     """
     if len(tensor.shape) != 3 or tensor.shape[1] % len(names):
-        raise ValueError(f"{tensor.file}: {name} has shape {tensor.shape}, which is not that of experts' tensors")
+        raise ValueError(
+            f"{tensor.file}: {name} has shape {tensor.shape}, which is not that of experts' tensors"
+        )
     experts, out, columns = tensor.shape
     rows = out // len(names)
     for expert in range(experts):

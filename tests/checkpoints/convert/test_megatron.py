@@ -139,7 +139,9 @@ def test_megatron_finds_the_common_state_in_its_old_and_its_new_place(tmp_path):
     )  # Megatron-LM reorders rows of linear_qkv in what is older than 2
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("qwen3_5", 1)])
+@pytest.mark.parametrize(
+    ("family", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("qwen3_5", 1)]
+)
 def test_megatron_loads_multi_token_prediction_layers(ranks, tmp_path, family, num_layers):
     model = make(tmp_path / "hf", family, num_layers)
     convert(model, str(tmp_path / "converted"))

@@ -74,7 +74,11 @@ def test_a_vision_tower_comes_along_as_it_is(tmp_path, tiny_model, family):
             tensor += 1
     export(model.folder, tmp_path / "out", TWO, ranks=ranks, mtp=True)
     expected = load_file(model.folder / "model.safetensors")
-    written = {name: tensor for file in (tmp_path / "out").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    written = {
+        name: tensor
+        for file in (tmp_path / "out").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     assert written.keys() == expected.keys()
     assert sum(name.startswith("model.visual.") for name in written) > 10
     for name, tensor in written.items():
@@ -91,7 +95,9 @@ def test_a_vision_tower_without_weights_is_refused(tmp_path, tiny_model):
     tensors = load_file(source / "model.safetensors")
     text = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
     save_file(text, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"config\.json has a vision tower .* and there are no weights of it"):
+    with pytest.raises(
+        ValueError, match=r"config\.json has a vision tower .* and there are no weights of it"
+    ):
         export(source, tmp_path / "out", ONE)
     assert not (tmp_path / "out").exists()
 

@@ -135,7 +135,11 @@ def test_scales_that_are_missing_or_without_a_weight_are_named(tmp_path, tiny_mo
 
 @pytest.mark.parametrize(
     ("family", "projection"),
-    [("glm4_moe", "model.layers.4.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight"), ("qwen3_5", "mtp.fc.weight")],
+    [
+        ("glm4_moe", "model.layers.4.eh_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("qwen3_5", "mtp.fc.weight"),
+    ],
 )
 def test_prediction_layers_may_be_missing_unless_they_are_wanted(tmp_path, tiny_model, family, projection):
     folder = shutil.copytree(tiny_model(family).folder, tmp_path / "hf")

@@ -172,7 +172,17 @@ USUAL = [
 ]
 _DENSE, _EXPERTS = (
     ("llama", "qwen3", "qwen3_5"),
-    ("deepseek_v3", DIRECT, "kimi_k2", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    (
+        "deepseek_v3",
+        DIRECT,
+        "kimi_k2",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "minimax_m2",
+    ),
 )
 GRIDS = [
     *[(name, "plain", layout) for name in _DENSE for layout in ("tp2_sp_pp2", "pp2_vpp2", "tp2_sp_cp2", "uneven_pp3")],

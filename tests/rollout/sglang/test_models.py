@@ -22,6 +22,8 @@ FAMILIES = (
     "Qwen3",
     "Qwen3Moe",
     "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
 )
 # As a scheduler does it. The names of the models' classes, and of all files of models that were imported for them.
 SCHEDULER = """

@@ -47,6 +47,8 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from examples.tiny_fields import HYBRIDS, LATENT, usual_fields
+
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
@@ -83,13 +85,11 @@ _CLASSIFIERS = {
 }
 # What an MTP layer has before and after an ordinary one: norms, and the projection.
 _MTP = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _WITH_VISION = {
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
 _HYBRID_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
@@ -168,7 +168,7 @@ def make_tiny_model(
         "intermediate_size": ffn_hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_attention_heads if family in _LATENT else num_key_value_heads,
+        "num_key_value_heads": num_attention_heads if family in LATENT else num_key_value_heads,
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": tie_word_embeddings,
         "bos_token_id": None,
@@ -176,9 +176,7 @@ def make_tiny_model(
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": dtype,
     }
-    usual = _usual_fields(
-        family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings
-    )
+    usual = usual_fields(family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings)
     config_class, model_class = _FAMILIES[family]
     assert head in ("lm", "score"), head
     if head == "score":
@@ -204,7 +202,7 @@ def make_tiny_model(
     if family == "qwen3_next":  # as published; transformers writes `layer_types` in its place
         none = {} if num_mtp_layers else {"num_nextn_predict_layers": 0}
         _change_config(out_dir, full_attention_interval=4, **none)
-    elif family in _HYBRIDS:
+    elif family in HYBRIDS:
         own = {"full_attention_interval": 4, "mtp_num_hidden_layers": num_mtp_layers}
         if vision:
             _fuse_experts(out_dir / "model.safetensors")
@@ -222,93 +220,15 @@ def _check(family: str, dtype: str, num_layers: int, num_mtp_layers: int) -> Non
         raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, found {num_layers}")
-    most = {**dict.fromkeys(_HYBRIDS, 1), **dict.fromkeys((*_LATENT, "glm4_moe"), num_mtp_layers)}.get(
+    most = {**dict.fromkeys(HYBRIDS, 1), **dict.fromkeys((*LATENT, "glm4_moe"), num_mtp_layers)}.get(
         family, 0
     )
-    if family in _HYBRIDS and num_mtp_layers and num_layers % 4:
+    if family in HYBRIDS and num_mtp_layers and num_layers % 4:
         raise ValueError(f"num_layers must be a multiple of 4, found {num_layers}: MTP layers have attention")
     if num_mtp_layers > most:
         raise ValueError(
             f"num_mtp_layers must be {'0 or 1' if most else 0} for family {family}, found {num_mtp_layers}"
         )
-
-
-def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[str, Any]:
-    """The fields of a family's published models other than sizes, made small; `head_dim`: hidden size by heads."""
-    experts = {"moe_intermediate_size": ffn // 4, "num_experts_per_tok": 2}
-    grouped = {**experts, "n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
-    wide_heads = {"head_dim": 2 * head_dim}  # all heads together are wider than the hidden state
-    if family == "qwen3":
-        return wide_heads
-    if family == "qwen3_moe":
-        return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
-    if family in _HYBRIDS:
-        return {**wide_heads, **_hybrid_fields(family, head_dim, ffn)}
-    if family == "glm4_moe":
-        return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
-    if family == "minimax_m2":
-        return {**wide_heads, **_minimax_fields(head_dim), "intermediate_size": ffn // 4}
-    if family == "gpt_oss":
-        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
-                "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": positions // 4}  # fmt: skip
-        gated = {"swiglu_limit": 7.0, "sliding_window": 8}
-        return {**wide_heads, **gated, "intermediate_size": ffn // 4, "num_local_experts": 8, "num_experts_per_tok": 2,
-                "rope_parameters": yarn}  # fmt: skip
-    if family not in _LATENT:
-        return {}
-    latent = {
-        "q_lora_rank": 3 * head_dim // 2,
-        "kv_lora_rank": head_dim,
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": head_dim // 2,
-        "v_head_dim": 3 * head_dim // 2,
-    }
-    if family == "glm4_moe_lite":  # a scaling of 1e-6 is what transformers' norms of latent vectors have
-        return {**grouped, **latent, "rms_norm_eps": 1e-6}
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": positions // 4,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    groups = (
-        {"n_group": 1, "topk_group": 1}
-        if family == "kimi_k2"
-        else {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
-    )
-    return {**grouped, **groups, **latent, "rope_parameters": yarn}
-
-
-def _hybrid_fields(family: str, head_dim: int, ffn: int) -> dict[str, Any]:
-    """Qwen3-Next's and Qwen3.5's; the latter's text has the sections of M-RoPE."""
-    delta_net = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": head_dim}
-    delta_net["linear_value_head_dim"] = 2 * head_dim
-    mixture = {"moe_intermediate_size": ffn // 4, "num_experts_per_tok": 2, "num_experts": 8}
-    mixture["shared_expert_intermediate_size"] = ffn // 4
-    if family == "qwen3_next":
-        return {**delta_net, **mixture, "norm_topk_prob": True}
-    pairs = 2 * head_dim // 8  # of the quarter of a head that rotates
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
-            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}  # fmt: skip
-    return {**delta_net, **(mixture if family == "qwen3_5_moe" else {}), "rope_parameters": rope}
-
-
-def _minimax_fields(rotary_dim: int) -> dict[str, Any]:
-    """MiniMax-M2's: SGLang reads `rotary_dim`, transformers the share of the head that it is, here one half."""
-    return {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rotary_dim": rotary_dim,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
-        "scoring_func": "sigmoid",
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "use_routing_bias": True,
-    }
 
 
 def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel:
@@ -333,7 +253,7 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
 
 
 def _is_hybrid(config: Any) -> bool:
-    return config.model_type.removesuffix("_text") in _HYBRIDS
+    return config.model_type.removesuffix("_text") in HYBRIDS
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:

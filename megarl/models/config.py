@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megarl.models.fields import Fields, short
@@ -200,21 +199,6 @@ class ModelConfig:
         """
         fields = self.fields
         return next((name, int(fields[name])) for name in _CONTEXT_FIELDS if fields.get(name) is not None)
-
-
-def load_hf_config(path: str) -> Fields:
-    """The fields of `config.json` in a Hugging Face model folder.
-
-    Raises:
-        ValueError: no such folder or file, or it holds no JSON object.
-    """
-    folder = Path(path).expanduser()
-    file = folder / "config.json"
-    if not folder.is_dir():
-        raise ValueError(f"model path {path!r} is not a folder; a Hugging Face model folder is needed")
-    if not file.is_file():
-        raise ValueError(f"model folder {path!r} has no config.json")
-    return Fields.read(file)
 
 
 def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] | None]:

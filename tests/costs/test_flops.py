@@ -78,7 +78,8 @@ def test_operations_of_gated_delta_nets(
             monkeypatch.setattr(module, "chunk_gated_delta_rule", lambda q, k, v, **rest: (v, None))
     state = sum(layer.state for layer in flops.layers)
     matrices = (flops.forward(LENGTH) - state) * LENGTH
-    angles = int(config.head_dim * config.rotary_percent) * LENGTH
+    positions = 1 if family == "qwen3_next" else 3  # M-RoPE's, of which a text has thrice the same
+    angles = positions * int(config.head_dim * config.rotary_percent) * LENGTH
     convolution = 2 * (2 * net.keys + net.values) * net.conv * (LENGTH + net.conv - 1) * len(net.layers)
     with torch.no_grad():
         assert counted(model, None) == matrices + angles + convolution

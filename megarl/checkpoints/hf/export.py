@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megarl.checkpoints.hf.fused import as_stored, stored_name, vision_tensors
+from megarl.checkpoints.hf.fused import as_stored, find_vision_tensors, read_vision_tensors, stored_name
 from megarl.checkpoints.hf.load import HFReader
 from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
@@ -32,7 +32,8 @@ from megarl.weight_sync.packets import crc32
 Item = TypeVar("Item")
 # files of a model folder other than its weights: config.json is written anew
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
-               "chat_template*", "added_tokens.json", "*.model", "*.py")  # fmt: skip
+               "chat_template*", "added_tokens.json", "*preprocessor_config.json", "processor_config.json", "*.model",
+               "*.py")  # fmt: skip
 
 
 def read_companions(
@@ -124,7 +125,7 @@ class HFFolderWriter:
             OSError: the disk is full or not writable.
         """
         if self.config.is_nested:
-            self._save(self.num_files - 1, vision_tensors(source))
+            self._save(self.num_files - 1, read_vision_tensors(source))
         if self.num_files > 1:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": self._weight_map}
             path = self.folder / "model.safetensors.index.json"
@@ -303,11 +304,13 @@ def write_hf_checkpoint(
         files: name -> content of the folder's other files.
 
     Raises:
-        ValueError: a slice arrived damaged.
+        ValueError: a slice arrived damaged; the model has a vision tower, and the source model's folder has no weights of one.
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
     folder_of_source = Path(source_model).expanduser()
     companions = read_companions(folder_of_source, export.config, export.dtype, export.mtp, fields)
+    if export.config.is_nested:
+        find_vision_tensors(folder_of_source)
     with (
         whole_folder(path) as folder,
         HFReader(source_model) if export.untrained else nullcontext() as source,

@@ -54,24 +54,29 @@ def of_language_model(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def vision_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the vision tower of a checkpoint, as they are.
+def find_vision_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of the vision tower of the model in a folder.
 
     Raises:
         ValueError: there are none.
     """
-    found: dict[str, Tensor] = {}
     stored = stored_tensors(str(folder)) if any(folder.glob("*.safetensors")) else {}
-    names = [name for name in stored if name.startswith(_OF_PICTURES)]
-    for file in {stored[name].file for name in names}:
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in names if stored[name].file == file}
+    found = {name: tensor for name, tensor in stored.items() if name.startswith(_OF_PICTURES)}
     if not found:
         raise ValueError(
-            f"{folder}: config.json has a vision tower (vision_config), which a Hugging Face folder must have, too, and there are no weights of it "
-            "(model.visual.*) here; name the folder of the model that was trained (megarl convert: --hf)"
+            f"{folder}: config.json has a vision tower (vision_config), which a Hugging Face folder must have, too, and there are no weights "
+            "of it (model.visual.*) here; name the folder of the model that was trained (megarl convert: --hf)"
         )
     return found
+
+
+def read_vision_tensors(folder: Path) -> dict[str, Tensor]:
+    """Their values, as they are."""
+    found, values = find_vision_tensors(folder), dict[str, Tensor]()
+    for file in {tensor.file for tensor in found.values()}:
+        with safe_open(file, "pt") as opened:
+            values |= {name: opened.get_tensor(name) for name, tensor in found.items() if tensor.file == file}
+    return values
 
 
 def split_experts(

@@ -383,3 +383,19 @@ def test_what_rounds_to_the_largest_value_and_what_was_infinite_before_is_kept(t
     assert target[0].isinf() and target[1].isnan() and target[2] == 2
     with pytest.raises(ValueError, match=r"here: w has values up to 3.4e\+38, bfloat16 holds none above"):
         narrow_into(target.bfloat16(), torch.tensor([0.0, 3.4e38, 1.0]), "here", "w")
+
+
+def test_a_vision_tower_comes_from_the_folder_that_is_named(tmp_path: Path) -> None:
+    """A Megatron checkpoint holds the language model alone."""
+    model, back = tmp_path / "model", tmp_path / "back"
+    make_tiny_model(model, ["one two"], family="qwen3_5_moe", vision=True, num_mtp_layers=1, vocab_size=300)
+    convert(str(model), str(tmp_path / "megatron"))
+    with pytest.raises(ValueError, match=r"no weights of it \(model\.visual\.\*\) here; .*--hf"):
+        convert(str(tmp_path / "megatron"), str(back))
+    assert not back.exists()
+    convert(str(tmp_path / "megatron"), str(back), companions=str(model))
+    expected = load_file(model / "model.safetensors")
+    found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert compare(str(model), str(back)).equal

@@ -68,6 +68,7 @@ def test_what_was_loaded_comes_back_bit_for_bit(tmp_path, tiny_model, family, la
 def test_a_vision_tower_comes_along_as_it_is(tmp_path, tiny_model, family):
     """Beside it the language model's tensors have another prefix, and all experts of a layer one tensor."""
     model = tiny_model(family, vision=True)
+    (model.folder / "preprocessor_config.json").write_text("{}")
     ranks = load_all(model.folder, TWO)
     for rank in ranks:
         for tensor in rank.values():
@@ -85,6 +86,7 @@ def test_a_vision_tower_comes_along_as_it_is(tmp_path, tiny_model, family):
         trained = not name.startswith(("model.visual.", "mtp."))
         assert torch.equal(tensor, expected[name] + 1 if trained else expected[name]), name
     assert read_model_config(str(tmp_path / "out")) == model.config
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"]
     assert torch.equal(loaded.lm_head.weight, written["lm_head.weight"])

@@ -87,6 +87,8 @@ def _language_model(hf: Fields) -> Fields:
         ValueError: there are none, or they are of another model, or tie the head otherwise than the fields outside.
     """
     hf.require("text_config")
+    # SGLang's name for a folder without its vision tower, which an exported one would lack.
+    refuse_unsupported(hf, {"language_model_only": (False, None)})
     text, kind = hf.object("text_config"), hf.text("model_type")
     if text.text("model_type", f"{kind}_text") != f"{kind}_text":
         raise ValueError(

@@ -255,6 +255,11 @@ def test_a_language_model_beside_a_vision_tower_with_other_facts_is_refused(tmp_
         read_published(tmp_path, "Qwen3.5-397B-A17B", text_config=text)
 
 
+def test_a_folder_that_lacks_its_vision_tower_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="language_model_only=True"):
+        read_published(tmp_path, "Qwen3.5-27B", language_model_only=True)
+
+
 def test_yarn(tmp_path):
     config = read_published(tmp_path, "Qwen3-8B", rope_scaling=YARN)
     assert config.rope_scaling == {

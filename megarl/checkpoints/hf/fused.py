@@ -2,7 +2,8 @@
 language models beside a vision tower.
 
 Qwen3.5's have `gate_up_proj` [experts, 2 ffn, hidden], gate's rows before up's, and `down_proj` [experts, hidden, ffn] (transformers 5.12.1,
-models/qwen3_5_moe); without a vision tower beside them transformers writes tensors of single experts. gpt-oss's have by layer `gate_up_proj` [experts, hidden, 2 ffn], whose columns are gate's and up's in turn, `gate_up_proj_bias` [experts, 2 ffn],
+models/qwen3_5_moe); without a vision tower beside them transformers writes tensors of single experts. gpt-oss's have by layer
+`gate_up_proj` [experts, hidden, 2 ffn], whose columns are gate's and up's in turn, `gate_up_proj_bias` [experts, 2 ffn],
 `down_proj` [experts, ffn, hidden] and `down_proj_bias` [experts, hidden] (transformers 5.12.1, models/gpt_oss). Published checkpoints have
 the two weights in MXFP4 (Open Compute Project, Microscaling Formats v1.0, section 5.2), the other way round: `<name>_blocks` [experts, out, in / 32, 16],
 two values of four bits (e2m1) a byte, the lower bits first, and `<name>_scales` [experts, out, in / 32], the exponents of 32 values'
@@ -29,10 +30,8 @@ _STORED = re.compile(rf"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|{_BLO
 _SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 
 
-_OF_TEXT, _OF_PICTURES = (
-    "model.language_model.",
-    "model.visual.",
-)  # how names of a model with a vision tower begin
+# How names of a model with a vision tower begin.
+_OF_TEXT, _OF_PICTURES = "model.language_model.", "model.visual."
 
 
 class Part(NamedTuple):

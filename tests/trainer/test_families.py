@@ -167,7 +167,7 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     for step in steps(out):
         assert (step["actor/ratio_mean"], step["actor/ppo_kl"], step["actor/pg_clipfrac"]) == (1.0, 0.0, 0.0)
         # Gated delta nets round more: an engine goes on from token to token, the trainer from chunk to chunk.
-        assert step["training/rollout_log_prob_diff_max"] < (1e-4 if case.family in QWEN_HYBRIDS else 2e-5)
+        assert step["training/rollout_log_prob_diff_max"] < (3e-4 if case.family in QWEN_HYBRIDS else 2e-5)
         # In float32 engine, old log-probs and update choose the same experts themselves.
         assert step.get("actor/routing_changed") == (0.0 if replays else None)
         by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}

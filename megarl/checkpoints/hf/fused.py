@@ -102,7 +102,7 @@ def split_experts(
         layer, projection, kind = matched.groups()
         names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
         if not biased:
-            for own, part, shape in _halves(name, layer, names, tensor):
+            for own, part, shape in _single_experts(name, layer, names, tensor):
                 found[own], parts[own] = StoredTensor(tensor.file, tensor.dtype, shape), part
             continue
         shape = _shape(name, tensor, kind, tensors)
@@ -115,7 +115,7 @@ def split_experts(
     return found, parts
 
 
-def _halves(
+def _single_experts(
     name: str, layer: str, names: Sequence[str], tensor: StoredTensor
 ) -> Iterator[tuple[str, Part, tuple[int, ...]]]:
     """Single experts' names, places and shapes in a tensor of Qwen3.5's.

@@ -206,8 +206,12 @@ def assert_biases_moved(before: Path, after: Path, layers: int) -> None:
 
 
 def assert_trained(before: Path, after: Path, layers: int | None, biases_move: bool) -> None:
-    """Every weight moved, but for the MTP layer `layers` if it is not trained, and, unless told to, the bias of the routers' choice."""
-    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    """Every weight moved, but for the MTP layer `layers` if it is not trained, a vision tower, and, unless told to, the bias of the routers'
+    choice."""
+    old, new = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (before, after)
+    )
     assert old.keys() == new.keys()
     same = {name for name in old if torch.equal(old[name], new[name])}
     repeated = (f"layers.{layers}.embed_tokens.weight", f"layers.{layers}.shared_head.head.weight")
@@ -215,7 +219,8 @@ def assert_trained(before: Path, after: Path, layers: int | None, biases_move: b
     assert same == {
         name
         for name in old
-        if (name.endswith("e_score_correction_bias") and not biases_move)
+        if name.startswith("model.visual.")
+        or (name.endswith("e_score_correction_bias") and not biases_move)
         or (layers is not None and name.startswith(predicting) and not name.endswith(repeated))
     }
 

@@ -12,10 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -59,8 +63,10 @@ _FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
@@ -74,7 +80,8 @@ _CLASSIFIERS = {
 # What an MTP layer has before and after an ordinary one: norms, and the projection.
 _MTP = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
 _QWEN3_NEXT_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
+_SPARSE = ("deepseek_v32", "glm_moe_dsa")
+_LATENT = (*_SPARSE, "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
@@ -99,8 +106,10 @@ def make_tiny_model(
         "qwen3_moe",
         "qwen3_next",
         "deepseek_v3",
+        "deepseek_v32",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "kimi_k2",
         "minimax_m2",
         "gpt_oss",
@@ -160,6 +169,8 @@ def make_tiny_model(
     usual = _usual_fields(
         family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings
     )
+    if family in _SPARSE:
+        usual |= _sparse_fields(family, hidden_size // num_attention_heads, num_layers)
     config_class, model_class = _FAMILIES[family]
     assert head in ("lm", "score"), head
     if head == "score":
@@ -235,7 +246,10 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         "qk_rope_head_dim": head_dim // 2,
         "v_head_dim": 3 * head_dim // 2,
     }
-    if family == "glm4_moe_lite":  # a scaling of 1e-6 is what transformers' norms of latent vectors have
+    if family in (
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+    ):  # a scaling of 1e-6 is what transformers' norms of latent vectors have
         return {**grouped, **latent, "rms_norm_eps": 1e-6}
     yarn = {
         "rope_type": "yarn",
@@ -253,6 +267,15 @@ def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[
         else {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     )
     return {**grouped, **groups, **latent, "rope_parameters": yarn}
+
+
+def _sparse_fields(family: str, head_dim: int, layers: int) -> dict[str, Any]:
+    """Of the indexers, which choose among more than 1,024 tokens; of GLM-5's the first and the last layer have one."""
+    indexer = {"index_head_dim": head_dim, "index_n_heads": 2, "index_topk": 1024, "num_experts": 8}
+    if family == "deepseek_v32":
+        return indexer
+    kinds = ["shared" if 0 < layer < layers - 1 else "full" for layer in range(layers)]
+    return {**indexer, "indexer_rope_interleave": True, "indexer_types": kinds}
 
 
 def _minimax_fields(rotary_dim: int) -> dict[str, Any]:
@@ -281,12 +304,15 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
                 # Qwen3-Next's norms multiply by 1 + weight, all but those of its gated delta nets.
                 around_zero = config.model_type == "qwen3_next" and "linear_attn" not in name
                 vector.normal_(float(not around_zero), _NORM_STD)
-    # Checkpoints keep the bias of a router's choice in float32.
+    # Checkpoints keep the bias of a router's choice, and the norm of an indexer's keys, in float32.
     kept = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+    norms = [module for name, module in model.named_modules() if name.endswith(".indexer.k_norm")]
     model = model.to(getattr(torch, dtype))
     for name, bias in kept.items():
         module, _, buffer = name.rpartition(".")
         setattr(model.get_submodule(module), buffer, bias)
+    for norm in norms:
+        norm.to(torch.float32)
     return model
 
 

@@ -41,6 +41,15 @@ class DeltaNetFacts(Protocol):
     def key_heads(self) -> int: ...
 
 
+class IndexerFacts(Protocol):
+    """What an engine may have of an indexer of sparse attention; an IndexerConfig has it."""
+
+    @property
+    def topk(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
+
+
 class ModelFacts(Protocol):
     """The numbers of a model that a layout must fit; a ModelConfig has them."""
 
@@ -56,6 +65,8 @@ class ModelFacts(Protocol):
     def moe(self) -> ExpertFacts | None: ...
     @property
     def mla(self) -> object | None: ...
+    @property
+    def indexer(self) -> IndexerFacts | None: ...
     @property
     def delta_net(self) -> DeltaNetFacts | None: ...
     @property
@@ -165,7 +176,45 @@ def fit_problems(
     if model is not None:
         problems += _context_problems(config, model)
         problems += _prediction_problems(config, model)
+        problems += _sparse_problems(config, model, critic, reward_model, teacher)
     return problems
+
+
+def _sparse_problems(
+    config: TrainConfig | TuningConfig | EvalConfig,
+    model: ModelFacts,
+    critic: ModelFacts | None,
+    reward_model: ModelFacts | None,
+    teacher: ModelFacts | None,
+) -> Iterator[str]:
+    """With sparse attention no text may have more tokens than an indexer chooses keys for a query: trainers attend to all of them.
+
+    An evaluation has engines alone, and theirs on GPUs have no such limit.
+    """
+    if isinstance(config, EvalConfig):
+        return
+    if isinstance(config, TuningConfig):
+        length = config.data.max_length
+        texts = [("model.path", model, f"data.max_length={length}", length)]
+    else:
+        data = config.data
+        longest = data.max_prompt_length + data.max_response_length
+        cut = None if config.reward_model is None else config.reward_model.max_length
+        models = {f"{POLICY}.model.path": model, "critic.model.path": critic if config.critic else None}
+        models |= {f"{POLICY}.ref.model.path": teacher}
+        texts = [(key, facts, f"{_LENGTHS} = {longest}", longest) for key, facts in models.items() if facts]
+        if reward_model is not None:
+            length = longest if cut is None else min(cut, longest)
+            texts.append(("reward_model.model.path", reward_model, f"a text of {length} tokens", length))
+        if data.ptx is not None:
+            length = data.ptx.max_length
+            texts.append((f"{POLICY}.model.path", model, f"data.ptx.max_length={length}", length))
+    for key, facts, what, tokens in texts:
+        if facts.indexer is not None and tokens > facts.indexer.topk:
+            yield (
+                f"{what} is more than index_topk={facts.indexer.topk} (config.json of {key}): beyond as many tokens its attention is sparse, and "
+                "megarl trains it to all keys alone; make it shorter"
+            )
 
 
 def _teacher_problems(config: TrainConfig, model: ModelFacts, teacher: ModelFacts) -> Iterator[str]:
@@ -436,6 +485,13 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
         }
         for name in (name for name, there in unknown.items() if there):
             yield f"{key}.{name}: not supported with gated delta nets ({model.family}); leave it out"
+    if model.indexer is not None and rollout.kv_cache_dtype is not None:
+        yield f"{key}.kv_cache_dtype={rollout.kv_cache_dtype}: not supported with sparse attention ({model.family}); leave it out"
+    if model.indexer is not None and model.indexer.interleaved and rollout.quantization is not None:
+        yield (
+            f"{key}.quantization={rollout.quantization}: SGLang (0.5.21) has a part of the indexers of {model.family} in bfloat16 even then, "
+            "which no sync knows; leave it out"
+        )
     if model.family == "gpt_oss":
         for name, allowed in (
             ("quantization", (None,)),

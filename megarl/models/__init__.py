@@ -8,6 +8,7 @@ from megarl.models.config import COMPANIONS, ModelConfig, load_hf_config
 from megarl.models.families import FAMILIES
 from megarl.models.shards import MegatronPlace, SGLangPlace
 from megarl.models.table import (
+    BUFFERS,
     DRAFT,
     head_chunk_tokens,
     keeps_float32,
@@ -38,6 +39,7 @@ def read_model_config(path: str) -> ModelConfig:
 
 
 __all__ = [
+    "BUFFERS",
     "COMPANIONS",
     "DRAFT",
     "FAMILIES",

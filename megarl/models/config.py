@@ -91,6 +91,25 @@ class MLAConfig:
     v_head_dim: int
 
 
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The facts of an indexer (DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv:2512.02556, section 2.1), which chooses the keys that a query
+    attends to: among `topk` or fewer it has no choice.
+
+    Attributes:
+        layers: numbers, from 0, of the layers that have one; others take the choice of the last one before. Layers for MTP have one.
+        heads, head_dim: of its queries; its keys have one head.
+        topk: keys of a query.
+        interleaved: whether it rotates pairs of neighbouring dimensions. SGLang then has `wk` and `weights_proj` in one tensor.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    topk: int
+    interleaved: bool
+
+
 # In SGLang's order of preference.
 _CONTEXT_FIELDS = (
     "max_sequence_length",
@@ -120,6 +139,7 @@ class ModelConfig:
             "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}, and "truncate": False where the bounds of yarn's ramp
             are not rounded.
         rotary_percent: share of `head_dim` that rotates (GQA only).
+        indexer: of sparse attention; None: queries attend to all keys before them.
         delta_net: of the layers that have no attention; None: all have.
         output_gate: whether attention's output is multiplied by sigmoids of gates, which come with the queries (GQA only).
         zero_centered_norms: whether norms have 1 + weight for a factor, all but the one of a delta net's output.
@@ -153,6 +173,7 @@ class ModelConfig:
     hf: dict[str, Any] = field(repr=False, compare=False)
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    indexer: IndexerConfig | None = None
     delta_net: DeltaNetConfig | None = None
     output_gate: bool = False
     zero_centered_norms: bool = False

@@ -8,6 +8,8 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
   them with the heads.
 - Multi-head latent attention: SGLang's `fused_qkv_a_proj_with_mqa` is [queries | keys, values and the rotary key], complete on every rank.
   Queries and keys rotate pairs of neighbouring dimensions in Hugging Face, Megatron and SGLang alike, so that no rows change their order.
+- Indexers of sparse attention: complete on every rank. SGLang has [wk | weights_proj] in one tensor where the indexer rotates neighbouring
+  dimensions (GLM-5), and on a GPU alone; megarl's class for CPU engines has it, too.
 - Gated MLPs: [gate shard | up shard] in one tensor in both. The shared experts of a mixture, which SGLang does not fuse with the routed
   ones, are cut as a dense MLP is, or complete on every rank of an engine with DeepEP (`SGLangPlace.whole_shared`); the norm before a mixture is a module of its own.
 - Routed experts: a rank has a contiguous block of them. In Megatron each expert is a pair of tensors of its own (`linear_fc1.weight0`,
@@ -24,6 +26,7 @@ from collections.abc import Iterator
 from megarl.models.config import ModelConfig
 from megarl.models.shards import COLUMNS, ROWS, Weight
 
+INDEXER = "self_attn.indexer."  # names of an indexer's tensors begin with this, after the layer's
 SHARED = "mlp.shared_expert"  # names of the shared experts' tensors begin with this, after the layer's
 _PROJECTIONS, _MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # gate, up, down
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
@@ -38,7 +41,7 @@ def attention_weights(config: ModelConfig, layer: int) -> list[Weight]:
     """The table of a layer's norm and attention, or gated delta net."""
     if is_delta_net(config, layer):
         return _delta_net(config)
-    return _latent_attention(config) if config.mla is not None else _grouped_attention(config)
+    return _latent_attention(config, layer) if config.mla is not None else _grouped_attention(config)
 
 
 def _grouped_attention(config: ModelConfig) -> list[Weight]:
@@ -134,7 +137,7 @@ def _delta_net(config: ModelConfig) -> list[Weight]:
     ]
 
 
-def _latent_attention(config: ModelConfig) -> list[Weight]:
+def _latent_attention(config: ModelConfig, layer: int) -> list[Weight]:
     mla, heads, hidden = config.mla, config.num_attention_heads, config.hidden_size
     assert mla is not None
     queries, values = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), heads * mla.v_head_dim
@@ -154,6 +157,7 @@ def _latent_attention(config: ModelConfig) -> list[Weight]:
         ("kv_b_proj", (keys, mla.kv_lora_rank), ROWS, "linear_kv_up_proj.weight"),
     ]
     fused = () if mla.q_lora_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
+    indexer = _indexer(config) if has_indexer(config, layer) else []
     return [
         Weight(_NORM, (hidden,), None, _NORM, _NORM),
         *(
@@ -167,6 +171,38 @@ def _latent_attention(config: ModelConfig) -> list[Weight]:
             for name, shape, cut, megatron in rows
         ),
         _output(hidden, values),
+        *indexer,
+    ]
+
+
+def has_indexer(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has an indexer of its own; multi-token prediction layers have numbers after the others'."""
+    indexer = config.indexer
+    return indexer is not None and (layer in indexer.layers or layer >= config.num_layers)
+
+
+def _indexer(config: ModelConfig) -> list[Weight]:
+    """The table of an indexer. Every rank has all of it."""
+    indexer, mla, hidden = config.indexer, config.mla, config.hidden_size
+    assert indexer is not None and mla is not None and mla.q_lora_rank is not None
+    width = indexer.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq_b.weight": (indexer.heads * width, mla.q_lora_rank),
+        "wk.weight": (width, hidden),
+        "weights_proj.weight": (indexer.heads, hidden),
+        "k_norm.weight": (width,),
+        "k_norm.bias": (width,),
+    }
+    together = ("wk.weight", "weights_proj.weight") if indexer.interleaved else ()
+    return [
+        Weight(
+            INDEXER + name,
+            shape,
+            None,
+            f"self_attention.indexer.{name}",
+            INDEXER + ("wk_weights_proj.weight" if name in together else name),
+        )
+        for name, shape in shapes.items()
     ]
 
 

@@ -18,6 +18,7 @@ from megarl.config.problems import did_you_mean
 from megarl.config.schema.models import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
+from megarl.models.layers import INDEXER
 from megarl.models.shards import COLUMNS, ROWS, Shapes
 from megarl.models.table import logical_tensors
 
@@ -75,9 +76,13 @@ def scaling(lora: LoraConfig) -> float:
 
 
 def linear_weights(config: ModelConfig) -> Shapes:
-    """The weights of all linear layers but the head and routers, with their shapes."""
+    """The weights of all linear layers but the head, routers and indexers, with their shapes."""
     ends = tuple(f"{end}.weight" for end in _LINEAR)
-    return {name: shape for name, shape in logical_tensors(config).items() if name.endswith(ends)}
+    return {
+        name: shape
+        for name, shape in logical_tensors(config).items()
+        if name.endswith(ends) and f".{INDEXER}" not in name
+    }
 
 
 def adaptable_weights(config: ModelConfig) -> Shapes:

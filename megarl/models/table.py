@@ -10,6 +10,7 @@ model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.p
 the model's own embedding and head, too.
 """
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from megarl.models.layers import (
     SHARED,
     attention_weights,
     expert_weights,
+    has_indexer,
     is_delta_net,
     is_mixture,
     layer_name,
@@ -39,6 +41,8 @@ from megarl.models.shards import (
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
 DRAFT = "draft:"  # begins the local names of what is in SGLang's second model
+BUFFERS = re.compile(r"\.router\.expert_bias$|\.self_attention\.indexer\.")
+"""Of Megatron's local names: the weights that are no parameters. Nothing trains them by a gradient."""
 _MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
 T = TypeVar("T")
@@ -85,12 +89,12 @@ def _named(shapes: Shapes, name: str) -> Shapes:
 
 
 def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
-    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net), which differ in their
-    names alone: large models have thousands of experts in dozens of layers."""
-    made: dict[tuple[bool, bool], T] = {}
+    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net, with an indexer or not),
+    which differ in their names alone: large models have thousands of experts in dozens of layers."""
+    made: dict[tuple[bool, bool, bool], T] = {}
 
     def of_layer(layer: int) -> T:
-        kind = is_mixture(config, layer), is_delta_net(config, layer)
+        kind = is_mixture(config, layer), is_delta_net(config, layer), has_indexer(config, layer)
         if kind not in made:
             made[kind] = make(layer)
         return made[kind]
@@ -113,7 +117,7 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
 
 def keeps_float32(tensor: str) -> bool:
     """Whether a tensor is float32 whatever the model's type: in published files, in Megatron and in SGLang."""
-    return tensor.endswith("e_score_correction_bias")
+    return tensor.endswith("e_score_correction_bias") or ".indexer.k_norm." in tensor
 
 
 def sglang_keeps_float32(config: ModelConfig, tensor: str) -> bool:

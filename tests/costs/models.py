@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3 with narrow values": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 48},
     "deepseek_v3 without low rank queries": {"q_lora_rank": None, "kv_lora_rank": 64},
     "glm4_moe": {"n_shared_experts": 2},
+    "deepseek_v32": {"q_lora_rank": 64, "kv_lora_rank": 64},
+    "glm_moe_dsa": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "glm4_moe_lite": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "minimax_m2": {"num_experts_per_tok": 3},
     "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},

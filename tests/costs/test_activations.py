@@ -42,6 +42,7 @@ def test_one_rank(
         "minimax_m2",
         "deepseek_v3 without low rank queries",
         "gpt_oss",
+        "glm_moe_dsa",
     ],
 )
 def test_every_kind_of_layer(ranks: RankPool, folders: dict[str, str], family: str) -> None:

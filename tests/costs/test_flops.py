@@ -37,6 +37,13 @@ def counted(model: torch.nn.Module, trained: bool | None) -> int:
     return counter.get_total_flops()
 
 
+class EveryKey(torch.nn.Module):
+    """In an indexer's place, which trainers do not compute."""
+
+    def forward(self, states: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+        return torch.arange(LENGTH).expand(*states.shape[:2], LENGTH)
+
+
 @pytest.mark.parametrize("family", KNOWN)
 def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, str]) -> None:
     """Hugging Face computes all pairs, causal or not, within a window or not, and the angles of the rotation as a product of matrices."""
@@ -45,6 +52,8 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     model = AutoModelForCausalLM.from_pretrained(
         folders[family], attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
+    for layer in model.model.layers if config.indexer else ():
+        layer.self_attn.indexer = None if layer.self_attn.indexer is None else EveryKey()
     rotated = config.head_dim * config.rotary_percent if config.mla is None else config.mla.qk_rope_head_dim
     angles = int(rotated) * LENGTH
     matrices = 2 * flops.active * LENGTH

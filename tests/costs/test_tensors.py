@@ -54,6 +54,7 @@ OFTEN = {
     ("qwen3", "cp2_dp2"),
     ("deepseek_v3", "tp2_sp_ep2_dp2"),
     ("glm4_moe", "tp2_sp_etp2_pp2"),
+    ("glm_moe_dsa", "tp2_sp_etp2_pp2"),
     ("qwen3_next", "tp2_sp_etp2_pp2"),
     ("qwen3_moe", "pp2_vpp2_ep2"),
     ("minimax_m2", "tp2_sp_etp2_pp2"),

@@ -12,6 +12,7 @@ from transformers import (
 
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model, train_tokenizer
+from tests.fixtures.tiny_models import MTP_FAMILIES
 
 SIZES = {
     "hidden_size": 32,
@@ -99,11 +100,14 @@ def test_bfloat16(tmp_path, texts):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss"],
+    [
+        *("qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
+        *("glm_moe_dsa", "minimax_m2", "gpt_oss"),
+    ],
 )
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
     layers = 4 if family == "qwen3_next" else 2  # its fourth is the first with attention
-    mtp = 1 if family in ("qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0
+    mtp = int(family in MTP_FAMILIES)
     folder = make_tiny_model(
         tmp_path,
         texts,

@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import (
     DeepseekV3ForCausalLM,
+    DeepseekV32ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaForCausalLM,
     GptOssForCausalLM,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
@@ -33,6 +35,7 @@ from megarl.megatron.transformer_config import check_layout
 from megarl.models import read_model_config
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
+    LENGTHS,
     OPTIM,
     VOCAB,
     Case,
@@ -88,6 +91,11 @@ FAMILIES = {
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
     # an epsilon that shows where a norm has another one
     "glm4_moe_lite": Family("glm4_moe_lite", Glm4MoeLiteForCausalLM, {"rms_norm_eps": 1e-2}),
+    # indexers that have no choice among as many tokens as the longest text here has
+    "deepseek_v32": Family("deepseek_v32", DeepseekV32ForCausalLM, {"index_topk": max(LENGTHS)}),
+    "glm_moe_dsa": Family(
+        "glm_moe_dsa", GlmMoeDsaForCausalLM, {"rms_norm_eps": 1e-2, "index_topk": max(LENGTHS)}
+    ),
     "minimax_m2": Family("minimax_m2", MiniMaxM2ForCausalLM, {"num_experts_per_tok": 3}),
     "gpt_oss": Family("gpt_oss", GptOssForCausalLM, {"num_experts_per_tok": 3}),
 }
@@ -119,7 +127,7 @@ def hugging_face(folder: str, family: Family) -> PreTrainedModel:
         (known / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
         folder = str(known)
     model = family.model_class.from_pretrained(folder, dtype=torch.float32)
-    if family.name == "glm4_moe_lite":
+    if family.name in ("glm4_moe_lite", "glm_moe_dsa"):
         # SGLang's norms of latent vectors have the config's epsilon, and those of the run that published it (Megatron) can have no
         # other; transformers' have 1e-6.
         for name, module in model.named_modules():
@@ -212,6 +220,8 @@ TRAINED = [
     *[("qwen3_next", layout) for layout in EXPERT_GRID],
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
     *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("deepseek_v32", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("glm_moe_dsa", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe with plain scores", "ep2"),
@@ -230,6 +240,8 @@ SELDOM = [
     ("glm4_moe", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_cp2_ep4"),
+    *[("deepseek_v32", layout) for layout in ("tp2_sp_ep2", "tp2_sp_cp2_ep4")],
+    *[("glm_moe_dsa", layout) for layout in ("tp2_sp_ep2", "tp2_sp_cp2_ep4")],
     ("minimax_m2", "tp2_sp_cp2_ep4"),
     ("gpt_oss", "pp2_vpp2_ep2"),
 ]
@@ -259,7 +271,10 @@ def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> lis
 
 GRADIENTS = [
     (name, layout)
-    for name in ("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+    for name in (
+        *("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+        *("deepseek_v32", "glm_moe_dsa"),
+    )
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
 ] + [("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")]
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from megarl.models import logical_tensors, read_model_config
+from megarl.models.config import IndexerConfig
 from tests.models.published import CONFIGS, PARAMETERS
 
 
@@ -93,13 +94,19 @@ def test_published_numbers_of_parameters(tmp_path, name):
     assert sum(map(prod, logical_tensors(config, mtp=True).values())) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8")])
-def test_gpt_oss_has_the_parameters_of_transformers_class(tmp_path, name, billions):
-    """Headers of its files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8"), ("DeepSeek-V3.2", "671.9"), ("GLM-5", "743.9")],
+)
+def test_some_have_the_parameters_of_transformers_class(tmp_path, name, billions):
+    """Headers of gpt-oss's files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
     config = read_published(tmp_path, name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     number = sum(tensor.numel() for tensor in model.parameters())
+    number += sum(
+        tensor.numel() for name, tensor in model.named_buffers() if name.endswith("correction_bias")
+    )
     assert sum(map(prod, logical_tensors(config).values())) == number
     assert f"{number / 1e9:.1f}" == billions
 
@@ -179,6 +186,34 @@ def test_gpt_oss_with_other_facts_is_refused(tmp_path, fields, message):
         read_published(tmp_path, "gpt-oss-20b", **fields)
 
 
+def test_facts_of_sparse_attention(tmp_path):
+    deepseek = read_published(tmp_path, "DeepSeek-V3.2")
+    indexer = IndexerConfig(tuple(range(61)), heads=64, head_dim=128, topk=2048, interleaved=False)
+    assert deepseek.indexer == indexer
+    plain = {"family": "deepseek_v3", "architecture": "DeepseekV3ForCausalLM", "indexer": None}
+    assert dataclasses.replace(deepseek, **plain) == read_published(tmp_path, "DeepSeek-V3")
+    glm = read_published(tmp_path, "GLM-5")
+    assert glm.indexer == IndexerConfig(tuple(range(78)), heads=32, head_dim=128, topk=2048, interleaved=True)
+    assert (glm.norm_epsilon, glm.head_dim, glm.mla.q_lora_rank, glm.rope_scaling) == (1e-5, 256, 2048, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "FFF" + "SSSF" * 18 + "SSS"},
+        {"indexer_types": ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_layers_share_the_choice_of_an_indexer_as_in_transformers_and_sglang(tmp_path, fields):
+    """GLM-5.2's three ways to say it."""
+    found = read_published(tmp_path, "GLM-5", **fields).indexer.layers
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert found == tuple(layer for layer, kind in enumerate(config.indexer_types) if kind == "full")
+    assert (len(found), found[:4], found[-1]) == (21, (0, 1, 2, 6), 74)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -254,6 +289,22 @@ def test_yarn(tmp_path):
         ("DeepSeek-V3", {"num_key_value_heads": 64}, "num_key_value_heads=64"),
         ("DeepSeek-V3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ("DeepSeek-V3", {"n_shared_experts": None}, "lacks n_shared_experts"),
+        ("DeepSeek-V3.2", {"index_topk": None}, "lacks index_topk"),
+        ("DeepSeek-V3.2", {"index_topk_freq": 4}, "index_topk_freq=4"),
+        ("DeepSeek-V3.2", {"index_kpool": 4}, "index_kpool=4"),
+        ("DeepSeek-V3.2", {"num_experts": 128}, "num_experts=128"),
+        ("DeepSeek-V3.2", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("DeepSeek-V3.2", {"mlp_bias": True}, "mlp_bias=True"),
+        (
+            "DeepSeek-V3.2",
+            {"layer_types": ["full_attention"] * 61},
+            "deepseek_sparse_attention for each of the 61",
+        ),
+        ("GLM-5", {"q_lora_rank": None}, "lacks q_lora_rank"),
+        ("GLM-5", {"index_k_norm_type": "rms"}, "index_k_norm_type='rms'"),
+        ("GLM-5", {"indexer_types": ["shared"] * 78}, "full for the first"),
+        ("GLM-5", {"index_topk_pattern": "FS"}, "for each of the 78 layers"),
+        ("GLM-5", {"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types=.* first_k_dense_replace=3"),
         ("Kimi-K2-Instruct", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
         ("GLM-4.7-Flash", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         (

@@ -61,6 +61,11 @@ def rank_slices(
         elif kind in ("q_a_proj", "kv_a_proj_with_mqa"):
             start[0] = 0 if kind == "q_a_proj" else config.q_lora_rank
             slices.entries.append((name, name.replace(kind, "fused_qkv_a_proj_with_mqa"), start, value))
+        elif kind in ("wk", "weights_proj"):
+            together = getattr(config, "indexer_rope_interleave", False)
+            start[0] = config.index_head_dim if together and kind == "weights_proj" else 0
+            local = name.replace(kind, "wk_weights_proj") if together else name
+            slices.entries.append((name, local, start, value))
         elif kind in ("q_b_proj", "kv_b_proj") or tail == "sinks":
             slices.entries.append((name, name, start, value.chunk(attention[0])[attention[1]]))
         elif "experts" in parts and config.model_type == "gpt_oss":

@@ -98,12 +98,23 @@ def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     return out
 
 
+def _indexer(state: State, hf: dict[str, Any], p: str) -> State:
+    """As layers/attention/dsa/dsa_indexer.py: complete, keys and weights of heads in one where it rotates neighbouring dimensions."""
+    out = {p + name: state[p + name] for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")}
+    keys, heads = state[p + "wk.weight"], state[p + "weights_proj.weight"]
+    if hf.get("indexer_rope_interleave"):
+        return out | {p + "wk_weights_proj.weight": torch.cat([keys, heads])}
+    return out | {p + "wk.weight": keys, p + "weights_proj.weight": heads}
+
+
 def _latent(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     out = {
         p + "kv_a_layernorm.weight": state[p + "kv_a_layernorm.weight"],
         p + "kv_b_proj.weight": _rows(state[p + "kv_b_proj.weight"], rank.attention),
         p + "o_proj.weight": _columns(state[p + "o_proj.weight"], rank.attention),
     }
+    if p + "indexer.wk.weight" in state:
+        out |= _indexer(state, hf, p + "indexer.")
     if hf["q_lora_rank"] is None:
         out[p + "q_proj.weight"] = _rows(state[p + "q_proj.weight"], rank.attention)
         out[p + "kv_a_proj_with_mqa.weight"] = state[p + "kv_a_proj_with_mqa.weight"]

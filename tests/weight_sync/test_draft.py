@@ -58,7 +58,7 @@ def expected_draft(state: State, hf: dict, rank: Rank) -> State:
 @pytest.mark.parametrize(
     "engines", [EngineLayout(draft=True), EngineLayout(4, 2, 2, num_engines=2, draft=True)]
 )
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"])
 def test_a_plan_fills_it_from_megatrons_ranks(tiny_model, family: str, engines: EngineLayout) -> None:
     model = tiny_model(family)
     sync = SyncPlan(model.config, TRAINED, engines, torch.float32, 20_000)

@@ -83,9 +83,10 @@ def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
     ],
     ids=["one", "tp4ep2etp2", "pp2ep2"],
 )
-def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, block, layout):
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, family, block, layout):
     """Blocks that no shard's edge meets, blocks that most shards' edges cut, and blocks larger than tensors."""
-    folder = shutil.copytree(tiny_model("deepseek_v3", dtype="bfloat16").folder, tmp_path / "hf")
+    folder = shutil.copytree(tiny_model(family, dtype="bfloat16").folder, tmp_path / "hf")
     torch.manual_seed(0)
     means = quantise(folder, block)
     config = read_model_config(str(folder))

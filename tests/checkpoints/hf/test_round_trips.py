@@ -21,8 +21,10 @@ FAMILIES = (
     "qwen3_moe",
     "qwen3_next",
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "kimi_k2",
     "minimax_m2",
     "gpt_oss",
@@ -119,7 +121,7 @@ def test_a_tied_head_and_queries_without_a_latent_space_reach_sglang(tiny_model)
             assert all(torch.equal(engine[rank][tensor], values) for tensor, values in expected.items())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"])
 @pytest.mark.parametrize("name", ["tp1", "tp2pp2ep2uneven", "tp2etp2ep2"])
 def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
     model = tiny_model(family)

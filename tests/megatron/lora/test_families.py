@@ -162,6 +162,7 @@ USUAL = [
     ("glm4_moe", "some rows", "uneven_pp2"),
     (DIRECT, "patterns", "pp2_vpp2_ep2"),
     ("minimax_m2", "plain", "tp2_sp_ep2_etp2"),
+    ("deepseek_v32", "plain", "tp2_sp_ep2"),
     ("qwen3_next", "plain", "tp2_sp_ep2_etp2"),
     ("llama", "shared_a", "tp2_sp_cp2"),
     ("qwen2", "first layer", "pp2"),
@@ -169,7 +170,17 @@ USUAL = [
 ]
 _DENSE, _EXPERTS = (
     ("llama", "qwen3"),
-    ("deepseek_v3", DIRECT, "kimi_k2", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    (
+        "deepseek_v3",
+        DIRECT,
+        "kimi_k2",
+        "qwen3_moe",
+        "qwen3_next",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "minimax_m2",
+    ),
 )
 GRIDS = [
     *[(name, "plain", layout) for name in _DENSE for layout in ("tp2_sp_pp2", "pp2_vpp2", "tp2_sp_cp2", "uneven_pp3")],

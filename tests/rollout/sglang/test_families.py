@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.tiny_model import make_tiny_model
 from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
 from megarl.rollout.engine import EngineConfig, SamplingParams
+from tests.fixtures.tiny_models import MTP_FAMILIES
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices
 from tests.rollout.planned import assert_as_planned
@@ -29,8 +30,10 @@ EXPERT_PARALLEL = {
     "qwen3_moe": 2,
     "qwen3_next": 2,
     "deepseek_v3": 2,
+    "deepseek_v32": 2,
     "glm4_moe": 2,
     "glm4_moe_lite": 2,
+    "glm_moe_dsa": 2,
     "minimax_m2": 2,
     "gpt_oss": 1,  # SGLang cannot load its files for more; tests/trainer/test_families.py has two
 }
@@ -64,7 +67,7 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
         ffn_hidden_size=80,
         max_position_embeddings=128,
         seed=seed,
-        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0,
+        num_mtp_layers=1 if family in MTP_FAMILIES and family != "qwen3_next" else 0,
         fields={"initializer_range": 0.2},
     )
 

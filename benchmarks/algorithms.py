@@ -1,4 +1,4 @@
-"""Every algorithm for a few steps on the demo's task: the reward at the start and at the end of a real run of each.
+"""Every algorithm for a few steps on the demo's task (those of several turns: on the calculator's): the reward at the start and at the end of a real run of each.
 
     python benchmarks/algorithms.py [--steps 10] [--only grpo rloo] [--seed 1]
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TASK, OUT = Path("outputs/demo"), Path("outputs/algorithms")
+OUT = Path("outputs/algorithms")
 ENDS = 2  # steps at either end of a run whose mean scores are compared
 POLICY = "actor_rollout_ref.actor"
 LOSS = f"{POLICY}.policy_loss.loss_mode"
@@ -28,12 +28,13 @@ LOSS = f"{POLICY}.policy_loss.loss_mode"
 
 @dataclass(frozen=True)
 class Case:
-    """One run: the quickstart's PPO with `overrides` for an estimator and a policy loss."""
+    """One run: a recipe with `overrides` for an estimator and a policy loss."""
 
     estimator: str
     loss: str
     overrides: tuple[str, ...] = ()
     samples: int = 8
+    recipe: str = "quickstart_ppo"
 
     @property
     def name(self) -> str:
@@ -42,7 +43,7 @@ class Case:
     def arguments(self, folder: Path, steps: int, seed: int) -> list[str]:
         critic = () if self.estimator == "gae" else ("critic=null",)
         return [
-            "recipes/quickstart_ppo.yaml",
+            f"recipes/{self.recipe}.yaml",
             f"algorithm.adv_estimator={self.estimator}",
             f"{LOSS}={self.loss}",
             f"actor_rollout_ref.rollout.n={self.samples}",
@@ -81,17 +82,32 @@ CASES = (
             "algorithm.use_kl_in_reward=false",
         ),
     ),
+    Case("gigpo", "vanilla", ("algorithm.gamma=0.95",), recipe="calculator_cpu"),
+    Case(
+        "reinforce_plus_plus",
+        "vanilla",
+        ("custom_reward_function.path=benchmarks/step_rewards.py",),
+        samples=1,
+    ),
     Case("rloo", "topr", (f"{POLICY}.optim.lr=1e-4",)),
     Case("grpo", "dppo_tv", (f"{POLICY}.clip_ratio=0.15", f"{POLICY}.clip_ratio_c=20")),
     Case("grpo", "dppo_kl", (f"{POLICY}.clip_ratio=0.05", f"{POLICY}.clip_ratio_c=20")),
 )
 
 
-def prepare() -> None:
-    """The demo's model after its supervised warm-up, made where it is not there."""
-    if (TASK / "sft" / "hf" / "config.json").is_file():
+# By recipe: the folder of its task, the options of `megarl make-task`, and the recipe of its supervised warm-up.
+TASKS = {
+    "quickstart_ppo": (Path("outputs/demo"), (), "quickstart_sft"),
+    "calculator_cpu": (Path("outputs/calculator"), ("--calculator", "--max-operand", "20"), "calculator_sft"),
+}
+
+
+def prepare(recipe: str) -> None:
+    """The task of a recipe and its model after a supervised warm-up, made where it is not there."""
+    folder, options, warm_up = TASKS[recipe]
+    if (folder / "sft" / "hf" / "config.json").is_file():
         return
-    for command in (["make-task", str(TASK)], ["sft", "recipes/quickstart_sft.yaml"]):
+    for command in (["make-task", str(folder), *options], ["sft", f"recipes/{warm_up}.yaml"]):
         subprocess.run([sys.executable, "-m", "megarl", *command], cwd=REPOSITORY, check=True)
 
 
@@ -124,11 +140,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="runs whose name has one of these words")
     options = parser.parse_args()
     facts = environment(("torch", "megatron-core", "sglang", "ray", "megarl"))
-    prepare()
     console, results = Console(highlight=False), []
     for case in CASES:
         if options.only and not set(options.only) & set(case.name.split()):
             continue
+        prepare(case.recipe)
         found = run_case(case, options.steps, options.seed)
         console.print(f"{case.name}: {found['first']:.3f} -> {found['last']:.3f}  {found['seconds']} s")
         results.append(found)

@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> None:
         options: those of `megarl make-task` (megarl/cli/arguments.py).
 
     Raises:
-        ValueError: two tasks at once, or numbers that the task refuses (`write_arithmetic`, `write_preference_task`).
+        ValueError: two tasks at once, an unknown family, or numbers that the task refuses (`write_arithmetic`, `write_preference_task`).
     """
     folder, operands = Path(options.out), options.max_operand
     shared = {"seed": options.seed, "max_operand": operands, "teacher_errors": options.teacher_errors}
@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> None:
         hidden_size=options.hidden_size,
         ffn_hidden_size=3 * options.hidden_size,
         num_layers=options.num_layers,
+        family=options.family,
         seed=options.seed,
     )
     console = Console()

@@ -12,10 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -29,6 +33,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen2Tokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -38,6 +50,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from examples.tiny_fields import HYBRIDS, LATENT, SPARSE, sparse_fields, usual_fields
 
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
@@ -58,9 +72,13 @@ _FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
@@ -73,8 +91,11 @@ _CLASSIFIERS = {
 }
 # What an MTP layer has before and after an ordinary one: norms, and the projection.
 _MTP = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-_QWEN3_NEXT_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
+_WITH_VISION = {
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
+_HYBRID_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
@@ -98,9 +119,13 @@ def make_tiny_model(
         "qwen3",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
         "deepseek_v3",
+        "deepseek_v32",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "kimi_k2",
         "minimax_m2",
         "gpt_oss",
@@ -110,6 +135,7 @@ def make_tiny_model(
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     fields: dict[str, Any] | None = None,
+    vision: bool = False,
 ) -> Path:
     """Write a model folder: config, random weights (safetensors), generation config, tokenizer.
 
@@ -125,6 +151,7 @@ def make_tiny_model(
         head: "lm" for a language model; "score" for a reward model: one label's weight (`score.weight`) in place of
             the output layer, for the families that have no experts.
         fields: further fields of the Hugging Face config, in place of the family's usual ones.
+        vision: with a vision tower, as the published models of Qwen3.5 have it.
 
     Raises:
         ValueError: unknown family or dtype, sizes that do not go together, a vocabulary without room for all
@@ -149,7 +176,7 @@ def make_tiny_model(
         "intermediate_size": ffn_hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_attention_heads if family in _LATENT else num_key_value_heads,
+        "num_key_value_heads": num_attention_heads if family in LATENT else num_key_value_heads,
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": tie_word_embeddings,
         "bos_token_id": None,
@@ -157,9 +184,9 @@ def make_tiny_model(
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": dtype,
     }
-    usual = _usual_fields(
-        family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings
-    )
+    usual = usual_fields(family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings)
+    if family in SPARSE:
+        usual |= sparse_fields(family, hidden_size // num_attention_heads, num_layers)
     config_class, model_class = _FAMILIES[family]
     assert head in ("lm", "score"), head
     if head == "score":
@@ -167,6 +194,14 @@ def make_tiny_model(
             raise ValueError(f"head 'score' is there for {', '.join(_CLASSIFIERS)}, found {family!r}")
         model_class, sizes["num_labels"] = _CLASSIFIERS[family], 1
     config = config_class(**{**sizes, **usual, **(fields or {})})
+    if vision:
+        if family not in _WITH_VISION:
+            raise ValueError(f"vision is there for {', '.join(_WITH_VISION)}, found {family!r}")
+        outer_class, model_class = _WITH_VISION[family]
+        tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2,
+                 "num_position_embeddings": 4, "out_hidden_size": hidden_size}  # fmt: skip
+        outer = {"tie_word_embeddings": config.tie_word_embeddings, "dtype": dtype}
+        config = outer_class(text_config=config.to_dict(), vision_config=tower, **outer)
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
@@ -177,6 +212,12 @@ def make_tiny_model(
     if family == "qwen3_next":  # as published; transformers writes `layer_types` in its place
         none = {} if num_mtp_layers else {"num_nextn_predict_layers": 0}
         _change_config(out_dir, full_attention_interval=4, **none)
+    elif family in HYBRIDS:
+        own = {"full_attention_interval": 4, "mtp_num_hidden_layers": num_mtp_layers}
+        if vision:
+            _fuse_experts(out_dir / "model.safetensors")
+            own = {"text_config": {**json.loads((out_dir / "config.json").read_text())["text_config"], **own}}
+        _change_config(out_dir, **own)
     if family == "kimi_k2":
         _change_config(out_dir, model_type="kimi_k2")
     return out_dir
@@ -189,84 +230,15 @@ def _check(family: str, dtype: str, num_layers: int, num_mtp_layers: int) -> Non
         raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, found {num_layers}")
-    most = {"qwen3_next": 1, **dict.fromkeys((*_LATENT, "glm4_moe"), num_mtp_layers)}.get(family, 0)
-    if family == "qwen3_next" and num_mtp_layers and num_layers % 4:
+    most = {**dict.fromkeys(HYBRIDS, 1), **dict.fromkeys((*LATENT, "glm4_moe"), num_mtp_layers)}.get(
+        family, 0
+    )
+    if family in HYBRIDS and num_mtp_layers and num_layers % 4:
         raise ValueError(f"num_layers must be a multiple of 4, found {num_layers}: MTP layers have attention")
     if num_mtp_layers > most:
         raise ValueError(
             f"num_mtp_layers must be {'0 or 1' if most else 0} for family {family}, found {num_mtp_layers}"
         )
-
-
-def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[str, Any]:
-    """The fields of a family's published models other than sizes, made small; `head_dim`: hidden size by heads."""
-    experts = {"moe_intermediate_size": ffn // 4, "num_experts_per_tok": 2}
-    grouped = {**experts, "n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
-    wide_heads = {"head_dim": 2 * head_dim}  # all heads together are wider than the hidden state
-    if family == "qwen3":
-        return wide_heads
-    if family == "qwen3_moe":
-        return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
-    if family == "qwen3_next":
-        delta_net = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": head_dim}
-        mixture = {
-            **experts,
-            "num_experts": 8,
-            "norm_topk_prob": True,
-            "shared_expert_intermediate_size": ffn // 4,
-        }
-        return {**wide_heads, **delta_net, **mixture, "linear_value_head_dim": 2 * head_dim}
-    if family == "glm4_moe":
-        return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
-    if family == "minimax_m2":
-        return {**wide_heads, **_minimax_fields(head_dim), "intermediate_size": ffn // 4}
-    if family == "gpt_oss":
-        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
-                "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": positions // 4}  # fmt: skip
-        gated = {"swiglu_limit": 7.0, "sliding_window": 8}
-        return {**wide_heads, **gated, "intermediate_size": ffn // 4, "num_local_experts": 8, "num_experts_per_tok": 2,
-                "rope_parameters": yarn}  # fmt: skip
-    if family not in _LATENT:
-        return {}
-    latent = {
-        "q_lora_rank": 3 * head_dim // 2,
-        "kv_lora_rank": head_dim,
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": head_dim // 2,
-        "v_head_dim": 3 * head_dim // 2,
-    }
-    if family == "glm4_moe_lite":  # a scaling of 1e-6 is what transformers' norms of latent vectors have
-        return {**grouped, **latent, "rms_norm_eps": 1e-6}
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": positions // 4,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    groups = (
-        {"n_group": 1, "topk_group": 1}
-        if family == "kimi_k2"
-        else {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
-    )
-    return {**grouped, **groups, **latent, "rope_parameters": yarn}
-
-
-def _minimax_fields(rotary_dim: int) -> dict[str, Any]:
-    """MiniMax-M2's: SGLang reads `rotary_dim`, transformers the share of the head that it is, here one half."""
-    return {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rotary_dim": rotary_dim,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
-        "scoring_func": "sigmoid",
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
-        "use_routing_bias": True,
-    }
 
 
 def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel:
@@ -278,16 +250,23 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
             elif name.endswith("sinks"):
                 vector.normal_()
             elif name.endswith("norm.weight"):
-                # Qwen3-Next's norms multiply by 1 + weight, all but those of its gated delta nets.
-                around_zero = config.model_type == "qwen3_next" and "linear_attn" not in name
+                # Hybrids' norms multiply by 1 + weight, all but those of their gated delta nets and of a vision tower.
+                around_zero = _is_hybrid(config) and not ("linear_attn" in name or "visual" in name)
                 vector.normal_(float(not around_zero), _NORM_STD)
-    # Checkpoints keep the bias of a router's choice in float32.
+    # Checkpoints keep the bias of a router's choice, and the norm of an indexer's keys, in float32.
     kept = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+    norms = [module for name, module in model.named_modules() if name.endswith(".indexer.k_norm")]
     model = model.to(getattr(torch, dtype))
     for name, bias in kept.items():
         module, _, buffer = name.rpartition(".")
         setattr(model.get_submodule(module), buffer, bias)
+    for norm in norms:
+        norm.to(torch.float32)
     return model
+
+
+def _is_hybrid(config: Any) -> bool:
+    return config.model_type.removesuffix("_text") in HYBRIDS
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
@@ -299,30 +278,33 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: P
 
 
 def _add_mtp_layers(model_class: type, config: Any, count: int, dtype: str, out_dir: Path) -> None:
-    """Add to the saved weights `count` layers in the way of DeepSeek-V3's checkpoint, or of Qwen3-Next's.
+    """Add to the saved weights `count` layers in the way of DeepSeek-V3's checkpoint, or of hybrids'.
 
     Each is a decoder layer (here the last one of another random model) with norms and a projection before it; it
-    repeats the model's embedding and head, but for Qwen3-Next's.
+    repeats the model's embedding and head, but for these.
     """
-    file, hidden = out_dir / "model.safetensors", config.hidden_size
+    file, outer = out_dir / "model.safetensors", config
     tensors = load_file(file)
     kind = getattr(torch, dtype)
-    own_names = config.model_type == "qwen3_next"
+    own_names, config = _is_hybrid(config), getattr(config, "text_config", config)
+    begin = "model.language_model." if outer is not config else "model."
     for index in range(count):
         number = config.num_hidden_layers + index
         layer = f"mtp.layers.{index}." if own_names else f"model.layers.{number}."
         other = out_dir / "mtp"
-        _random_model(model_class, config, dtype).save_pretrained(other)
-        last = f"model.layers.{config.num_hidden_layers - 1}."
+        _random_model(model_class, outer, dtype).save_pretrained(other)
+        last = f"{begin}layers.{config.num_hidden_layers - 1}."
         for name, tensor in load_file(other / "model.safetensors").items():
             if name.startswith(last):
                 tensors[layer + name.removeprefix(last)] = tensor
         before = "mtp." if own_names else layer
-        *norms, projection = _QWEN3_NEXT_MTP if own_names else _MTP
+        *norms, projection = _HYBRID_MTP if own_names else _MTP
         for name in norms:
-            norm = torch.empty(hidden).normal_(float(not own_names), _NORM_STD)
+            norm = torch.empty(config.hidden_size).normal_(float(not own_names), _NORM_STD)
             tensors[f"{before}{name}.weight"] = norm.to(kind)
-        matrix = torch.empty(hidden, 2 * hidden).normal_(0.0, config.initializer_range)
+        matrix = torch.empty(config.hidden_size, 2 * config.hidden_size).normal_(
+            0.0, config.initializer_range
+        )
         tensors[f"{before}{projection}.weight"] = matrix.to(kind)
         if not own_names:
             tensors[layer + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -332,6 +314,21 @@ def _add_mtp_layers(model_class: type, config: Any, count: int, dtype: str, out_
     save_file(tensors, file, metadata={"format": "pt"})
     if not own_names:  # whose published config does not say it
         _change_config(out_dir, num_nextn_predict_layers=count)
+
+
+def _fuse_experts(file: Path) -> None:
+    """Put all experts' projections of a layer into one tensor, as published: gate's rows above up's."""
+    tensors = load_file(file)
+    for down in [name for name in tensors if name.endswith(".experts.0.down_proj.weight")]:
+        layer = down.removesuffix("0.down_proj.weight")
+        numbers = range(sum(name.startswith(layer) and name.endswith("down_proj.weight") for name in tensors))
+        gate, up, down = (
+            [tensors.pop(f"{layer}{number}.{kind}_proj.weight") for number in numbers]
+            for kind in ("gate", "up", "down")
+        )
+        tensors[f"{layer}gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], dim=1)
+        tensors[f"{layer}down_proj"] = torch.stack(down)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _change_config(out_dir: Path, **fields: Any) -> None:

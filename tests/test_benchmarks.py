@@ -225,3 +225,10 @@ def test_gpu_single_asks_for_the_gpu_that_torch_uses(monkeypatch: pytest.MonkeyP
     asked = "asked --id=GPU-8c2b-1f --query-gpu=memory.used --format=csv,noheader,nounits"
     assert module.ask_gpu("memory.used") == asked
     module.first_gpu.cache_clear()
+
+
+def test_gateway_serves_sessions_alone_and_together(tmp_path: Path) -> None:
+    alone, together = report_of(tmp_path, "gateway.py", "--sessions=4", "--at-once=2", "--turns=2")["results"]
+    assert (alone["at_once"], together["at_once"]) == (1, 2)
+    for found in (alone, together):
+        assert found["sessions_per_second"] > 0 and 0 < found["median_ms"] <= found["p95_ms"]

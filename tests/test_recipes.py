@@ -22,6 +22,7 @@ SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainCon
 SIZES = {
     "deepseek-llm-7b": 6.91,
     "deepseek-v3": 671.0,
+    "deepseek-v3.2": 671.9,  # as DeepSeek-V3, with 61 indexers of 14 million
     "glm-4.7": 352.8,  # 358.3 with the layer for MTP, and the embedding and head that it repeats
     "gpt-oss-120b": 116.8,
     "llama-3-8b": 8.03,
@@ -34,6 +35,7 @@ SIZES = {
     "qwen3-235b-a22b": 235.1,
     "qwen3-30b-a3b": 30.5,
     "qwen3-4b": 4.0,
+    "qwen3.5-397b-a17b": 396.3,  # without the vision tower
     "qwen3-next-80b-a3b": 79.7,  # 81.3 with the layer for MTP
 }
 
@@ -127,6 +129,7 @@ LARGE = (  # take 20 s of a core or more
     "deepseek_v3_grpo_512x80gb",
     "deepseek_v3_grpo_96x96gb",
     "deepseek_v3_grpo_96x96gb_async",
+    "deepseek_v3.2_grpo",
     "glm_4.7_grpo",
     "minimax_m2_grpo",
     "qwen3_235b_a22b_grpo",

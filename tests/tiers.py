@@ -39,6 +39,8 @@ BY_NAME: Mapping[str, str] = {
     "data/test_gsm8k.py": PROCESSES,
     "doctor/test_doctor.py": PROCESSES,
     "faults/": CHAOS,
+    "gateway/test_agents.py": PROCESSES,
+    "gateway/test_serve.py": E2E,
     "gpu_test/": PROCESSES,
     "launch/": PROCESSES,
     "megatron/test_fused_head.py": PROCESSES,

@@ -70,6 +70,23 @@ def place_scores(scores: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     return rewards
 
 
+def place_steps(rows: Tensor, places: Tensor, scores: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """Token level rewards [tokens]: the score of each step on the last live token of its trajectory up to its place; where there is none, on
+    the first one after it. Scores that fall on the same token are added.
+
+    Steps of trajectories without a live token take no part.
+    Args: rows, places (in flat tensors) int64 [steps]; scores [steps]; mask bool [tokens]; offsets int64 [n + 1]. Returns scores' dtype.
+    """
+    check_ragged(offsets, mask)
+    bounds = live_offsets(mask, offsets)
+    live = mask.nonzero().squeeze(1)
+    kept = bounds.diff()[rows] > 0
+    rows, places, scores = rows[kept], places[kept], scores[kept]
+    order = torch.searchsorted(live, places, right=True) - 1  # of live tokens, the last one up to the place
+    order = torch.maximum(order, bounds[rows])
+    return torch.zeros(mask.numel(), dtype=scores.dtype).index_add_(0, live[order], scores)
+
+
 def apply_kl_penalty(
     scores: Tensor,
     old_log_probs: Tensor,

@@ -1,4 +1,5 @@
-"""Losses on rankings, as pairs of a better and a worse response: of reward models, and of direct preference optimization.
+"""Losses on rankings, as pairs of a better and a worse response: of reward models, and of direct preference optimization. And KTO, whose
+responses are each desirable or not.
 
 Rankings come one after the other; `offsets` bound the texts of each. DPO takes the policy's own log-probabilities as
 rewards of a Bradley-Terry model.
@@ -149,3 +150,68 @@ def ranking_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, floa
     """Means of the sums of `preference_loss` or `dpo_loss`: the loss over rankings, the others over pairs."""
     means = {name: value / sums["pairs"] for name, value in sums.items() if name not in ("loss", "pairs")}
     return {"loss": sums["loss"] / num_rankings, **means}
+
+
+@dataclass(frozen=True)
+class KTOOptions:
+    """`beta`: as DPO's; the weights are of the losses of desirable and of undesirable responses."""
+
+    beta: float
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+def kto_loss(
+    log_ratios: Tensor, desirable: Tensor, baseline: float, num_examples: int, options: KTOOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KTO (arXiv:2402.01306, equation 7, as TRL's KTOTrainer has it): the mean over examples of
+
+        desirable_weight (1 - sigmoid(beta (log_ratio - baseline)))       of a desirable response
+        undesirable_weight (1 - sigmoid(beta (baseline - log_ratio)))     of an undesirable one
+
+    The loss is a sum: `num_examples` counts the whole batch, `log_ratios` may be a part of it.
+
+    Args:
+        log_ratios: float [texts]; log pi(response) - log pi_ref(response), in nats, sums over tokens.
+        desirable: bool [texts].
+        baseline: of the whole batch, in nats: `kto_baseline`.
+
+    Returns: the loss []; sums: `loss` (as above, times num_examples), the numbers of `desirable` and `undesirable` responses, and over these
+        `reward_desirable` and `reward_undesirable` (beta log_ratio).
+    """
+    lead = torch.where(desirable, log_ratios - baseline, baseline - log_ratios)
+    weights = torch.where(desirable, options.desirable_weight, options.undesirable_weight)
+    total = (weights * (1 - torch.sigmoid(options.beta * lead))).sum()
+    rewards, good = options.beta * log_ratios.detach().double(), desirable.double()
+    sums = {
+        "loss": total.detach().double(),
+        "desirable": good.sum(),
+        "undesirable": (1 - good).sum(),
+        "reward_desirable": (good * rewards).sum(),
+        "reward_undesirable": ((1 - good) * rewards).sum(),
+    }
+    return total / num_examples, sums
+
+
+def kto_baseline(log_ratios: Tensor) -> float:
+    """How far the policy is from the reference, in nats: the mean of log pi(y'|x) - log pi_ref(y'|x), or 0 where that is negative.
+
+    It estimates KL(pi || pi_ref) by responses y' to other prompts (arXiv:2402.01306). No gradient goes through it.
+
+    Args:
+        log_ratios: float [texts].
+    """
+    return max(0.0, log_ratios.double().mean().item())
+
+
+def labelled_metrics(sums: dict[str, float], num_examples: int, baseline: float) -> dict[str, float]:
+    """Means of the sums of `kto_loss`; those of a label that no example has are left out, and `margin`, the difference of rewards, with them."""
+    rewards = {
+        f"reward_{label}": sums[f"reward_{label}"] / sums[label]
+        for label in ("desirable", "undesirable")
+        if sums[label] > 0
+    }
+    found = {"loss": sums["loss"] / num_examples, "kl_baseline": baseline, **rewards}
+    if len(rewards) == 2:
+        found["margin"] = rewards["reward_desirable"] - rewards["reward_undesirable"]
+    return found

@@ -157,6 +157,11 @@ def _make_task(command: _Command) -> None:
         ("--num-test", 300, "held-out problems"),
         ("--hidden-size", 128, None),
         ("--num-layers", 2, None),
+        (
+            "--family",
+            "qwen2",
+            "of the model (docs/models.md), by its model_type: the demo with experts, latent attention and others",
+        ),
     ):
         command.option(name, None, text, type=type(default), default=default)
     command.flag("--calculator", "the sft rows get chats with a calculator, too (recipe:calculator_cpu)")
@@ -174,6 +179,36 @@ def _verify(command: _Command) -> None:
     command.add_argument("model", help="Hugging Face folder, such as the one that `megarl train` exports")
     command.add_argument("trajectories", help="trajectories.parquet of `megarl eval` with temperature 0")
     command.option("--max-samples", None, None, type=int, default=64)
+
+
+def _serve(command: _Command) -> None:
+    command.add_argument("model", help="Hugging Face folder")
+    command.option("--name", "NAME,...", "that requests call it by (default: the folder's)")
+    command.option(
+        "--host", "ADDRESS", "of the interface to listen on; default: 127.0.0.1", default="127.0.0.1"
+    )
+    command.option("--port", "N", "0: any that is free; default: 8000", type=int, default=8000)
+    command.option(
+        "--key-file", "FILE", "whose text is the key of requests (default: a new one, which is printed)"
+    )
+    command.option(
+        "--tool-parser",
+        "NAME",
+        "SGLang's, that reads the model's calls of tools, such as qwen25 (default: none)",
+    )
+    command.option(
+        "--reasoning-parser", "NAME", "SGLang's, that reads its reasoning, such as qwen3 (default: none)"
+    )
+    command.option("--device", None, "default: cuda where there is a GPU", choices=("cpu", "cuda"))
+    command.option("--tensor-parallel-size", "N", "devices of the engine; default: 1", type=int, default=1)
+    dtypes = ("float32", "bfloat16", "float16")
+    command.option("--dtype", None, "default: float32 on a CPU, else bfloat16", choices=dtypes)
+    command.option(
+        "--context-length", "N", "most tokens of prompt and answer (default: the model's)", type=int
+    )
+    command.option(
+        "--max-new-tokens", "N", "most tokens of an answer (default: as many as there is room for)", type=int
+    )
 
 
 def _convert(command: _Command) -> None:
@@ -287,6 +322,10 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Command], None]]] = {
     "verify": (
         "check that transformers gives the same greedy answers as an `megarl eval` run of the same model",
         _verify,
+    ),
+    "serve": (
+        "serve a model by OpenAI's and Anthropic's APIs, as the agents of a run see it (docs/gateway.md)",
+        _serve,
     ),
     "convert": (
         "convert between Hugging Face folders and Megatron distributed checkpoints, merge adapters into a model, or "

@@ -1,5 +1,5 @@
-"""The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `convert`, `plan`,
-`launch`, `report`, `recipes`, `requirements`.
+"""The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `serve`, `convert`,
+`plan`, `launch`, `report`, `recipes`, `requirements`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1. A run that has saved its state and is to be started again ends with 75.
@@ -294,6 +294,7 @@ RUNNERS: dict[str, Runner] = {
     "config": _config,
     "make-task": _make_task,
     "verify": _verify,
+    "serve": _passed_to("megarl.gateway.serve"),
     "convert": _passed_to("megarl.checkpoints.convert.command"),
     PLAN_SYNC: _passed_to("megarl.plan.commands", "run_sync"),
     PLAN_MEMORY: _plan_memory,

@@ -86,6 +86,7 @@ from megarl.config.schema.supervised import (
     SFTConfig,
     TuningConfig,
     TuningTrainerConfig,
+    learns_rankings,
 )
 
 __all__ = [
@@ -134,6 +135,7 @@ __all__ = [
     "full_kl_in_reward",
     "has_teacher",
     "is_single_update",
+    "learns_rankings",
     "load_config",
     "needs_old_log_probs",
     "needs_ref_log_probs",

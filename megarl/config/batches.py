@@ -19,7 +19,7 @@ from megarl.config.schema.commands import (
     TrainConfig,
 )
 from megarl.config.schema.rewards import RewardModelConfig
-from megarl.config.schema.supervised import DPOConfig, RMConfig, TuningConfig
+from megarl.config.schema.supervised import TuningConfig, learns_rankings
 from megarl.util.files import whole_file
 
 
@@ -225,7 +225,7 @@ def _tuning_plan(config: TuningConfig) -> TuningBatchPlan:
         max_tokens_per_example=config.data.max_length,
         model=role,
         update=UpdatePlan(1, 1, 1, examples, examples // role.dp, config.max_token_len_per_gpu, None),
-        noun="rankings" if isinstance(config, RMConfig | DPOConfig) else "examples",
+        noun="rankings" if learns_rankings(config) else "examples",
     )
 
 

@@ -41,6 +41,15 @@ class DeltaNetFacts(Protocol):
     def key_heads(self) -> int: ...
 
 
+class IndexerFacts(Protocol):
+    """What an engine may have of an indexer of sparse attention; an IndexerConfig has it."""
+
+    @property
+    def topk(self) -> int: ...
+    @property
+    def interleaved(self) -> bool: ...
+
+
 class ModelFacts(Protocol):
     """The numbers of a model that a layout must fit; a ModelConfig has them."""
 
@@ -56,6 +65,8 @@ class ModelFacts(Protocol):
     def moe(self) -> ExpertFacts | None: ...
     @property
     def mla(self) -> object | None: ...
+    @property
+    def indexer(self) -> IndexerFacts | None: ...
     @property
     def delta_net(self) -> DeltaNetFacts | None: ...
     @property
@@ -165,7 +176,45 @@ def fit_problems(
     if model is not None:
         problems += _context_problems(config, model)
         problems += _prediction_problems(config, model)
+        problems += _sparse_problems(config, model, critic, reward_model, teacher)
     return problems
+
+
+def _sparse_problems(
+    config: TrainConfig | TuningConfig | EvalConfig,
+    model: ModelFacts,
+    critic: ModelFacts | None,
+    reward_model: ModelFacts | None,
+    teacher: ModelFacts | None,
+) -> Iterator[str]:
+    """With sparse attention no text may have more tokens than an indexer chooses keys for a query: trainers attend to all of them.
+
+    An evaluation has engines alone, and theirs on GPUs have no such limit.
+    """
+    if isinstance(config, EvalConfig):
+        return
+    if isinstance(config, TuningConfig):
+        length = config.data.max_length
+        texts = [("model.path", model, f"data.max_length={length}", length)]
+    else:
+        data = config.data
+        longest = data.max_prompt_length + data.max_response_length
+        cut = None if config.reward_model is None else config.reward_model.max_length
+        models = {f"{POLICY}.model.path": model, "critic.model.path": critic if config.critic else None}
+        models |= {f"{POLICY}.ref.model.path": teacher}
+        texts = [(key, facts, f"{_LENGTHS} = {longest}", longest) for key, facts in models.items() if facts]
+        if reward_model is not None:
+            length = longest if cut is None else min(cut, longest)
+            texts.append(("reward_model.model.path", reward_model, f"a text of {length} tokens", length))
+        if data.ptx is not None:
+            length = data.ptx.max_length
+            texts.append((f"{POLICY}.model.path", model, f"data.ptx.max_length={length}", length))
+    for key, facts, what, tokens in texts:
+        if facts.indexer is not None and tokens > facts.indexer.topk:
+            yield (
+                f"{what} is more than index_topk={facts.indexer.topk} (config.json of {key}): beyond as many tokens its attention is sparse, and "
+                "megarl trains it to all keys alone; make it shorter"
+            )
 
 
 def _teacher_problems(config: TrainConfig, model: ModelFacts, teacher: ModelFacts) -> Iterator[str]:
@@ -195,7 +244,7 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
     if trained.mtp != "train":
         return
     if not model.num_mtp_layers:
-        yield f"{key}: the model has no multi-token prediction layers (num_nextn_predict_layers in its config.json); leave it out"
+        yield f"{key}: the model has no multi-token prediction layers (num_nextn_predict_layers or mtp_num_hidden_layers in its config.json); leave it out"
         return
     pp, layout = megatron.pipeline_model_parallel_size, megatron.pipeline_model_parallel_layout
     if model.tie_word_embeddings and pp > 1:
@@ -203,7 +252,7 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
             f"{key} with tied embeddings and {section}.pipeline_model_parallel_size={pp}: Megatron-core would give the last stage both an "
             "embedding and a head of its own; give 1"
         )
-    if model.moe is None or model.num_layers - 1 in model.moe.dense_layers:
+    if model.moe is not None and model.num_layers - 1 in model.moe.dense_layers:
         # Megatron makes them like the model's last layer; those of checkpoints have experts.
         yield f"{key}: multi-token prediction layers have experts, which the model's last layer has not; give keep"
     if model.delta_net is not None and model.num_layers - 1 in model.delta_net.layers:
@@ -293,10 +342,11 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
     sizes = _widths(model)
     if model.mla is None:
         sizes["num_query_groups"] = model.num_query_groups
-    if tp > 1 and megatron.sequence_parallel is False and (model.mla is not None or model.moe is not None):
+    needing = (model.mla, model.moe, model.delta_net)
+    if tp > 1 and megatron.sequence_parallel is False and any(facts is not None for facts in needing):
         yield (
-            f"{key}.sequence_parallel=false with tensor_model_parallel_size={tp}: experts and multi-head latent "
-            "attention need it there; leave it out (null: true where that is over 1)"
+            f"{key}.sequence_parallel=false with tensor_model_parallel_size={tp}: experts, multi-head latent "
+            "attention and gated delta nets need it there; leave it out (null: true where that is over 1)"
         )
     yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
     yield from _layer_problems(key, megatron, model.num_layers)
@@ -438,6 +488,13 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
         }
         for name in (name for name, there in unknown.items() if there):
             yield f"{key}.{name}: not supported with gated delta nets ({model.family}); leave it out"
+    if model.indexer is not None and rollout.kv_cache_dtype is not None:
+        yield f"{key}.kv_cache_dtype={rollout.kv_cache_dtype}: not supported with sparse attention ({model.family}); leave it out"
+    if model.indexer is not None and model.indexer.interleaved and rollout.quantization is not None:
+        yield (
+            f"{key}.quantization={rollout.quantization}: SGLang (0.5.21) has a part of the indexers of {model.family} in bfloat16 even then, "
+            "which no sync knows; leave it out"
+        )
     if model.family == "gpt_oss":
         for name, allowed in (
             ("quantization", (None,)),

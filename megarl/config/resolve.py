@@ -20,7 +20,7 @@ from megarl.config.schema.commands import (
     TrainerConfig,
 )
 from megarl.config.schema.rewards import RewardModelConfig
-from megarl.config.schema.supervised import DPOConfig, RMConfig, TuningConfig, TuningTrainerConfig
+from megarl.config.schema.supervised import TuningConfig, TuningTrainerConfig, learns_rankings
 
 GLOBAL_POOL = "global"
 # A micro-batch whose size is not given holds this multiple of the tokens that it must hold, up to so many tokens.
@@ -70,7 +70,7 @@ def resolve(config: C) -> C:
 def least_tokens(config: TrainConfig | TuningConfig) -> int:
     """Tokens that a micro-batch must hold: the longest sequence that is trained on, or two where texts are compared with each other."""
     if isinstance(config, TuningConfig):
-        return config.data.max_length * (2 if isinstance(config, RMConfig | DPOConfig) else 1)
+        return config.data.max_length * (2 if learns_rankings(config) else 1)
     longest = _longest(config)
     return longest if config.data.ptx is None else max(longest, config.data.ptx.max_length)
 

@@ -438,7 +438,7 @@ def stage_layers(run: RankPass, stage: int) -> list[Layer]:
         ]
         if use.mtp and stage == use.layout.pp - 1 and chunk == use.layout.num_chunks - 1:
             depth = range(use.config.num_mtp_layers)
-            named += [(f"{chunk}:mtp.layers.{index}.mtp_model_layer.", True) for index in depth]
+            named += [(f"{chunk}:mtp.layers.{index}.mtp_model_layer.", moe is not None) for index in depth]
         for index, (name, is_moe) in enumerate(named):
             found.append(Layer(name, is_moe, tuple(other for other, _ in named[index + 1 :])))
     return found

@@ -28,6 +28,7 @@ from megarl.models import (
     sglang_pieces,
 )
 from megarl.models.config import ENGINE_STATES
+from megarl.models.layers import has_indexer
 from megarl.models.lora import adapted_weights, sglang_adapter_padding, sglang_adapters
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.quantize import Block, dtype_in_fp8, with_scales
@@ -86,7 +87,13 @@ def rotary_bytes(config: ModelConfig, context: int) -> int:
 
 
 def cache_bytes(
-    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, tokens: int, requests: int, context: int
+    config: ModelConfig,
+    engines: EngineLayout,
+    dtype: torch.dtype,
+    tokens: int,
+    requests: int,
+    context: int,
+    device: str = "cuda",
 ) -> int:
     """The cache of `tokens` in an engine's rank, and the table of where in it the tokens of each request are.
 
@@ -95,17 +102,23 @@ def cache_bytes(
         requests: of the engine that run at once; a rank has those of its group. context: the most tokens of each.
     """
     table = torch.int32.itemsize * (requests // engines.dp + 1) * (context + _TABLE_MARGIN)
-    return (tokens + _PADDING_TOKENS) * token_bytes(config, engines, dtype) + table
+    return (tokens + _PADDING_TOKENS) * token_bytes(config, engines, dtype, device) + table
 
 
-def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, more: int = 0) -> int:
+def token_bytes(
+    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, device: str = "cuda", more: int = 0
+) -> int:
     """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
-    draft too, and of `more` layers of the same kind."""
+    draft too, and of `more` layers of the same kind. On GPUs indexers have keys in float8, with a scale in float32 for 128 elements."""
     layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0) + more
     if config.delta_net is not None:
         layers -= len(config.delta_net.layers)
     if config.mla is not None:
-        return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
+        keys = 0
+        if config.indexer is not None and device == "cuda":
+            indexers = sum(has_indexer(config, layer) for layer in range(layers))
+            keys = indexers * (config.indexer.head_dim + config.indexer.head_dim // 128 * 4)
+        return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize + keys
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
     return layers * 2 * heads * config.head_dim * dtype.itemsize
 

@@ -3,7 +3,8 @@
 A matrix of [rows, columns] takes 2 rows x columns for a token (a multiplication and an addition each), forward; backward
 takes the same for the token's gradient, and once more for the weight's if that is trained (Narayanan et al. 2021,
 arXiv:2104.04473, appendix). A gated delta net takes the products of its chunks and of its state (`_of_state`). Attention
-takes 2 (query and key width + value width) for each head and each pair of a query and a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
+takes 2 (query and key width + value width) for each head and each pair of a query and a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out, and so are
+indexers of sparse attention, which trainers do not use.
 """
 
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.models import ModelConfig, logical_tensors, mtp_copies
-from megarl.models.layers import is_delta_net
+from megarl.models.layers import INDEXER, is_delta_net
 from megarl.models.shards import Shapes
 from megarl.models.table import EMBEDDING
 
@@ -19,7 +20,7 @@ _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_
 _CHUNK = 64  # tokens of a delta net that are computed together, by flash-linear-attention's kernels and by megarl's
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next, after all other layers
+_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next and Qwen3.5, after all other layers
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
     dense, experts, mlp, up = (dict.fromkeys(numbers, 0) for _ in range(4))
     for name, shape in shapes.items():
         layer, within = _place(config, name)
-        if len(shape) != 2 or layer not in numbers:
+        if len(shape) != 2 or layer not in numbers or within.startswith(INDEXER):
             continue
         if ".experts." in within:
             experts[layer] += prod(shape)

@@ -32,7 +32,7 @@ from megarl.costs.tensors import (
     ModelUse,
     StageTensors,
     TrainingBytes,
-    float32_buffers,
+    buffer_bytes,
     stage_tensors,
     training_bytes,
 )
@@ -114,7 +114,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     evaluated = RankPass(use, tensors, use.evaluated // use.layout.cp, float8)
     kept = stage_bytes(trained, stage) if use.trainable else 0
     return StageBytes(
-        replace(held, weights=held.weights + float32_buffers(use, stage)),
+        replace(held, weights=held.weights + buffer_bytes(use, stage)),
         kept=kept,
         working=_peak(trained, stage) - kept if use.trainable else 0,
         evaluating=_evaluating(evaluated, stage),

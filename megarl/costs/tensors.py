@@ -12,14 +12,21 @@ from math import lcm, prod
 from megarl.config.schema.models import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.models import MegatronPlace, ModelConfig, keeps_float32, megatron_pieces, padded_vocab_size
+from megarl.models import (
+    BUFFERS,
+    MegatronPlace,
+    ModelConfig,
+    keeps_float32,
+    megatron_pieces,
+    padded_vocab_size,
+)
+from megarl.models.layers import INDEXER, attention_weights, has_indexer, is_mixture
 from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots, sharded_dimension
 from megarl.models.shards import Shapes
 from megarl.weight_sync.quantize import is_quantised
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _EXPERTS = ".mlp.experts."
-_BUFFER = ".router.expert_bias"  # a weight of the table that is no parameter
 # The modules of a layer and the tensors of a module, as megatron-core 0.19.2 registers them: where padding falls in a
 # buffer, and so which rank's part has it, depends on their order.
 _MODULES = (
@@ -179,7 +186,7 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
         shared = _VOCABULARY if config.tie_word_embeddings else _VOCABULARY[: int(use.mtp)]
     weights = []
     for name, (parts, shape) in _local_shapes(pieces).items():
-        if name.endswith(_BUFFER):
+        if BUFFERS.search(name):
             continue
         if name.endswith(_VOCABULARY):
             shape = (vocabulary, *shape[1:])
@@ -230,16 +237,21 @@ def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
     return sorted(weights, key=key)
 
 
-def float32_buffers(use: ModelUse, stage: int) -> int:
-    """Bytes of the weights that are no parameters: they are float32 and never leave the device."""
+def buffer_bytes(use: ModelUse, stage: int) -> int:
+    """Bytes of the weights that are no parameters: biases of routers in float32, and indexers."""
     config = use.config
-    if config.moe is None or not config.moe.expert_bias:
-        return 0
     layers = [layer for chunk in layers_of(use.layout, config.num_layers, stage) for layer in chunk]
-    routed = sum(layer not in config.moe.dense_layers for layer in layers)
     if use.mtp and stage == use.layout.pp - 1:
-        routed += config.num_mtp_layers
-    return 4 * config.moe.num_experts * routed
+        layers += range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    routed = sum(is_mixture(config, layer) for layer in layers)
+    biases = 4 * config.moe.num_experts * routed if config.moe is not None and config.moe.expert_bias else 0
+    return biases + sum(
+        prod(weight.shape) * (4 if keeps_float32(weight.name) else use.itemsize)
+        for layer in layers
+        if has_indexer(config, layer)
+        for weight in attention_weights(config, layer)
+        if weight.name.startswith(INDEXER)
+    )
 
 
 def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, block: int | None = None) -> int:
@@ -263,7 +275,7 @@ def _local_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[list[Piece], tuple
     """Local name -> its pieces and the shape that holds them all."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        assert not keeps_float32(piece.tensor) or piece.local.endswith(_BUFFER), piece.tensor
+        assert not keeps_float32(piece.tensor) or BUFFERS.search(piece.local), piece.tensor
         found.setdefault(piece.local, []).append(piece)
     return {
         name: (parts, tuple(map(max, zip(*(_ends(part) for part in parts), strict=True))))

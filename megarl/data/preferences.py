@@ -118,12 +118,12 @@ def read_ranking(row: Mapping[str, Any], keys: PreferenceKeys) -> Ranking:
     row = dict(row)
     prompt, responses = find(row, keys.prompt), find(row, keys.responses)
     if responses is None:
-        chats = [_chat(prompt, lookup(row, key), key) for key in (keys.chosen, keys.rejected)]
+        chats = [response_chat(prompt, lookup(row, key), key) for key in (keys.chosen, keys.rejected)]
         scores = [1.0, 0.0]
     else:
         if not isinstance(responses, list) or len(responses) < 2:
             raise ValueError(f"{keys.responses!r} must be a list of two or more, found {responses!r}")
-        chats = [_chat(prompt, response, keys.responses) for response in responses]
+        chats = [response_chat(prompt, response, keys.responses) for response in responses]
         scores = _scores(row, keys, len(responses))
     margin = 0.0 if keys.margin is None else lookup(row, keys.margin)
     if not _is_number(margin):
@@ -302,7 +302,7 @@ def read_answers(
     keys = [prompt_key, response_key, *keywords.columns]
 
     def text(row: dict[str, Any]) -> Rows:
-        chat = _chat(find(row, prompt_key), lookup(row, response_key), response_key)
+        chat = response_chat(find(row, prompt_key), lookup(row, response_key), response_key)
         ids = tokenize_whole_chat(tokenizer, chat, end_at_eos, keywords.of_row(row))
         return [{"input_ids": ids[:max_length]}]
 
@@ -311,8 +311,15 @@ def read_answers(
     return read_examples(files, keys, text, ANSWER_SCHEMA, lambda _: needed, keys)
 
 
-def _chat(prompt: Any, response: Any, key: str) -> Chat:
-    """Prompt (messages, a user's text, or None) and response (a text, the messages after the prompt, or all messages)."""
+def response_chat(prompt: Any, response: Any, key: str) -> Chat:
+    """Prompt (messages, a user's text, or None) and response (a text, the messages after the prompt, or all messages).
+
+    Args:
+        key: the response's, for errors.
+
+    Raises:
+        ValueError: there is no prompt, or the response is empty or not the assistant's.
+    """
     response = read_chat(response)
     before = [] if prompt is None else prompt_messages(prompt, "prompt")
     if isinstance(response, str):

@@ -151,7 +151,8 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("last_weight_version", pa.int64()),  # that chose the last one
         ("num_turns", pa.int64()),  # of the policy: 1 without an environment
         ("environment_score", pa.float32()),  # NaN: the environment gave none, or there is none
-        ("environment_notes", pa.string()),  # JSON: {"numbers": {...}, "error": text or null}; {} without one
+        # JSON: {"numbers": {...}, "error": text or null, "turns": [[first token of the response, state], ...]}; {} without one
+        ("environment_notes", pa.string()),
     ]
 )
 # a prompt table whose prompts are repeated, one row for each sample to be generated
@@ -301,10 +302,15 @@ def _prompts(requests: pa.Table, generations: Sequence[Generation]) -> pa.Chunke
 
 @dataclass(frozen=True)
 class EnvironmentNotes:
-    """The numbers that the environment of a trajectory gave, and the error, if any, that cost the trajectory."""
+    """The numbers that the environment of a trajectory gave, and the error, if any, that cost the trajectory.
+
+    Attributes:
+        turns: of each turn of the policy the place of its first token in the response, and the environment's state before it.
+    """
 
     numbers: dict[str, float]
     error: str | None
+    turns: tuple[tuple[int, str], ...] = ()
 
 
 def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
@@ -312,7 +318,10 @@ def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
     if "environment_notes" not in table.column_names:
         return [EnvironmentNotes({}, None)] * table.num_rows
     notes = [json.loads(text) for text in table["environment_notes"].to_pylist()]
-    return [EnvironmentNotes(note.get("numbers", {}), note.get("error")) for note in notes]
+    return [
+        EnvironmentNotes(note.get("numbers", {}), note.get("error"), tuple(map(tuple, note.get("turns", ()))))
+        for note in notes
+    ]
 
 
 def with_carried(table: pa.Table, source: pa.Table) -> pa.Table:

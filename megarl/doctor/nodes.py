@@ -110,7 +110,7 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 # Each of them is in requirements/gpu.txt.
 GPU_PACKAGES = {
     "transformer-engine": "fused layers, float8",
-    "fla-core": "kernels of gated delta nets (Qwen3-Next)",
+    "fla-core": "kernels of gated delta nets (Qwen3-Next, Qwen3.5)",
     "sglang-kernel": "SGLang's kernels",
     "torch-memory-saver": "an engine's memory is free while models train",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from megarl.config import (
     config_problems,
     fit_problems,
     has_teacher,
+    learns_rankings,
     resolve,
 )
 from megarl.config.checks.data import file_problems
@@ -42,7 +44,8 @@ from megarl.data.files import (
     resolve_files,
     without_filled_nulls,
 )
-from megarl.data.preferences import read_ranking
+from megarl.data.labels import LabelledKeys, read_labelled
+from megarl.data.preferences import PreferenceKeys, read_ranking
 from megarl.data.prompts import PromptReader, Row
 from megarl.data.sft import chat_columns, chat_of_row, text_of_row
 from megarl.data.tokenizer import tokenizer_files
@@ -52,7 +55,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.models.weight_files import stored_tensors
 from megarl.trainer.roles.adapters import adapter_problems
 from megarl.trainer.run.earlier_runs import likely_refusals
-from megarl.trainer.stages.prompt_data import may_lack, preference_keys, reading
+from megarl.trainer.stages.prompt_data import labelled_keys, may_lack, preference_keys, reading
 from megarl.util.gpus import gpus_here
 
 Config = TrainConfig | TuningConfig | EvalConfig
@@ -347,13 +350,20 @@ def _of_sft(config: SFTConfig) -> Iterator[_Source]:
 
 def _of_rankings(config: RMConfig | DPOConfig) -> Iterator[_Source]:
     data = config.data
-    keys = preference_keys(data, data.margin_key if isinstance(config, RMConfig) else None)
+    keys: PreferenceKeys | LabelledKeys
+    read: Callable[[dict[str, Any]], object]
+    if isinstance(config, RMConfig) or learns_rankings(config):
+        keys = preference_keys(data, data.margin_key if isinstance(config, RMConfig) else None)
+        read = partial(read_ranking, keys=keys)
+    else:
+        keys = labelled_keys(data)
+        read = partial(read_labelled, keys=keys)
     keywords = ChatKeywords(data.tools_key, data.apply_chat_template_kwargs)
     chats = [*keys.chats(), *keywords.columns]
 
     def check(row: Row) -> None:
         values = without_filled_nulls(row.values, chats, row.file)
-        read_ranking(values, keys)
+        read(values)
         keywords.of_row(values)
 
     rows = _Rows(
@@ -361,7 +371,8 @@ def _of_rankings(config: RMConfig | DPOConfig) -> Iterator[_Source]:
         lambda present: [*keys.needed(present), *keywords.needed],
         check,
     )
-    batch = ("data.train_batch_size", data.train_batch_size)
+    # A pair is two examples of KTO.
+    batch = ("data.train_batch_size", data.train_batch_size) if learns_rankings(config) else None
     yield _Source("data.train_files", data.train_files, rows, batch)
     yield _Source("data.val_files", data.val_files, rows)
     if isinstance(config, RMConfig) and data.normalize != "none":

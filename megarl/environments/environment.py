@@ -82,12 +82,15 @@ class StepResult:
         observation: the words to the policy before its next turn; None ends the trajectory, as `done` does.
         score: score of the trajectory, in place of the reward's; the last given score counts.
         numbers: metrics, added up over the turns.
+        state: the state that the environment is in now, if the observation does not say it; turns of a prompt's trajectories that begin in
+            the same state are compared by `algorithm.adv_estimator=gigpo`.
     """
 
     observation: Observation | None = None
     done: bool = False
     score: float | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
+    state: str | None = None
 
 
 class Environment(ABC):

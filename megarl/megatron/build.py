@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
 from megarl.megatron.fsdp import is_sharded, parameters_of, wrap_sharded
+from megarl.megatron.indexer import add_indexers
 from megarl.megatron.layer_spec import forget_routings, layer_modules, layer_spec
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
@@ -34,7 +35,7 @@ from megarl.megatron.parallel import coords
 from megarl.megatron.prediction import PredictingModel, prediction_spec
 from megarl.megatron.sinks import settle_sinks
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
-from megarl.models import ModelConfig, padded_vocab_size
+from megarl.models import BUFFERS, ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
 from megarl.models.lora import linear_weights
 
@@ -88,6 +89,7 @@ def build_model(
             config,
             settings,
             held=held.of_chunk(chunk),
+            layers=layers[chunk],
             vocab_size=padded_vocab_size(config, layout.tp),
             first=place.pp == 0 and chunk == 0,
             last=last,
@@ -207,15 +209,13 @@ def named_parameters(
 def local_parameters(chunks: list[DistributedDataParallel] | list[GPTModel]) -> dict[str, torch.Tensor]:
     """ "<chunk>:<name>" -> its data: this rank's local tensors as weight tables name them.
 
-    They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always). Weights that data
+    They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always), and indexers. Weights that data
     parallel ranks share have values while they are gathered alone (`megarl.megatron.fsdp.gather`).
     """
     tensors = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     for index, chunk in enumerate(unwrap(chunks)):
         tensors |= {
-            f"{index}:{name}": buffer
-            for name, buffer in chunk.named_buffers()
-            if name.endswith(".router.expert_bias")
+            f"{index}:{name}": buffer for name, buffer in chunk.named_buffers() if BUFFERS.search(name)
         }
     return tensors
 
@@ -247,6 +247,7 @@ def _build_chunk(
     settings: TransformerConfig,
     *,
     held: Float8Base,
+    layers: list[int],
     vocab_size: int,
     first: bool,
     last: bool,
@@ -256,11 +257,11 @@ def _build_chunk(
     # 0.19.2 logs at every construction that GPTModel will give way to HybridModel.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     with layer_modules(), unallocated(held):
-        layers = layer_spec(settings, vp_stage, last, config.qk_norm_all_heads)
+        spec = layer_spec(settings, vp_stage, last, config.qk_norm_all_heads)
         model = (PredictingModel if settings.mtp_num_layers else GPTModel)(
             config=settings,
-            transformer_layer_spec=layers,
-            mtp_block_spec=prediction_spec(settings, layers, vp_stage) if last else None,
+            transformer_layer_spec=spec,
+            mtp_block_spec=prediction_spec(settings, spec, vp_stage) if last else None,
             vocab_size=vocab_size,
             max_sequence_length=config.max_position_embeddings,
             pre_process=first,
@@ -272,6 +273,7 @@ def _build_chunk(
         )
     forget_routings(model)
     settle_sinks(model)
+    add_indexers(model, config, layers)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:

@@ -28,6 +28,7 @@ from megarl.megatron.fsdp import (
     weight_buffers,
 )
 from megarl.megatron.host_adam import HostAdam, HostRoom
+from megarl.megatron.indexer import indexers_of
 from megarl.megatron.layer_spec import drop_dummy_gradients
 
 # Of a copy, so that on a CPU little more memory is taken than is needed while contents are in both places.
@@ -234,7 +235,7 @@ class HostStates:
 
 
 def weights_of(chunks: Chunks, *, constant: bool = False) -> Offloadable:
-    """The parameters of a model, trained or not; buffers (rope frequencies, the routers' biases) stay.
+    """The parameters of a model, trained or not, and its indexers; other buffers (rope frequencies, the routers' biases) stay.
 
     Args:
         constant: whether nothing ever changes them once they are loaded.
@@ -284,6 +285,7 @@ def _parameters(chunks: Chunks) -> Iterator[torch.Tensor]:
             yield from weight_buffers(chunk)
         else:
             yield from chunk.parameters()
+            yield from indexers_of(chunk)
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -177,10 +177,12 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
         raise ValueError(
             f"{config.family}: gated delta nets need flash-linear-attention's kernels on GPUs; install fla-core (requirements/gpu.txt)"
         )
-    if layout.tp > 1 and not layout.sp and (config.mla is not None or config.moe is not None):
+    kinds = {"latent attention": config.mla, "experts": config.moe, "gated delta nets": config.delta_net}
+    if layout.tp > 1 and not layout.sp and any(facts is not None for facts in kinds.values()):
         # Latent attention: each rank would add only its heads' part to the gradient of the rotary key, which
-        # all heads share. Experts: Megatron refuses it, since ranks would compute the same tokens.
-        kind = "latent attention" if config.mla is not None else "experts"
+        # all heads share. Experts: Megatron refuses it, since ranks would compute the same tokens. Delta nets: the norm of the output is
+        # one for all heads, and its gradient would be of a rank's heads alone (megatron-core 0.19.2).
+        kind = next(kind for kind, facts in kinds.items() if facts is not None)
         raise ValueError(
             f"a model with {kind} and megatron.tensor_model_parallel_size={layout.tp} needs "
             "megatron.sequence_parallel=true"
@@ -198,7 +200,7 @@ def _assert_predicts(config: ModelConfig, layout: ParallelLayout) -> None:
     assert not (config.tie_word_embeddings and layout.pp > 1), (
         "the last stage would have an embedding and a head"
     )
-    assert config.moe is not None and config.num_layers - 1 not in config.moe.dense_layers
+    assert config.moe is None or config.num_layers - 1 not in config.moe.dense_layers
     assert layers_of(layout, config.num_layers, layout.pp - 1)[-1], (
         "they are made like the chunk's last layer"
     )

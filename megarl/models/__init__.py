@@ -4,10 +4,12 @@ Promises: every fact comes from the config, none is assumed; a field that change
 not supported is refused by name. Must not know: process groups, engines, RL; sniffs no class names.
 """
 
-from megarl.models.config import COMPANIONS, ModelConfig, load_hf_config
+from megarl.models.config import COMPANIONS, ModelConfig
 from megarl.models.families import FAMILIES
+from megarl.models.fields import load_hf_config
 from megarl.models.shards import MegatronPlace, SGLangPlace
 from megarl.models.table import (
+    BUFFERS,
     DRAFT,
     head_chunk_tokens,
     keeps_float32,
@@ -38,6 +40,7 @@ def read_model_config(path: str) -> ModelConfig:
 
 
 __all__ = [
+    "BUFFERS",
     "COMPANIONS",
     "DRAFT",
     "FAMILIES",

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megarl.models.fields import Fields, short
@@ -91,6 +90,25 @@ class MLAConfig:
     v_head_dim: int
 
 
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The facts of an indexer (DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv:2512.02556, section 2.1), which chooses the keys that a query
+    attends to: among `topk` or fewer it has no choice.
+
+    Attributes:
+        layers: numbers, from 0, of the layers that have one; others take the choice of the last one before. Layers for MTP have one.
+        heads, head_dim: of its queries; its keys have one head.
+        topk: keys of a query.
+        interleaved: whether it rotates pairs of neighbouring dimensions. SGLang then has `wk` and `weights_proj` in one tensor.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    topk: int
+    interleaved: bool
+
+
 # In SGLang's order of preference.
 _CONTEXT_FIELDS = (
     "max_sequence_length",
@@ -103,6 +121,9 @@ _CONTEXT_FIELDS = (
 
 ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
 """Families whose classes in SGLang 0.5.21 have no data parallel attention."""
+
+QWEN_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families of gated delta nets and gated attention, by whose names SGLang 0.5.21 and files call the same parts."""
 
 ENGINE_STATES = {"cpu": 3, "cuda": 5}
 """By device, the states of gated delta nets that SGLang 0.5.21 needs for each request that runs: its own, cached prompts', and on a GPU those
@@ -120,6 +141,7 @@ class ModelConfig:
             "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}, and "truncate": False where the bounds of yarn's ramp
             are not rounded.
         rotary_percent: share of `head_dim` that rotates (GQA only).
+        indexer: of sparse attention; None: queries attend to all keys before them.
         delta_net: of the layers that have no attention; None: all have.
         output_gate: whether attention's output is multiplied by sigmoids of gates, which come with the queries (GQA only).
         zero_centered_norms: whether norms have 1 + weight for a factor, all but the one of a delta net's output.
@@ -131,6 +153,7 @@ class ModelConfig:
         output_bias: whether the projection of attention's output has a bias.
         sinks: whether each head has a learnt logit in its softmax that no value belongs to.
         window: positions, its own among them, that a query of the layers `window_layers` (numbers from 0) attends to.
+        is_nested: whether config.json has the model's fields in `text_config`, beside those of a vision tower.
     """
 
     family: str
@@ -153,6 +176,7 @@ class ModelConfig:
     hf: dict[str, Any] = field(repr=False, compare=False)
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    indexer: IndexerConfig | None = None
     delta_net: DeltaNetConfig | None = None
     output_gate: bool = False
     zero_centered_norms: bool = False
@@ -164,6 +188,23 @@ class ModelConfig:
     sinks: bool = False
     window: int | None = None
     window_layers: tuple[int, ...] = ()
+    is_nested: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of config.json that are the language model's."""
+        return self.hf["text_config"] if self.is_nested else self.hf
+
+    @property
+    def has_qwen_names(self) -> bool:
+        """Whether SGLang's attention and the multi-token prediction layer have the names of Qwen3-Next's."""
+        return self.family in QWEN_HYBRIDS
+
+    @property
+    def mtp_field(self) -> str:
+        """The field that counts the model's multi-token prediction layers."""
+        is_qwen3_5 = self.family in ("qwen3_5", "qwen3_5_moe")
+        return "mtp_num_hidden_layers" if is_qwen3_5 else "num_nextn_predict_layers"
 
     @property
     def data_parallel_attention(self) -> bool:
@@ -177,22 +218,8 @@ class ModelConfig:
         As its `get_context_length` (0.5.21) has it: the first of these fields. A scaling of the rotary embedding multiplies
         it only where it does not name the original length; both kinds that `rope_facts` reads do name it.
         """
-        return next((name, int(self.hf[name])) for name in _CONTEXT_FIELDS if self.hf.get(name) is not None)
-
-
-def load_hf_config(path: str) -> Fields:
-    """The fields of `config.json` in a Hugging Face model folder.
-
-    Raises:
-        ValueError: no such folder or file, or it holds no JSON object.
-    """
-    folder = Path(path).expanduser()
-    file = folder / "config.json"
-    if not folder.is_dir():
-        raise ValueError(f"model path {path!r} is not a folder; a Hugging Face model folder is needed")
-    if not file.is_file():
-        raise ValueError(f"model folder {path!r} has no config.json")
-    return Fields.read(file)
+        fields = self.fields
+        return next((name, int(fields[name])) for name in _CONTEXT_FIELDS if fields.get(name) is not None)
 
 
 def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] | None]:
@@ -326,13 +353,6 @@ DECODER = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0)}
 
 FULL_ATTENTION = {"use_sliding_window": (False,)}
 """Further fields that the Qwen families accept."""
-
-
-def refuse_layer_types(hf: Fields) -> None:
-    """Refuse attention other than to all positions before; transformers 5 always writes `layer_types`."""
-    other = sorted(set(hf.texts("layer_types")) - {"full_attention"})
-    if other:
-        raise ValueError(f"{hf.file}: layer_types {other} are not supported; supported: full_attention")
 
 
 def decoder_facts(hf: Fields, *, latent: bool = False, rotary: float | None = None) -> dict[str, Any]:

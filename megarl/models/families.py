@@ -3,22 +3,25 @@
 A field that changes the computation and is not supported is refused by name.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from megarl.models.config import (
     DECODER,
     FULL_ATTENTION,
-    DeltaNetConfig,
-    MLAConfig,
     ModelConfig,
     MoEConfig,
     decoder_facts,
     num_experts,
-    refuse_layer_types,
     refuse_unsupported,
 )
-from megarl.models.fields import Fields, short
+from megarl.models.fields import Fields
+from megarl.models.hybrids import qwen3_5, qwen3_next
+from megarl.models.latent import LATENT, MIXTURE, mixture
+
+
+def _refuse_layer_types(hf: Fields) -> None:
+    """Refuse attention other than to all positions before; transformers 5 always writes `layer_types`."""
+    other = sorted(set(hf.texts("layer_types")) - {"full_attention"})
+    if other:
+        raise ValueError(f"{hf.file}: layer_types {other} are not supported; supported: full_attention")
 
 
 def _llama(hf: Fields) -> ModelConfig:
@@ -30,7 +33,7 @@ def _llama(hf: Fields) -> ModelConfig:
 def _qwen2(hf: Fields) -> ModelConfig:
     """Qwen2 and Qwen2.5: Llama's architecture with biases on the query, key and value projections."""
     refuse_unsupported(hf, DECODER | FULL_ATTENTION)
-    refuse_layer_types(hf)
+    _refuse_layer_types(hf)
     return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **decoder_facts(hf))
 
 
@@ -38,7 +41,7 @@ def _qwen3(hf: Fields) -> ModelConfig:
     """Qwen3: Llama's architecture with norms on the heads' queries and keys, and heads of a width of their own."""
     # A bias of attention would be one of its output, too.
     refuse_unsupported(hf, DECODER | FULL_ATTENTION | {"attention_bias": (False,)})
-    refuse_layer_types(hf)
+    _refuse_layer_types(hf)
     hf.require("head_dim", "num_key_value_heads")
     return ModelConfig(family="qwen3", qkv_bias=False, qk_norm=True, **decoder_facts(hf))
 
@@ -65,175 +68,13 @@ def _qwen3_moe(hf: Fields) -> ModelConfig:
     return ModelConfig(family="qwen3_moe", qkv_bias=False, qk_norm=True, moe=moe, **decoder_facts(hf))
 
 
-def _qwen3_next(hf: Fields) -> ModelConfig:
-    """Qwen3-Next: gated delta nets, and every so many layers attention with gates on its output; experts and a shared one with a gate."""
-    accepted = {
-        "attention_bias": (False,),
-        "attn_output_gate": (True,),
-        "output_gate_type": (None,),
-        # SGLang 0.5.21 takes every layer for a mixture, and never ties the head to the embedding.
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([], None),
-        "tie_word_embeddings": (False,),
-    }
-    refuse_unsupported(hf, DECODER | FULL_ATTENTION | accepted)
-    delta = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    experts = "num_local_experts" if "num_local_experts" in hf.values else "num_experts"
-    routing = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    hf.require("head_dim", "num_key_value_heads", *(f"linear_{name}" for name in delta), experts, *routing)
-    facts = decoder_facts(hf, rotary=0.25)
-    key_heads, value_heads, key_dim, value_dim, conv = (hf.count(f"linear_{name}") for name in delta)
-    if value_heads % key_heads:
-        raise ValueError(
-            f"{hf.file}: linear_num_value_heads must be a multiple of linear_num_key_heads, found {value_heads} and {key_heads}"
-        )
-    moe = MoEConfig(
-        num_experts=num_experts(hf, experts),
-        top_k=hf.count("num_experts_per_tok", most=num_experts(hf, experts)),
-        ffn_hidden_size=hf.count("moe_intermediate_size"),
-        shared_ffn_hidden_size=hf.count("shared_expert_intermediate_size"),
-        norm_topk_prob=hf.flag("norm_topk_prob"),
-        shared_gate=True,
-    )
-    return ModelConfig(
-        family="qwen3_next",
-        qkv_bias=False,
-        qk_norm=True,
-        moe=moe,
-        delta_net=DeltaNetConfig(
-            _delta_net_layers(hf, facts["num_layers"]), key_heads, value_heads, key_dim, value_dim, conv
-        ),
-        output_gate=True,
-        zero_centered_norms=True,
-        # The published config says nothing of the one layer that the files have; megarl writes the field where it leaves it out.
-        num_mtp_layers=hf.count("num_nextn_predict_layers", 1, least=0, most=1),
-        **facts,
-    )
-
-
-def _delta_net_layers(hf: Fields, layers: int) -> tuple[int, ...]:
-    """The numbers of the layers that `layer_types` (transformers), or else `full_attention_interval` (SGLang 0.5.21), gives no attention.
-
-    Raises:
-        ValueError: the two fields do not say the same.
-    """
-    interval = hf.count("full_attention_interval", 4)
-    by_interval = [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)
-    ]
-    types = hf.texts("layer_types") or by_interval
-    if types != by_interval:
-        raise ValueError(
-            f"{hf.file}: layer_types must have full_attention in every layer of full_attention_interval={interval} (4 without the field) "
-            "and linear_attention in the others: SGLang reads that field alone"
-        )
-    return tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
-
-
-_MIXTURE = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-"""Accepted values of fields that transformers 5 does not write, since its code knows no other values."""
-
-
-# The norms of latent queries, keys and values take 1e-6 in Hugging Face's code whatever this field says; Megatron's and SGLang's take
-# the field.
-_LATENT_EPSILON = {"rms_norm_eps": (1e-6,)}
-
-
-def _latent(family: str, more: dict[str, tuple[Any, ...]]) -> Callable[[Fields], ModelConfig]:
-    """DeepSeek-V3 and R1, and Kimi-K2, which has the same architecture and names of weights under a type of its own: latent attention,
-    sigmoid-scored experts in groups after dense layers, a layer for MTP. `more`: accepted values of further fields."""
-
-    def config_from_hf(hf: Fields) -> ModelConfig:
-        accepted = {
-            "attention_bias": (False,),
-            "rope_interleave": (True,),
-            "num_key_value_heads": (hf.count("num_attention_heads"), None),
-            **more,
-        }
-        refuse_unsupported(hf, DECODER | _MIXTURE | accepted)
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        hf.require(*sizes)
-        mla = MLAConfig(
-            q_lora_rank=hf.count("q_lora_rank") if "q_lora_rank" in hf else None,
-            **{size: hf.count(size) for size in sizes},
-        )
-        facts = decoder_facts(hf, latent=True) | {"head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
-        return ModelConfig(family=family, qkv_bias=False, qk_norm=False, mla=mla, **_mixture(hf), **facts)
-
-    return config_from_hf
-
-
-def _mixture(hf: Fields) -> dict[str, MoEConfig | int]:
-    """A mixture of DeepSeek-V3's kind, and MTP layers: sigmoid scores with a bias for the choice, shared experts, dense first layers.
-
-    Raises:
-        ValueError: a needed field is missing.
-    """
-    hf.require(
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "n_shared_experts",
-        "first_k_dense_replace",
-        "norm_topk_prob",
-        "routed_scaling_factor",
-    )
-    experts, groups = num_experts(hf, "n_routed_experts"), hf.count("n_group", 1)
-    if experts % groups:
-        raise ValueError(
-            f"{hf.file}: n_routed_experts must be a multiple of n_group, found {experts} and {groups}"
-        )
-    ffn = hf.count("moe_intermediate_size")
-    dense = min(hf.count("first_k_dense_replace", least=0), hf.count("num_hidden_layers"))
-    moe = MoEConfig(
-        num_experts=experts,
-        top_k=hf.count("num_experts_per_tok", most=experts),
-        ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=ffn * hf.count("n_shared_experts", least=0),
-        dense_layers=tuple(range(dense)),
-        scoring="sigmoid",
-        norm_topk_prob=hf.flag("norm_topk_prob"),
-        expert_bias=True,
-        num_groups=groups,
-        topk_group=hf.count("topk_group", 1, most=groups),
-        scaling_factor=hf.number("routed_scaling_factor"),
-    )
-    return {"moe": moe, "num_mtp_layers": hf.count("num_nextn_predict_layers", 0, least=0, most=100)}
-
-
-_latent_glm4_moe = _latent(
-    # SGLang 0.5.21 never ties this model's head to its embedding.
-    "glm4_moe_lite",
-    {"tie_word_embeddings": (False,)},
-)
-
-
-def _glm4_moe_lite(hf: Fields) -> ModelConfig:
-    """GLM-4.7-Flash: DeepSeek-V3's latent attention, mixture and layer for MTP.
-
-    Its `rms_norm_eps` is 1e-5. The norms of latent queries, keys and values take it, too, as SGLang's do; those of transformers 5.12.1 take
-    1e-6 whatever the config says, as its code for DeepSeek-V3 does.
-    """
-    dense = hf.count(
-        "first_k_dense_replace", least=0
-    )  # SGLang's field; transformers 5 writes `mlp_layer_types`
-    layers = hf.count("num_hidden_layers")
-    types, expected = hf.texts("mlp_layer_types"), ["dense"] * dense + ["sparse"] * (layers - dense)
-    if types and types != expected[:layers]:
-        raise ValueError(
-            f"{hf.file}: mlp_layer_types={short(types)} and first_k_dense_replace={dense} are not the same layers; "
-            f"the latter are {short(expected[:layers])}"
-        )
-    return _latent_glm4_moe(hf)
-
-
 def _glm4_moe(hf: Fields) -> ModelConfig:
     """GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP."""
     # SGLang 0.5.21 never ties this model's head to its embedding.
-    refuse_unsupported(hf, DECODER | _MIXTURE | {"tie_word_embeddings": (False,)})
+    refuse_unsupported(hf, DECODER | MIXTURE | {"tie_word_embeddings": (False,)})
     hf.require("head_dim", "num_key_value_heads", "attention_bias", "use_qk_norm")
     biases = {"qkv_bias": hf.flag("attention_bias"), "qk_norm": hf.flag("use_qk_norm")}
-    return ModelConfig(family="glm4_moe", **biases, **_mixture(hf), **decoder_facts(hf, rotary=0.5))
+    return ModelConfig(family="glm4_moe", **biases, **mixture(hf), **decoder_facts(hf, rotary=0.5))
 
 
 def _minimax_m2(hf: Fields) -> ModelConfig:
@@ -333,11 +174,13 @@ FAMILIES = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next,
-    "deepseek_v3": _latent("deepseek_v3", _LATENT_EPSILON),
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "kimi_k2": _latent("kimi_k2", _LATENT_EPSILON),
     "minimax_m2": _minimax_m2,
+    **LATENT,
 }
 """By `model_type` of config.json: reads a model's facts; raises ValueError for a field that is missing or not supported."""

@@ -88,6 +88,21 @@ class Fields:
         return ValueError(f"{self.file}: {key} must be {right}, found {short(self.values[key])}")
 
 
+def load_hf_config(path: str) -> Fields:
+    """The fields of `config.json` in a Hugging Face model folder.
+
+    Raises:
+        ValueError: no such folder or file, or it holds no JSON object.
+    """
+    folder = Path(path).expanduser()
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise ValueError(f"model path {path!r} is not a folder; a Hugging Face model folder is needed")
+    if not file.is_file():
+        raise ValueError(f"model folder {path!r} has no config.json")
+    return Fields.read(file)
+
+
 def short(value: Any) -> str:
     """A value as messages show it."""
     text = repr(value)

@@ -8,14 +8,17 @@ Megatron has Transformer Engine's parameter names: a norm is often fused with th
   them with the heads.
 - Multi-head latent attention: SGLang's `fused_qkv_a_proj_with_mqa` is [queries | keys, values and the rotary key], complete on every rank.
   Queries and keys rotate pairs of neighbouring dimensions in Hugging Face, Megatron and SGLang alike, so that no rows change their order.
+- Indexers of sparse attention: complete on every rank. SGLang has [wk | weights_proj] in one tensor where the indexer rotates neighbouring
+  dimensions (GLM-5), and on a GPU alone; megarl's class for CPU engines has it, too.
 - Gated MLPs: [gate shard | up shard] in one tensor in both. The shared experts of a mixture, which SGLang does not fuse with the routed
   ones, are cut as a dense MLP is, or complete on every rank of an engine with DeepEP (`SGLangPlace.whole_shared`); the norm before a mixture is a module of its own.
 - Routed experts: a rank has a contiguous block of them. In Megatron each expert is a pair of tensors of its own (`linear_fc1.weight0`,
   ...), cut over the expert tensor parallel ranks; in SGLang they are stacked along a first dimension: `w13_weight` [experts, gate shard |
   up shard, hidden] and `w2_weight` [experts, hidden, shard].
-- Gated delta nets (Qwen3-Next): the file's `in_proj_qkvz` has for each key head [query | key | its values | their gates], `in_proj_ba` [betas | decays of its
-  values], as SGLang has them; Megatron's `in_proj` has [queries | keys | values | gates | betas | decays] of a rank's heads.
-- Gated attention (Qwen3-Next): the file's `q_proj` has for each head [query | gate], as SGLang has it; of a query group Megatron has [queries | gates | k | v].
+- Gated delta nets: Qwen3-Next's `in_proj_qkvz` has for each key head [query | key | its values | their gates], `in_proj_ba` [betas | decays of its
+  values], in files as in SGLang. Qwen3.5's files have `in_proj_qkv` [queries | keys | values], `in_proj_z`, `in_proj_b` and `in_proj_a`, which SGLang has
+  in two tensors of Qwen3-Next's names. Megatron's `in_proj` has [queries | keys | values | gates | betas | decays] of a rank's heads.
+- Gated attention (Qwen3-Next and Qwen3.5): the file's `q_proj` has for each head [query | gate], as SGLang has it; of a query group Megatron has [queries | gates | k | v].
   SGLang calls the modules of attention by their own names alone, without `self_attn`.
 """
 
@@ -24,6 +27,7 @@ from collections.abc import Iterator
 from megarl.models.config import ModelConfig
 from megarl.models.shards import COLUMNS, ROWS, Weight
 
+INDEXER = "self_attn.indexer."  # names of an indexer's tensors begin with this, after the layer's
 SHARED = "mlp.shared_expert"  # names of the shared experts' tensors begin with this, after the layer's
 _PROJECTIONS, _MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # gate, up, down
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
@@ -38,14 +42,14 @@ def attention_weights(config: ModelConfig, layer: int) -> list[Weight]:
     """The table of a layer's norm and attention, or gated delta net."""
     if is_delta_net(config, layer):
         return _delta_net(config)
-    return _latent_attention(config) if config.mla is not None else _grouped_attention(config)
+    return _latent_attention(config, layer) if config.mla is not None else _grouped_attention(config)
 
 
 def _grouped_attention(config: ModelConfig) -> list[Weight]:
     hidden, dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
     heads = config.num_attention_heads
     queries, keys = heads * dim, groups * dim
-    served = "" if config.family == "qwen3_next" else "self_attn."
+    served = "" if config.has_qwen_names else "self_attn."
     gated = {"units": heads, "sections": (dim, dim)} if config.output_gate else {}
     table = [Weight(_NORM, (hidden,), None, "self_attention.linear_qkv.layer_norm_weight", _NORM)]
     for projection, rows in (("q", queries * (1 + config.output_gate)), ("k", keys), ("v", keys)):
@@ -98,15 +102,12 @@ def _output(hidden: int, columns: int, served: str = "self_attn.") -> Weight:
 def _delta_net(config: ModelConfig) -> list[Weight]:
     net, hidden = config.delta_net, config.hidden_size
     assert net is not None
-    each = net.value_heads // net.key_heads
-    qkvz = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
     mixed = (net.keys, net.keys, net.values)
-    rows: list[tuple[str, tuple[int, ...], str, int, tuple[int, ...]]] = [
-        ("in_proj_qkvz.weight", (sum(mixed) + net.values, hidden), "in_proj.weight", net.key_heads, qkvz),
-        ("in_proj_ba.weight", (2 * net.value_heads, hidden), "in_proj.weight", net.key_heads, (each, each)),
-        ("conv1d.weight", (sum(mixed), 1, net.conv), "conv1d.weight", 1, mixed),
-        ("dt_bias", (net.value_heads,), "dt_bias", 1, ()),
-        ("A_log", (net.value_heads,), "A_log", 1, ()),
+    rows: list[tuple[str, tuple[int, ...], str, str, int, tuple[int, ...]]] = [
+        *_delta_net_inputs(config),
+        ("conv1d.weight", (sum(mixed), 1, net.conv), "conv1d.weight", "conv1d.weight", 1, mixed),
+        ("dt_bias", (net.value_heads,), "dt_bias", "dt_bias", 1, ()),
+        ("A_log", (net.value_heads,), "A_log", "A_log", 1, ()),
     ]
     output = "linear_attn.out_proj.weight"
     return [
@@ -117,11 +118,11 @@ def _delta_net(config: ModelConfig) -> list[Weight]:
                 shape,
                 ROWS,
                 f"self_attention.{megatron}",
-                f"linear_attn.{name}",
+                f"linear_attn.{served}",
                 units=units,
                 sections=sections,
             )
-            for name, shape, megatron, units, sections in rows
+            for name, shape, megatron, served, units, sections in rows
         ),
         Weight(output, (hidden, net.values), COLUMNS, "self_attention.out_proj.weight", output),
         Weight(
@@ -134,7 +135,30 @@ def _delta_net(config: ModelConfig) -> list[Weight]:
     ]
 
 
-def _latent_attention(config: ModelConfig) -> list[Weight]:
+def _delta_net_inputs(
+    config: ModelConfig,
+) -> list[tuple[str, tuple[int, ...], str, str, int, tuple[int, ...]]]:
+    """The projections before a delta net: name, shape, Megatron's and SGLang's name, units, sections."""
+    net, hidden = config.delta_net, config.hidden_size
+    assert net is not None
+    qkvz, ba, ours = "in_proj_qkvz.weight", "in_proj_ba.weight", "in_proj.weight"
+    if config.family == "qwen3_next":
+        each = net.value_heads // net.key_heads
+        of_head = (net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim)
+        return [
+            (qkvz, (2 * (net.keys + net.values), hidden), ours, qkvz, net.key_heads, of_head),
+            (ba, (2 * net.value_heads, hidden), ours, ba, net.key_heads, (each, each)),
+        ]
+    mixed, heads = (net.keys, net.keys, net.values), (net.value_heads, hidden)
+    return [
+        ("in_proj_qkv.weight", (sum(mixed), hidden), ours, qkvz, 1, mixed),
+        ("in_proj_z.weight", (net.values, hidden), ours, qkvz, 1, ()),
+        ("in_proj_b.weight", heads, ours, ba, 1, ()),
+        ("in_proj_a.weight", heads, ours, ba, 1, ()),
+    ]
+
+
+def _latent_attention(config: ModelConfig, layer: int) -> list[Weight]:
     mla, heads, hidden = config.mla, config.num_attention_heads, config.hidden_size
     assert mla is not None
     queries, values = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), heads * mla.v_head_dim
@@ -154,6 +178,7 @@ def _latent_attention(config: ModelConfig) -> list[Weight]:
         ("kv_b_proj", (keys, mla.kv_lora_rank), ROWS, "linear_kv_up_proj.weight"),
     ]
     fused = () if mla.q_lora_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
+    indexer = _indexer(config) if has_indexer(config, layer) else []
     return [
         Weight(_NORM, (hidden,), None, _NORM, _NORM),
         *(
@@ -167,6 +192,38 @@ def _latent_attention(config: ModelConfig) -> list[Weight]:
             for name, shape, cut, megatron in rows
         ),
         _output(hidden, values),
+        *indexer,
+    ]
+
+
+def has_indexer(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has an indexer of its own; multi-token prediction layers have numbers after the others'."""
+    indexer = config.indexer
+    return indexer is not None and (layer in indexer.layers or layer >= config.num_layers)
+
+
+def _indexer(config: ModelConfig) -> list[Weight]:
+    """The table of an indexer. Every rank has all of it."""
+    indexer, mla, hidden = config.indexer, config.mla, config.hidden_size
+    assert indexer is not None and mla is not None and mla.q_lora_rank is not None
+    width = indexer.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq_b.weight": (indexer.heads * width, mla.q_lora_rank),
+        "wk.weight": (width, hidden),
+        "weights_proj.weight": (indexer.heads, hidden),
+        "k_norm.weight": (width,),
+        "k_norm.bias": (width,),
+    }
+    together = ("wk.weight", "weights_proj.weight") if indexer.interleaved else ()
+    return [
+        Weight(
+            INDEXER + name,
+            shape,
+            None,
+            f"self_attention.indexer.{name}",
+            INDEXER + ("wk_weights_proj.weight" if name in together else name),
+        )
+        for name, shape in shapes.items()
     ]
 
 
@@ -273,20 +330,20 @@ def _gated(
 
 def layer_name(config: ModelConfig, layer: int) -> str:
     """How the names of a layer's tensors begin; multi-token prediction layers have numbers after the others'."""
-    if config.family == "qwen3_next" and layer >= config.num_layers:
+    if config.has_qwen_names and layer >= config.num_layers:
         return f"mtp.layers.{layer - config.num_layers}."
     return f"model.layers.{layer}."
 
 
 def prediction_name(config: ModelConfig, layer: int) -> str:
     """How the names of `prediction_weights` begin in the multi-token prediction layer of this number."""
-    return "mtp." if config.family == "qwen3_next" else layer_name(config, layer)
+    return "mtp." if config.has_qwen_names else layer_name(config, layer)
 
 
 def prediction_weights(config: ModelConfig) -> list[Weight]:
     """The table of a multi-token prediction layer (MTP), other than an ordinary layer's tensors and the copies of the model's."""
     hidden = config.hidden_size
-    if config.family == "qwen3_next":
+    if config.has_qwen_names:
         names = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
         norms = [
             Weight(

@@ -18,6 +18,7 @@ from megarl.config.problems import did_you_mean
 from megarl.config.schema.models import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
+from megarl.models.layers import INDEXER
 from megarl.models.shards import COLUMNS, ROWS, Shapes
 from megarl.models.table import logical_tensors
 
@@ -29,6 +30,7 @@ _LINEAR = (
     "_proj_with_mqa",
     "_proj_qkvz",
     "_proj_ba",
+    *("_proj_qkv", "_proj_z", "_proj_b", "_proj_a"),
     *(".w1", ".w2", ".w3"),
 )  # how the names of all families' linear layers end, but for heads and routers
 
@@ -75,9 +77,13 @@ def scaling(lora: LoraConfig) -> float:
 
 
 def linear_weights(config: ModelConfig) -> Shapes:
-    """The weights of all linear layers but the head and routers, with their shapes."""
+    """The weights of all linear layers but the head, routers and indexers, with their shapes."""
     ends = tuple(f"{end}.weight" for end in _LINEAR)
-    return {name: shape for name, shape in logical_tensors(config).items() if name.endswith(ends)}
+    return {
+        name: shape
+        for name, shape in logical_tensors(config).items()
+        if name.endswith(ends) and f".{INDEXER}" not in name
+    }
 
 
 def adaptable_weights(config: ModelConfig) -> Shapes:
@@ -293,6 +299,8 @@ def why_not_served(config: ModelConfig, lora: LoraConfig) -> str | None:
         return f"{config.family}: SGLang's latent attention absorbs kv_b_proj, and leaves its adapters out"
     if config.moe is not None:
         return f"{config.family}: for experts SGLang has adapters in compiled GPU kernels only"
+    if config.delta_net is not None:
+        return f"{config.family}: SGLang has no adapters of gated delta nets' in_proj_ba"
     return None
 
 

@@ -5,11 +5,12 @@ of 64.
 
 Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
 checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's has names of its own (`mtp.`) and repeats nothing. SGLang makes a second
-model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py and qwen3_next_mtp.py); this has
+(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's and Qwen3.5's has names of its own (`mtp.`) and repeats nothing. SGLang makes a second
+model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py, qwen3_next_mtp.py and qwen3_5_mtp.py); this has
 the model's own embedding and head, too.
 """
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from megarl.models.layers import (
     SHARED,
     attention_weights,
     expert_weights,
+    has_indexer,
     is_delta_net,
     is_mixture,
     layer_name,
@@ -39,6 +41,8 @@ from megarl.models.shards import (
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
 DRAFT = "draft:"  # begins the local names of what is in SGLang's second model
+BUFFERS = re.compile(r"\.router\.expert_bias$|\.self_attention\.indexer\.")
+"""Of Megatron's local names: the weights that are no parameters. Nothing trains them by a gradient."""
 _MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
 T = TypeVar("T")
@@ -85,12 +89,12 @@ def _named(shapes: Shapes, name: str) -> Shapes:
 
 
 def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
-    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net), which differ in their
-    names alone: large models have thousands of experts in dozens of layers."""
-    made: dict[tuple[bool, bool], T] = {}
+    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net, with an indexer or not),
+    which differ in their names alone: large models have thousands of experts in dozens of layers."""
+    made: dict[tuple[bool, bool, bool], T] = {}
 
     def of_layer(layer: int) -> T:
-        kind = is_mixture(config, layer), is_delta_net(config, layer)
+        kind = is_mixture(config, layer), is_delta_net(config, layer), has_indexer(config, layer)
         if kind not in made:
             made[kind] = make(layer)
         return made[kind]
@@ -99,9 +103,9 @@ def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
-    """Tensor of an MTP layer that repeats one of the model's -> the repeated one; Qwen3-Next's files have none."""
+    """Tensor of an MTP layer that repeats one of the model's -> the repeated one; Qwen3-Next's and Qwen3.5's files have none."""
     found: dict[str, str] = {}
-    if config.family == "qwen3_next":
+    if config.has_qwen_names:
         return found
     for layer in _mtp_layers(config):
         found[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING
@@ -113,7 +117,7 @@ def mtp_copies(config: ModelConfig) -> dict[str, str]:
 
 def keeps_float32(tensor: str) -> bool:
     """Whether a tensor is float32 whatever the model's type: in published files, in Megatron and in SGLang."""
-    return tensor.endswith("e_score_correction_bias")
+    return tensor.endswith("e_score_correction_bias") or ".indexer.k_norm." in tensor
 
 
 def sglang_keeps_float32(config: ModelConfig, tensor: str) -> bool:
@@ -286,7 +290,7 @@ def _sglang_draft(config: ModelConfig, place: SGLangPlace, part: str) -> list[Pi
         )
     (layer,) = _mtp_layers(config)
     pieces: list[Piece] = []
-    own, decoder = ("", "model.layers.0.") if config.family == "qwen3_next" else ("model.", "model.decoder.")
+    own, decoder = ("", "model.layers.0.") if config.has_qwen_names else ("model.", "model.decoder.")
     if part != "experts":  # every rank has the complete projection
         shards = [*sglang_shards(prediction_weights(config), "", 1, 0)]
         pieces += _in_layer(shards, prediction_name(config, layer), DRAFT + own)

@@ -342,7 +342,7 @@ def engine_owners(
     token = token_bytes(model, layout, cached) + external.token * cached.itemsize
     if rollout.max_total_tokens is None:
         # SGLang sizes the pool as if a draft's layers had the model's keys and values (0.5.21, pool_configurator.py).
-        sized = token_bytes(model, layout, cached, external.num_layers)
+        sized = token_bytes(model, layout, cached, more=external.num_layers)
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights - states) / sized)
     else:
         tokens = rollout.max_total_tokens // layout.dp

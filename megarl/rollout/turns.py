@@ -16,6 +16,7 @@ Guarantees, each asserted by a test:
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
 import math
@@ -29,8 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from megarl.config.schema.rollout import MultiTurnConfig
-from megarl.data.tokenizer import encode_texts, render_text
 from megarl.environments.environment import Environment, Observation, StepResult, Task, Turn
+from megarl.rollout.continuation import Continuation
 from megarl.rollout.engine import Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,70 +41,6 @@ Result = TypeVar("Result")
 Answer = Callable[[str, Sequence[int], SamplingParams, int], Awaitable[Generation]]
 """(uid, token ids, sampling, first token whose experts are asked for) -> the response: `SGLangEngine.answer`."""
 MAX_THREADS = 64  # of environments that are no coroutines, at a time
-_STAND_IN = "0f6d3c9aQ"  # occurs in no template, and none changes it
-_QUESTION = {"role": "user", "content": _STAND_IN + "?"}
-_ANSWER = {"role": "assistant", "content": _STAND_IN}
-
-
-class Continuation:
-    """Observations as token ids that continue a conversation, for one chat template."""
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        self._tokenizer, self._kwargs = tokenizer, template_kwargs
-
-    def after_turn(self, observation: Observation, ended: bool, last_id: int | None = None) -> list[int]:
-        """The token ids that follow the policy's turn: the observation, and for messages the opening of its next turn.
-
-        Args:
-            ended: whether the turn's last token is an end token of the model. Then the template's own (which may be
-                another one) is left out; otherwise the template ends the turn.
-            last_id: that token. Where a template ends turns with the role token of the next message (GLM-4.5), it may be the
-                observation's own first token, which is not written twice.
-
-        Raises:
-            ValueError: the template refuses the messages.
-        """
-        if isinstance(observation, str):
-            return self._encode(observation)
-        past = [{"role": "user", "content": "?"}, _ANSWER]
-        ids = self._encode(self._after_stand_in([*past, *observation], True))
-        end = self._encode(self._after_stand_in(past, False))[:1]
-        special = {*end, last_id} & {*self._tokenizer.all_special_ids}
-        return ids[1:] if ended and special.intersection(ids[:1]) else ids
-
-    def after_prompt(self, prompt_ids: Sequence[int], observation: Observation) -> list[int]:
-        """A prompt, which ends with the opening of the assistant's turn, and the observation before that (a text:
-        after it).
-
-        Raises:
-            ValueError: the template refuses the messages, or the prompt does not end so.
-        """
-        if isinstance(observation, str):
-            return [*prompt_ids, *self._encode(observation)]
-        before = self._render([_QUESTION], False)
-        opened = self._render([_QUESTION], True)
-        after = self._render([_QUESTION, *observation], True)
-        if not opened.startswith(before) or not after.startswith(before):
-            raise ValueError("the chat template writes a message otherwise when another one follows it")
-        opening = self._encode(opened[len(before) :])
-        start = len(prompt_ids) - len(opening)
-        if list(prompt_ids[start:]) != opening:
-            raise ValueError("the prompt does not end with the opening of the assistant's turn")
-        return [*prompt_ids[:start], *self._encode(after[len(before) :])]
-
-    def _after_stand_in(self, messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
-        text = self._render(messages, open_turn)
-        if text.count(_STAND_IN) != 1:
-            raise ValueError("the chat template does not write the assistant's text as it is, once")
-        return text.partition(_STAND_IN)[2]
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
-        return render_text(self._tokenizer, messages, open_turn, self._kwargs)
-
-    def _encode(self, text: str) -> list[int]:
-        return encode_texts(self._tokenizer, [text])[0]
 
 
 def shorten(observation: Observation, most: int, side: str) -> Observation:
@@ -132,6 +69,11 @@ def _shorten_text(text: str, most: int, side: str) -> str:
     assert side == "middle", side
     half = most // 2
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def state_of(told: Observation | None) -> str:
+    """A short text for what an environment says before a turn: equal ones for equal words."""
+    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 class EnvironmentFailed(Exception):
@@ -167,6 +109,7 @@ class Player:
         try:
             environment = await self._call("__init__", self._make)
             observation = await self._call("reset", environment.reset, task)
+            draft.state = state_of(observation)
             if observation is not None:
                 shortened = self._shorten(observation)
                 draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
@@ -215,6 +158,7 @@ class Player:
                 draft.finish_reason = "length"
                 return
             draft.add_observation(observation_ids)
+            draft.state = state_of(result.observation if result.state is None else result.state)
 
     def _shorten(self, observation: Observation) -> Observation:
         _check_observation(observation)
@@ -249,7 +193,8 @@ class _Draft:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    num_turns: int = 0
+    turns: list[tuple[int, str]] = field(default_factory=list)  # first token and state of each
+    state: str = ""  # of the environment, before the next turn
     finish_reason: str = "stop"
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
@@ -268,8 +213,12 @@ class _Draft:
         """Tokens that may still come."""
         return self.most_tokens - len(self.prompt_ids) - len(self.ids)
 
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
     def add_turn(self, generation: Generation) -> None:
-        self.num_turns += 1
+        self.turns.append((len(self.ids), self.state))
         self.finish_reason = generation.finish_reason
         first, last = generation.weight_version, generation.last_weight_version
         self.versions = (
@@ -327,7 +276,7 @@ class _Draft:
             response_mask=self.mask,
             num_turns=self.num_turns,
             environment_score=self.score,
-            environment_notes=json.dumps({"numbers": numbers, "error": error}),
+            environment_notes=json.dumps({"numbers": numbers, "error": error, "turns": self.turns}),
             prompt_ids=None if self.prompt_ids == list(request_ids) else self.prompt_ids,
             last_weight_version=last,
             routed_experts=np.concatenate(self.experts) if self.experts else None,

@@ -1,4 +1,4 @@
-"""The operators of gated delta nets (Qwen3-Next) that SGLang's CPU engine has in its compiled `sgl_kernel` (sglang 0.5.21), in plain torch.
+"""The operators of gated delta nets and gated attention (Qwen3-Next, Qwen3.5) that SGLang's CPU engine has in its compiled `sgl_kernel` (sglang 0.5.21), in plain torch.
 
 The state of a request lies in a slot of SGLang's pool: the last inputs of its convolution, and a matrix for each head. Tokens change it
 one after the other, whatever part of a prompt they come with, and each row of a result is computed from its own request alone: so bits
@@ -170,11 +170,52 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def gated_norm(layer: Any, x: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of `FusedRMSNormGated.forward`, whose kernels are Triton's or compiled: RMS norm, weight, then silu of the gate."""
+    """In place of `FusedRMSNormGated.forward` (Qwen3-Next) and `RMSNorm.forward` (Qwen3.5), whose kernels are Triton's or compiled: RMS norm, weight, then silu of the gate."""
     assert layer.activation in ("silu", "swish") and not args and not kwargs
     wide = x.float()
     normed = wide * (_sum(wide.square())[..., None] / wide.shape[-1] + layer.eps).rsqrt()
     return (normed.to(x.dtype) * layer.weight * _alike(silu, g.float())).to(x.dtype)
+
+
+def gemma_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of the rows, then 1 + weight."""
+    wide = x.float()
+    normed = wide * (_sum(wide.square())[..., None] / wide.shape[-1] + eps).rsqrt()
+    return (normed * (1.0 + weight.float())).to(x.dtype)
+
+
+def norm_heads(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """q, k: [tokens, heads * head_dim] -> [tokens * heads, head_dim], each head normed."""
+    return gemma_norm(q.reshape(-1, head_dim), q_weight, eps), gemma_norm(
+        k.reshape(-1, head_dim), k_weight, eps
+    )
+
+
+def norm_gated_heads(
+    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `norm_heads`, of queries that have their gates below them: [tokens, heads * 2 * head_dim]. The gates are the last result."""
+    q, gate = q_gate.reshape(-1, 2 * head_dim).chunk(2, dim=-1)
+    normed = norm_heads(q.contiguous(), k, q_weight, k_weight, eps, head_dim)
+    return *normed, gate.contiguous()
+
+
+def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> None:
+    """x [tokens, width] times the sigmoids of gates as many, in its place."""
+    x.copy_(x.float() * _alike(torch.sigmoid, gate.reshape(x.shape).float()))
+
+
+def split_inputs(
+    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[tokens, queries | keys | values | gates] and [tokens, betas | decays] -> the first three, gates [tokens, heads, value_dim], betas, decays."""
+    mixed = 2 * key_heads * key_dim + value_heads * value_dim
+    gates = qkvz[:, mixed:].reshape(len(qkvz), value_heads, value_dim)
+    parts = (qkvz[:, :mixed], gates, ba[:, :value_heads], ba[:, value_heads:])
+    mixed_qkv, z, b, a = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return mixed_qkv, z, b, a
 
 
 def add_gated(hidden: Tensor, gate_weight: Tensor, shared: Tensor, output: Tensor) -> None:
@@ -184,6 +225,7 @@ def add_gated(hidden: Tensor, gate_weight: Tensor, shared: Tensor, output: Tenso
 
 
 HOOKS = {
+    "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward": ("REPLACE", gated_norm),
     "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": ("REPLACE", gated_norm),
     "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": ("REPLACE", add_gated),
 }
@@ -214,3 +256,16 @@ def define_operators(library: Any) -> None:
         ),
         "CPU",
     )
+    for schema, function in _OF_QWEN3_5.items():
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CPU")
+
+
+_OF_QWEN3_5: dict[str, Callable[..., Any]] = {
+    "fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()": multiply_by_sigmoid,
+    "fused_qk_gemma_rmsnorm_cpu(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim) -> (Tensor, Tensor)": norm_heads,
+    "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim, "
+    "int num_heads) -> (Tensor, Tensor, Tensor)": norm_gated_heads,
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu(Tensor mixed_qkvz, Tensor mixed_ba, int num_heads_qk, int num_heads_v, int head_qk, "
+    "int head_v) -> (Tensor, Tensor, Tensor, Tensor)": split_inputs,
+}

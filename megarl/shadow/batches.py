@@ -124,8 +124,11 @@ def draw_experts(shape: RoutingShape, num_tokens: int) -> np.ndarray:
 
 
 def examples(fill: Fill, micro_batches: int) -> Batch:
-    """Examples of supervised fine-tuning; also the texts that a reward model scores."""
-    return Batch(pa.table(_texts(fill, micro_batches)), fill.shares(micro_batches))
+    """Examples of supervised fine-tuning and of KTO; also the texts that a reward model scores."""
+    texts = _texts(fill, micro_batches)
+    count = len(texts["input_ids"])
+    labels = {"desirable": pa.array([True] * count), "ref_log_prob": pa.array([0.0] * count, pa.float32())}
+    return Batch(pa.table(texts | labels), fill.shares(micro_batches))
 
 
 def rankings(fill: Fill, micro_batches: int) -> Batch:

@@ -15,6 +15,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 # Packages of compiled kernels; deep_gemm comes with sgl_kernel's own wheel, or by itself.
 KERNELS = ("sgl_kernel", "deep_gemm", "flashinfer", "flash_attn", "quack", "cutlass", "cuda")
 VERSION = "99.0.0"  # newer than SGLang requires
@@ -55,6 +57,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
         module.__version__ = VERSION  # type: ignore[attr-defined]
         names = _Named(spec.name, (), {})
+        if spec.name == "deep_gemm":  # indexers of sparse attention count with it
+            module.get_num_sms = lambda: torch.cuda.get_device_properties(0).multi_processor_count  # type: ignore[attr-defined]
         module.__getattr__ = lambda name: getattr(names, name)  # type: ignore[method-assign]
         return module
 

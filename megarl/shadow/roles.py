@@ -17,6 +17,7 @@ from megarl.config import (
     TrainConfig,
     TuningConfig,
     full_kl_in_reward,
+    learns_rankings,
     needs_old_log_probs,
     needs_ref_log_probs,
     reference_in_actor,
@@ -312,7 +313,7 @@ def _tuning_steps(
         yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
     fill = replace(fills.trained, of=least_tokens(config) // config.data.max_length)
     for name, count in _updates(worker, number):
-        batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
+        batch = rankings(fill, count) if learns_rankings(config) else examples(fill, count)
         yield Step(name, lambda batch=batch: _fit(config, worker, batch), received)
 
 
@@ -323,4 +324,7 @@ def _fit(config: TuningConfig, worker: ModelWorker, batch: Batch) -> None:
         worker.train_rankings(batch.table, batch.shares)
     else:
         assert isinstance(worker, DPOWorker) and isinstance(config, DPOConfig)
-        worker.train_preferences(batch.table, batch.shares, config.dpo)
+        if learns_rankings(config):
+            worker.train_preferences(batch.table, batch.shares, config.dpo)
+        else:
+            worker.train_labelled(batch.table, batch.shares, config.dpo, 0.0)

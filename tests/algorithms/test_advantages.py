@@ -15,20 +15,14 @@ from megarl.algorithms.advantages import (
     AdvantageBatch,
     AdvantageOptions,
     AdvantageResult,
-    centred,
     compute_advantages,
     gae,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
     masked_whiten,
-    maxrl,
-    opo,
     register_advantage,
     reward_to_go,
-    rloo,
 )
+from megarl.algorithms.comparisons import centred, gdpo, gpg, grpo, grpo_passk, maxrl, opo, rloo
+from megarl.algorithms.turns import Turns
 from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS
 from megarl.util.plugins import load_plugins
 from tests.algorithms.ragged_examples import brief, normal, offsets_of, ragged_masks, repeatable, rows
@@ -65,7 +59,7 @@ def test_estimator_grpo_spreads_the_advantage_over_live_tokens():
 
 def test_refusals_name_what_is_wrong():
     batch = AdvantageBatch(torch.zeros(2), torch.tensor([True, False]), offsets_of([2]))
-    with pytest.raises(ValueError, match=r"adv_estimator='gea' is unknown; known: gae, gdpo, gpg, grpo"):
+    with pytest.raises(ValueError, match=r"adv_estimator='gea' is unknown; known: gae, gdpo, gigpo, gpg"):
         compute_advantages("gea", batch, AdvantageOptions())
     with pytest.raises(ValueError, match="'gae' needs the critic's values"):
         compute_advantages("gae", batch, AdvantageOptions())
@@ -129,9 +123,12 @@ def options_of(**given):
 
 
 def a_batch(mask, offsets, seed):
-    """Random rewards and values; scores repeat, so that ties occur; three prompts."""
+    """Random rewards and values; scores repeat, so that ties occur; three prompts; turns that begin anywhere, in one of two states."""
     n = offsets.numel() - 1
     generator = np.random.default_rng(seed)
+    begins = torch.from_numpy(generator.random(mask.numel()) < 0.4)
+    begins[offsets[:-1][offsets.diff() > 0]] = True
+    starts = begins.nonzero().squeeze(1)
     return AdvantageBatch(
         token_level_rewards=torch.from_numpy(generator.integers(-2, 3, mask.numel()) * mask.numpy() * 0.5),
         mask=mask,
@@ -140,6 +137,7 @@ def a_batch(mask, offsets, seed):
         prompt_uids=[f"p{number}" for number in generator.integers(0, 3, n)],
         baselines=normal(n, seed + 1),
         parts=normal(2 * n, seed + 2).view(n, 2),
+        turns=Turns(starts, [f"s{number}" for number in generator.integers(0, 2, len(starts))]),
     )
 
 
@@ -196,6 +194,8 @@ def rows_of(batch, order):
     """The batch's trajectories `order`, in that order."""
     parts = [torch.arange(batch.offsets[row], batch.offsets[row + 1]) for row in order]
     index = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+    states = dict(zip(batch.turns.starts.tolist(), batch.turns.states, strict=True))
+    turns = [(place, states[token]) for place, token in enumerate(index.tolist()) if token in states]
     return AdvantageBatch(
         batch.token_level_rewards[index],
         batch.mask[index],
@@ -204,6 +204,7 @@ def rows_of(batch, order):
         [batch.prompt_uids[row] for row in order],
         batch.baselines[order],
         batch.parts[order],
+        Turns(torch.tensor([place for place, _ in turns], dtype=torch.int64), [state for _, state in turns]),
     )
 
 

@@ -16,6 +16,7 @@ from megarl.algorithms.kl import (
     kl_estimate,
     make_kl_controller,
     place_scores,
+    place_steps,
 )
 from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
 from megarl.config.schema import algorithm as algorithm_sections
@@ -242,3 +243,15 @@ def test_an_intervention_lasts_and_survives_a_resume(kind):
     for controller in (run, resumed, untouched):
         controller.update(0.05, 7)
     assert run.coef == resumed.coef == pytest.approx(2 * untouched.coef)
+
+
+def test_scores_of_steps_by_hand():
+    """On the last live token up to the step's end; where there is none, on the first one; added where they meet; lost with the trajectory."""
+    mask = torch.tensor([False, True, True, False, True, False, False, True])
+    offsets = offsets_of([5, 2, 1])
+    rows = torch.tensor([0, 0, 0, 0, 1, 2])
+    places = torch.tensor([0, 1, 3, 4, 5, 7])
+    scores = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    found = place_steps(rows, places, scores, mask, offsets)
+    assert found.tolist() == [0, 3, 4, 0, 8, 0, 0, 32]
+    assert place_steps(rows, places, scores, torch.zeros(8, dtype=torch.bool), offsets).tolist() == [0] * 8

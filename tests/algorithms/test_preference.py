@@ -1,14 +1,21 @@
-"""The reward model's loss against the papers' formulas, with numbers worked by hand."""
+"""Losses on preferences against the papers' formulas, with numbers worked by hand, and against TRL's."""
 
 import math
+from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.preference import (
     DPOOptions,
+    KTOOptions,
     dpo_loss,
+    kto_baseline,
+    kto_loss,
+    labelled_metrics,
     preference_loss,
     ranking_metrics,
     ranking_pairs,
@@ -173,3 +180,76 @@ def test_a_certain_response_has_finite_odds() -> None:
     loss, _ = dpo_loss(sure, torch.ones(2), pairs, 1, DPOOptions(0.3, 0.0, "orpo"))
     loss.backward()
     assert loss.isfinite() and sure.grad.isfinite().all()
+
+
+def trls_kto(
+    texts: Tensor, others: Tensor, prompt: int, labels: list[bool], of_token: Tensor, reference: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """TRL's loss and metrics of a model that gives each token a log-prob of its own, whatever came before.
+
+    `texts`, `others` [texts, tokens]: token ids of prompts with their responses and with others'; `reference` [2, texts]: of both.
+    """
+
+    def model(input_ids: Tensor, labels: Tensor, **_: object) -> SimpleNamespace:
+        found = of_token[input_ids[:, 1:]] * (labels[:, 1:] != -100)
+        return SimpleNamespace(
+            log_probs=found, entropy=torch.zeros_like(found), mean_logits=torch.zeros_like(found)
+        )
+
+    model.training = True
+    mask = torch.ones_like(texts)
+    mask[:, :prompt] = 0
+    trainer = SimpleNamespace(
+        calculate_KL=True, precompute_ref_logps=True, aux_loss_enabled=False, loss_type="kto", beta=0.4,
+        desirable_weight=1.2, undesirable_weight=0.9, model=model, _total_train_tokens=0, _tp_size=1,
+        _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda found: found),
+    )  # fmt: skip
+    file = "trainer/kto_trainer.py"
+    trainer._compute_kl_logps = partial(trl_function(file, "_compute_kl_logps"), trainer)
+    batch = {
+        "input_ids": texts, "attention_mask": torch.ones_like(texts), "completion_mask": mask,
+        "KL_input_ids": others, "KL_attention_mask": torch.ones_like(texts), "KL_completion_mask": mask,
+        "label": torch.tensor(labels), "ref_logps": reference[0], "ref_KL_logps": reference[1],
+    }  # fmt: skip
+    loss = trl_function(file, "_compute_loss")(trainer, model, batch, False)
+    return loss, {name: found[-1] for name, found in trainer._metrics["train"].items()}
+
+
+@pytest.mark.parametrize("lead", [0.5, -0.5])
+@pytest.mark.parametrize("labels", [[True, False, False, True], [True] * 4, [False] * 4])
+def test_kto_is_trls(labels: list[bool], lead: float) -> None:
+    """Loss, gradient and metrics. `lead`: of the policy over the reference on others' responses; the baseline is not negative."""
+    generator = torch.Generator().manual_seed(5)
+    texts, prompt = torch.randint(0, 9, (4, 7), generator=generator), 3
+    others = torch.cat([texts[:, :prompt], texts.roll(1, 0)[:, prompt:]], dim=1)
+    of_token = torch.randn(9, generator=generator).requires_grad_()
+    sums, of_others = of_token[texts[:, prompt:]].sum(1), of_token[others[:, prompt:]].sum(1).detach()
+    reference = torch.stack([sums.detach() + torch.randn(4, generator=generator), of_others - lead])
+    expected, metrics = trls_kto(texts, others, prompt, labels, of_token, reference)
+
+    baseline = kto_baseline(of_others - reference[1])
+    assert baseline == pytest.approx(max(0.0, lead), abs=1e-6)
+    ratios, options = sums - reference[0], KTOOptions(0.4, 1.2, 0.9)
+    loss, found = kto_loss(ratios, torch.tensor(labels), baseline, 4, options)
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(each, of_token, retain_graph=True)[0] for each in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    ours = labelled_metrics({name: value.item() for name, value in found.items()}, 4, baseline)
+    names = {
+        "kl_baseline": "kl",
+        "reward_desirable": "rewards/chosen",
+        "reward_undesirable": "rewards/rejected",
+        "margin": "rewards/margins",
+    }
+    assert ours.pop("loss") == pytest.approx(expected.item())
+    assert ours == pytest.approx(
+        {name: metrics[theirs] for name, theirs in names.items() if theirs in metrics}, abs=1e-6
+    )
+    assert len(ours) == (4 if len(set(labels)) == 2 else 2)
+
+    parts = [
+        kto_loss(ratios[part], torch.tensor(labels)[part], baseline, 4, options)[0]
+        for part in (slice(3), slice(3, 4))
+    ]
+    torch.testing.assert_close(sum(parts), loss)

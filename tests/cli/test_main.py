@@ -335,7 +335,7 @@ def test_a_model_family_that_megarl_does_not_have(refuse, task, tmp_path) -> Non
     (tmp_path / "config.json").write_text(text.replace('"qwen2"', '"mamba"'))
     message = refuse("train", f"actor_rollout_ref.model.path={tmp_path}")
     assert (
-        "model_type 'mamba' is not supported; supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, llama, "
+        "model_type 'mamba' is not supported; supported: deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, kimi_k2, llama, "
         in message
     )
 

@@ -18,7 +18,7 @@ from megarl.config import (
 )
 from megarl.config.model_fit import check_rollout_model
 from megarl.config.schema.rollout import SpeculativeConfig
-from megarl.models.config import DeltaNetConfig, MLAConfig, MoEConfig
+from megarl.models.config import DeltaNetConfig, IndexerConfig, MLAConfig, MoEConfig
 from tests.config.conftest import lines_of, problems
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -32,6 +32,7 @@ class Facts:
     ffn_hidden_size: int = 64
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    indexer: IndexerConfig | None = None
     delta_net: DeltaNetConfig | None = None
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
@@ -154,6 +155,13 @@ def test_gated_delta_nets_give_their_heads_to_tensor_and_context_parallel_ranks(
     odd = replace(facts, delta_net=replace(NET, key_heads=3))
     (line,) = lines_of(lambda: fit(MegatronConfig(tensor_model_parallel_size=2), odd))
     assert line.startswith(f"{ACTOR}.tensor_model_parallel_size=2 does not divide linear_num_key_heads=3")
+
+
+def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism() -> None:
+    shared = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    (line,) = lines_of(lambda: fit(shared, Facts(delta_net=NET)))
+    assert line.startswith(f"{ACTOR}.sequence_parallel=false with tensor_model_parallel_size=2: ")
+    fit(replace(shared, sequence_parallel=None), Facts(delta_net=NET))
 
 
 @pytest.mark.parametrize("keys", [{"fp8": "hybrid"}, {"fsdp": "optim_grads"}], ids=str)
@@ -384,7 +392,6 @@ MTP = "actor_rollout_ref.model.mtp=train"
     ("facts", "overrides", "problem"),
     [
         ({"num_mtp_layers": 0}, [], "the model has no multi-token prediction layers"),
-        ({"moe": None}, [], "which the model's last layer has not; give keep"),
         ({"moe": replace(MOE, dense_layers=(0, 3))}, [], "which the model's last layer has not; give keep"),
         (
             {"delta_net": replace(NET, layers=(1, 2, 3))},
@@ -497,6 +504,43 @@ def test_long_texts_are_refused_by_engines_alone(
     assert position_warnings(config, positions(129)) == []
 
 
+SPARSE = Facts(indexer=IndexerConfig((0, 1, 2, 3), heads=2, head_dim=8, topk=128, interleaved=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles", "text"),
+    [
+        (LENGTHS, {}, "max_response_length = 129 is more than index_topk=128 (config.json of actor_rollout_ref.model.path)"),
+        (LENGTHS, {"model": Facts(), "critic": SPARSE}, "index_topk=128 (config.json of critic.model.path)"),
+        (LENGTHS, {"model": Facts(), "critic": Facts(), "teacher": SPARSE}, "(config.json of actor_rollout_ref.ref.model.path)"),
+    ],
+)  # fmt: skip
+def test_texts_that_an_indexer_would_choose_from_are_refused(
+    train: Callable[..., TrainConfig], keys: tuple[str, ...], roles: dict[str, Facts], text: str
+) -> None:
+    models = {"model": SPARSE, "critic": Facts(), **roles}
+    (line,) = lines_of(lambda: check_models(train(*keys), **models))
+    assert text in line
+    check_models(train("data.max_prompt_length=100", "data.max_response_length=28"), **models)
+
+
+def test_fine_tuning_on_texts_that_an_indexer_would_choose_from_is_refused(
+    sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]
+) -> None:
+    (line,) = lines_of(lambda: check_models(sft("data.max_length=129"), SPARSE))
+    assert "data.max_length=129 is more than index_topk=128 (config.json of model.path)" in line
+    check_models(sft("data.max_length=128"), SPARSE)
+    check_models(evaluation(*LENGTHS), SPARSE)  # engines on GPUs have sparse attention
+
+
+def test_what_engines_of_sparse_attention_cannot_have() -> None:
+    for key, value in (("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3")):
+        lines = drafting(None, SPARSE, **{key: value})
+        assert any(line.startswith(f"rollout.{key}={value}") for line in lines)
+    whole = replace(SPARSE, indexer=replace(SPARSE.indexer, interleaved=False), ffn_hidden_size=1024)
+    assert drafting(None, whole, quantization="fp8") == []
+
+
 def test_sft_and_evaluation(sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]) -> None:
     check_models(sft(), Facts())
     check_models(evaluation(), Facts())
@@ -506,7 +550,7 @@ def test_sft_and_evaluation(sft: Callable[..., SFTConfig], evaluation: Callable[
     assert line.startswith("rollout.tensor_model_parallel_size=5 does not divide num_attention_heads=8")
 
 
-def drafting(algorithm: str, facts: Facts, **keys: Any) -> list[str]:
+def drafting(algorithm: str | None, facts: Facts, **keys: Any) -> list[str]:
     rollout = RolloutConfig(speculative=SpeculativeConfig(algorithm=algorithm), **keys)
     try:
         check_rollout_model(rollout, facts, "rollout")

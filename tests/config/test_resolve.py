@@ -145,6 +145,8 @@ def test_a_chosen_micro_batch_of_fine_tuning(sft: Callable[..., SFTConfig]) -> N
         assert resolve(load_config(schema, None, keys)).max_token_len_per_gpu == 4 * 2 * 64
         long = load_config(schema, None, [*keys, "data.max_length=20000"])
         assert resolve(long).max_token_len_per_gpu == 40000
+    kto = load_config(DPOConfig, None, [*keys, "dpo.loss_type=kto"])
+    assert resolve(kto).max_token_len_per_gpu == 4 * 64
 
 
 def test_gradient_checkpointing_in_fine_tuning(sft: Callable[..., SFTConfig]) -> None:

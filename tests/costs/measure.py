@@ -6,9 +6,10 @@ import torch
 
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.activations import RankPass, stage_bytes
-from megarl.costs.tensors import ModelUse, StageTensors, float32_buffers, stage_tensors, training_bytes
+from megarl.costs.tensors import ModelUse, StageTensors, buffer_bytes, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads.outputs import lm_head, value_head
+from megarl.megatron.indexer import indexers_of
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import train_step, with_predictions
@@ -39,12 +40,14 @@ def measure_rank(
     with kept_tensors(parameters) as kept:
         assert train_step(built.chunks, built.optimizer, built.scheduler, micro_batches, head, loss).ok
     states = optimizer_of(built.chunks, built.optimizer)
+    indexers = sum(buffer.nbytes for chunk in unwrap(built.chunks) for buffer in indexers_of(chunk))
     found = {
-        "weights": weights_of(built.chunks).device_bytes(),
+        "weights": weights_of(built.chunks).device_bytes() - indexers,
         "gradients": gradients_of(built.chunks).device_bytes(),
         "optimizer": states.device_bytes(),
         "host": states.host_bytes(),
-        "buffers": sum(
+        "buffers": indexers
+        + sum(
             4 * buffer.numel()
             for chunk in unwrap(built.chunks)
             for name, buffer in chunk.named_buffers()
@@ -87,7 +90,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         "gradients": states.gradients,
         "optimizer": states.optimizer,
         "host": states.host,
-        "buffers": float32_buffers(use, stage),
+        "buffers": buffer_bytes(use, stage),
         "activations": stage_bytes(kept, stage, len(micro_batches)),
     }
 

@@ -16,6 +16,7 @@ from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.models import ModelConfig, read_model_config
+from megarl.models.config import QWEN_HYBRIDS
 from tests.megatron.parity import VOCAB
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -24,11 +25,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts_per_tok": 3},
     # Widths of which two ranks' parts are multiples of 64, at which Megatron lets parameters begin.
-    "qwen3_next": {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16} for name in QWEN_HYBRIDS},
     "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "deepseek_v3 with narrow values": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 48},
     "deepseek_v3 without low rank queries": {"q_lora_rank": None, "kv_lora_rank": 64},
     "glm4_moe": {"n_shared_experts": 2},
+    "deepseek_v32": {"q_lora_rank": 64, "kv_lora_rank": 64},
+    "glm_moe_dsa": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "glm4_moe_lite": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "minimax_m2": {"num_experts_per_tok": 3},
     "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},

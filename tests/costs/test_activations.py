@@ -38,10 +38,13 @@ def test_one_rank(
         "qwen3",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
         "glm4_moe",
         "minimax_m2",
         "deepseek_v3 without low rank queries",
         "gpt_oss",
+        "glm_moe_dsa",
     ],
 )
 def test_every_kind_of_layer(ranks: RankPool, folders: dict[str, str], family: str) -> None:

@@ -11,17 +11,18 @@ from transformers import AutoModelForCausalLM
 from megarl.costs.flops import causal_pairs, model_flops, prediction_flops
 from megarl.megatron.cpu.delta_net import chunk_gated_delta_rule
 from megarl.models import read_model_config
+from megarl.models.config import QWEN_HYBRIDS
 from tests.costs.models import FAMILIES, make_models
 
 LENGTH = 24
 MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
 # Kimi-K2 is known to transformers as deepseek_v3 alone; gated delta nets are compared below.
-KNOWN = [family for family in FAMILIES if family not in ("kimi_k2", "qwen3_next")]
+KNOWN = [family for family in FAMILIES if family not in ("kimi_k2", *QWEN_HYBRIDS)]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_models(tmp_path_factory.mktemp("models"), [*KNOWN, "qwen3_next"])
+    return make_models(tmp_path_factory.mktemp("models"), [*KNOWN, *QWEN_HYBRIDS])
 
 
 def counted(model: torch.nn.Module, trained: bool | None) -> int:
@@ -37,6 +38,13 @@ def counted(model: torch.nn.Module, trained: bool | None) -> int:
     return counter.get_total_flops()
 
 
+class EveryKey(torch.nn.Module):
+    """In an indexer's place, which trainers do not compute."""
+
+    def forward(self, states: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+        return torch.arange(LENGTH).expand(*states.shape[:2], LENGTH)
+
+
 @pytest.mark.parametrize("family", KNOWN)
 def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, str]) -> None:
     """Hugging Face computes all pairs, causal or not, within a window or not, and the angles of the rotation as a product of matrices."""
@@ -45,6 +53,8 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     model = AutoModelForCausalLM.from_pretrained(
         folders[family], attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
+    for layer in model.model.layers if config.indexer else ():
+        layer.self_attn.indexer = None if layer.self_attn.indexer is None else EveryKey()
     rotated = config.head_dim * config.rotary_percent if config.mla is None else config.mla.qk_rope_head_dim
     angles = int(rotated) * LENGTH
     matrices = 2 * flops.active * LENGTH
@@ -58,13 +68,16 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     assert counted(model, False) == 2 * matrices + 3 * attention + angles
 
 
-def test_operations_of_gated_delta_nets(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", QWEN_HYBRIDS)
+def test_operations_of_gated_delta_nets(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Around the rule, Hugging Face's; within it, megarl's, which solves for what fla's kernels multiply."""
-    config = read_model_config(folders["qwen3_next"])
+    config = read_model_config(folders[family])
     net, flops = config.delta_net, model_flops(config)
     assert net is not None
     model = AutoModelForCausalLM.from_pretrained(
-        folders["qwen3_next"],
+        folders[family],
         attn_implementation="eager",
         experts_implementation="eager",
         dtype=torch.float32,
@@ -74,7 +87,8 @@ def test_operations_of_gated_delta_nets(folders: dict[str, str], monkeypatch: py
             monkeypatch.setattr(module, "chunk_gated_delta_rule", lambda q, k, v, **rest: (v, None))
     state = sum(layer.state for layer in flops.layers)
     matrices = (flops.forward(LENGTH) - state) * LENGTH
-    angles = int(config.head_dim * config.rotary_percent) * LENGTH
+    positions = 1 if family == "qwen3_next" else 3  # M-RoPE's, of which a text has thrice the same
+    angles = positions * int(config.head_dim * config.rotary_percent) * LENGTH
     convolution = 2 * (2 * net.keys + net.values) * net.conv * (LENGTH + net.conv - 1) * len(net.layers)
     with torch.no_grad():
         assert counted(model, None) == matrices + angles + convolution

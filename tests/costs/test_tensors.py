@@ -27,7 +27,7 @@ def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **opt
         assert planned["host"] <= found["host"] <= 1.05 * planned["host"]
 
 
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_5")
 LAYOUTS = {
     "dense": {
         "one": (1, {}),
@@ -54,7 +54,10 @@ OFTEN = {
     ("qwen3", "cp2_dp2"),
     ("deepseek_v3", "tp2_sp_ep2_dp2"),
     ("glm4_moe", "tp2_sp_etp2_pp2"),
+    ("glm_moe_dsa", "tp2_sp_etp2_pp2"),
     ("qwen3_next", "tp2_sp_etp2_pp2"),
+    ("qwen3_5", "tp2_sp_pp2"),
+    ("qwen3_5_moe", "pp2_vpp2_ep2"),
     ("qwen3_moe", "pp2_vpp2_ep2"),
     ("minimax_m2", "tp2_sp_etp2_pp2"),
     ("gpt_oss", "tp2_sp_ep2_dp2"),

@@ -180,6 +180,14 @@ def test_every_command_looks_at_its_data(task: Path, tmp_path: Path) -> None:
         assert problems(command, None, *TUNING, model, pairs) == []
         (line,) = problems(command, None, *TUNING, model, pairs, f"data.val_files={data}")
         assert line.startswith(f"data.val_files: {data}: no column 'chosen'")
+    labelled = [{"prompt": "one?", "completion": "1", "label": label} for label in (True, 0, None, False)]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    kto, files = (*TUNING, "dpo.loss_type=kto"), f"data.train_files={tmp_path}/labels.jsonl"
+    assert problems("dpo", None, *kto, model, pairs) == []
+    (line,) = problems("dpo", None, *kto, model, files)
+    assert line.startswith(
+        f"data.train_files: {tmp_path}/labels.jsonl row 1: 'label' must be true (desirable)"
+    )
     evaluated = ("data.max_prompt_length=48", "data.max_response_length=8", "data.reward_fn_key=source")
     (line,) = problems("eval", None, model, *evaluated, f"data.val_files={data}")
     assert line.startswith(f"data.val_files: {data}: no column 'source'")

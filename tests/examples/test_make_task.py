@@ -1,4 +1,4 @@
-"""`megarl make-task --preferences`: the files that the three stages begin with."""
+"""`megarl make-task`: the files that the three stages begin with, and models of any family."""
 
 from pathlib import Path
 
@@ -36,3 +36,10 @@ def test_the_recipes_can_read_what_is_made(tmp_path: Path) -> None:
 def test_two_tasks_at_once_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["make-task", str(tmp_path), "--preferences", "--calculator", *SMALL]) == 2
     assert "--calculator and --preferences are two tasks" in capsys.readouterr().err
+
+
+def test_the_model_may_be_of_any_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["make-task", str(tmp_path), "--family", "glm_moe_dsa", *SMALL]) == 0
+    assert read_model_config(str(tmp_path / "model")).family == "glm_moe_dsa"
+    assert main(["make-task", str(tmp_path), "--family", "qwen9", *SMALL]) == 2
+    assert "family must be one of qwen2, llama" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from transformers import (
 
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model, train_tokenizer
+from megarl.models.config import QWEN_HYBRIDS
+from tests.fixtures.tiny_models import MTP_FAMILIES
 
 SIZES = {
     "hidden_size": 32,
@@ -99,11 +101,14 @@ def test_bfloat16(tmp_path, texts):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss"],
+    [
+        *("qwen3", "qwen3_moe", *QWEN_HYBRIDS, "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"),
+        *("glm_moe_dsa", "minimax_m2", "gpt_oss"),
+    ],
 )
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
-    layers = 4 if family == "qwen3_next" else 2  # its fourth is the first with attention
-    mtp = 1 if family in ("qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0
+    layers = 4 if family in QWEN_HYBRIDS else 2  # their fourth is the first with attention
+    mtp = int(family in MTP_FAMILIES)
     folder = make_tiny_model(
         tmp_path,
         texts,
@@ -117,7 +122,7 @@ def test_mixtures_and_latent_attention(tmp_path, texts, family):
     tensors = load_file(folder / "model.safetensors")
     extra = {name for name in tensors if name.startswith((f"model.layers.{layers}.", "mtp."))}
     assert bool(extra) == bool(mtp)
-    projection = "mtp.fc" if family == "qwen3_next" else "model.layers.2.eh_proj"
+    projection = "mtp.fc" if family in QWEN_HYBRIDS else "model.layers.2.eh_proj"
     assert f"{projection}.weight" in extra or not mtp
     for name, bias in model.named_buffers():
         if name.endswith("correction_bias"):  # float32, and large enough to change which experts are chosen
@@ -128,7 +133,10 @@ def test_mixtures_and_latent_attention(tmp_path, texts, family):
             assert torch.equal(bias, tensors[name]) and bias.std() > 0.01
     if family == "gpt_oss":  # all of a layer in one
         assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape == (8, 32, 32)
-    elif family != "qwen3":  # as published: an expert's projections each under a name of their own
+    elif family not in (
+        "qwen3",
+        "qwen3_5",
+    ):  # as published: an expert's projections each under a name of their own
         expert = "block_sparse_moe.experts.7.w1" if family == "minimax_m2" else "mlp.experts.7.gate_proj"
         assert tensors[f"model.layers.1.{expert}.weight"].shape == (16, 32)
     with torch.no_grad():

@@ -13,11 +13,17 @@ import pytest
 import torch
 from transformers import (
     DeepseekV3ForCausalLM,
+    DeepseekV32ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaForCausalLM,
     GptOssForCausalLM,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     Qwen3NextForCausalLM,
@@ -33,6 +39,7 @@ from megarl.megatron.transformer_config import check_layout
 from megarl.models import read_model_config
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
+    LENGTHS,
     OPTIM,
     VOCAB,
     Case,
@@ -53,11 +60,12 @@ STEADY = replace(OPTIM, eps=1e-6)
 
 @dataclass(frozen=True)
 class Family:
-    """What is built: the family, its Hugging Face class, and fields that differ from the tiny model's own."""
+    """What is built: the family, its Hugging Face class, and fields that differ from the tiny model's own; `vision`: beside a vision tower."""
 
     name: str
     model_class: type[PreTrainedModel]
     fields: dict[str, Any]
+    vision: bool = False
 
 
 YARN = {
@@ -74,6 +82,12 @@ FAMILIES = {
     "qwen3_moe": Family("qwen3_moe", Qwen3MoeForCausalLM, {"num_experts_per_tok": 3}),
     "qwen3_moe with plain scores": Family("qwen3_moe", Qwen3MoeForCausalLM, {"norm_topk_prob": False}),
     "qwen3_next": Family("qwen3_next", Qwen3NextForCausalLM, {"num_experts_per_tok": 3}),
+    "qwen3_5": Family("qwen3_5", Qwen3_5ForCausalLM, {}),
+    "qwen3_5 with vision": Family(
+        "qwen3_5", Qwen3_5ForConditionalGeneration, {"tie_word_embeddings": True}, vision=True
+    ),
+    "qwen3_5_moe": Family("qwen3_5_moe", Qwen3_5MoeForCausalLM, {"num_experts_per_tok": 4}),
+    "qwen3_5_moe with vision": Family("qwen3_5_moe", Qwen3_5MoeForConditionalGeneration, {}, vision=True),
     "glm4_moe": Family("glm4_moe", Glm4MoeForCausalLM, {"rms_norm_eps": 1e-5, "n_shared_experts": 2}),
     "deepseek_v3": Family(
         "deepseek_v3",
@@ -88,6 +102,11 @@ FAMILIES = {
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
     # an epsilon that shows where a norm has another one
     "glm4_moe_lite": Family("glm4_moe_lite", Glm4MoeLiteForCausalLM, {"rms_norm_eps": 1e-2}),
+    # indexers that have no choice among as many tokens as the longest text here has
+    "deepseek_v32": Family("deepseek_v32", DeepseekV32ForCausalLM, {"index_topk": max(LENGTHS)}),
+    "glm_moe_dsa": Family(
+        "glm_moe_dsa", GlmMoeDsaForCausalLM, {"rms_norm_eps": 1e-2, "index_topk": max(LENGTHS)}
+    ),
     "minimax_m2": Family("minimax_m2", MiniMaxM2ForCausalLM, {"num_experts_per_tok": 3}),
     "gpt_oss": Family("gpt_oss", GptOssForCausalLM, {"num_experts_per_tok": 3}),
 }
@@ -108,6 +127,7 @@ def make_family(folder: Path, family: Family) -> None:
         family=family.name,
         fields={"initializer_range": 0.1, **family.fields},
         seed=5,
+        vision=family.vision,
     )
 
 
@@ -119,7 +139,7 @@ def hugging_face(folder: str, family: Family) -> PreTrainedModel:
         (known / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
         folder = str(known)
     model = family.model_class.from_pretrained(folder, dtype=torch.float32)
-    if family.name == "glm4_moe_lite":
+    if family.name in ("glm4_moe_lite", "glm_moe_dsa"):
         # SGLang's norms of latent vectors have the config's epsilon, and those of the run that published it (Megatron) can have no
         # other; transformers' have 1e-6.
         for name, module in model.named_modules():
@@ -186,8 +206,10 @@ def test_logits_are_hugging_faces(
 
 DENSE_GRID = {
     "tp2": (2, {"tp": 2}),
+    "tp2_sp": (2, {"tp": 2, "sp": True}),
     "tp2_sp_cp2": (4, {"tp": 2, "sp": True, "cp": 2}),
     "uneven_pp3": (3, {"pp": 3, "first_layers": 1, "last_layers": 1}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
 }
 EXPERT_GRID = {
     "one": (1, {}),
@@ -205,13 +227,18 @@ EXPERT_GRID = {
     "tp2_sp_pp2_ep4_dp2": (8, {"tp": 2, "sp": True, "pp": 2, "ep": 4}),
 }
 TRAINED = [
-    *[("qwen3", layout) for layout in DENSE_GRID],
+    *[("qwen3", layout) for layout in ("tp2", "tp2_sp_cp2", "uneven_pp3")],
     ("qwen3 with yarn", "tp2"),
     *[("deepseek_v3", layout) for layout in EXPERT_GRID],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("qwen3_next", layout) for layout in EXPERT_GRID],
+    *[("qwen3_5", layout) for layout in DENSE_GRID if layout != "tp2"],
+    *[("qwen3_5_moe", layout) for layout in EXPERT_GRID],
+    ("qwen3_5_moe with vision", "tp2_sp_ep2"),
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
     *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("deepseek_v32", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("glm_moe_dsa", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe with plain scores", "ep2"),
@@ -227,9 +254,13 @@ SELDOM = [
     ],
     *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
     *[("qwen3_next", layout) for layout in EXPERT_GRID if layout not in ("pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("qwen3_5", layout) for layout in ("tp2_sp", "uneven_pp3")],
+    *[("qwen3_5_moe", layout) for layout in EXPERT_GRID if layout != "pp2_vpp2_ep2"],
     ("glm4_moe", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_ep2"),
     ("glm4_moe_lite", "tp2_sp_cp2_ep4"),
+    *[("deepseek_v32", layout) for layout in ("tp2_sp_ep2", "tp2_sp_cp2_ep4")],
+    *[("glm_moe_dsa", layout) for layout in ("tp2_sp_ep2", "tp2_sp_cp2_ep4")],
     ("minimax_m2", "tp2_sp_cp2_ep4"),
     ("gpt_oss", "pp2_vpp2_ep2"),
 ]
@@ -259,9 +290,16 @@ def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> lis
 
 GRADIENTS = [
     (name, layout)
-    for name in ("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+    for name in (
+        *("deepseek_v3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+        *("deepseek_v32", "glm_moe_dsa"),
+    )
     for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
-] + [("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")]
+] + [
+    ("qwen3_5", "tp2_sp_cp2"),
+    ("qwen3_5_moe", "tp2_sp_cp2_ep4"),
+    *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4")],
+]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +313,7 @@ def test_every_gradient_is_hugging_faces(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
 ) -> None:
     """On every rank that holds a replica or a part, whatever it is a replica or a part of."""
-    world, sizes = EXPERT_GRID[layout]
+    world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
     folder = case_of(name).folder
     model = hugging_face(folder, FAMILIES[name])
     loss_and_gradients(model)
@@ -304,6 +342,15 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
     """8 bits of mantissa, 2**-8 a rounding: some tokens go to other experts, and the loss is a mean over all."""
     layout = {"tp": 2, "sp": True, "ep": 2}
     check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)
+
+
+def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(
+    case_of: Callable[[str], Case],
+) -> None:
+    """Without it each rank would have its own heads' part of the gradient of the norm that all heads share."""
+    config = read_model_config(case_of("qwen3_5").folder)
+    with pytest.raises(ValueError, match=r"gated delta nets and .*=2 needs megatron\.sequence_parallel=true"):
+        check_layout(config, ParallelLayout(world=2, tp=2))
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def stages_built(megatron: MegatronConfig, model: ModelConfig, world: int) -> li
                     model,
                     settings,
                     held=Float8Base({}, (1, 1)),
+                    layers=[],  # that may have indexers; the model has none
                     vocab_size=padded_vocab_size(model, tp),
                     first=stage == chunk == 0,
                     last=(stage, chunk) == (pp - 1, (vpp or 1) - 1),

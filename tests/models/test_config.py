@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from megarl.models import logical_tensors, read_model_config
+from megarl.models.config import IndexerConfig
 from tests.models.published import CONFIGS, PARAMETERS
 
 
@@ -83,7 +84,8 @@ def test_published_models_are_accepted_as_they_are_and_as_transformers_writes_th
     if config.family == "kimi_k2":  # transformers has no class for it
         return
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again.get("text_config", again)["rope_parameters"]
     assert read_model_config(str(tmp_path / "again")) == config
 
 
@@ -93,13 +95,19 @@ def test_published_numbers_of_parameters(tmp_path, name):
     assert sum(map(prod, logical_tensors(config, mtp=True).values())) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8")])
-def test_gpt_oss_has_the_parameters_of_transformers_class(tmp_path, name, billions):
-    """Headers of its files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8"), ("DeepSeek-V3.2", "671.9"), ("GLM-5", "743.9")],
+)
+def test_some_have_the_parameters_of_transformers_class(tmp_path, name, billions):
+    """Headers of gpt-oss's files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
     config = read_published(tmp_path, name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     number = sum(tensor.numel() for tensor in model.parameters())
+    number += sum(
+        tensor.numel() for name, tensor in model.named_buffers() if name.endswith("correction_bias")
+    )
     assert sum(map(prod, logical_tensors(config).values())) == number
     assert f"{number / 1e9:.1f}" == billions
 
@@ -179,6 +187,34 @@ def test_gpt_oss_with_other_facts_is_refused(tmp_path, fields, message):
         read_published(tmp_path, "gpt-oss-20b", **fields)
 
 
+def test_facts_of_sparse_attention(tmp_path):
+    deepseek = read_published(tmp_path, "DeepSeek-V3.2")
+    indexer = IndexerConfig(tuple(range(61)), heads=64, head_dim=128, topk=2048, interleaved=False)
+    assert deepseek.indexer == indexer
+    plain = {"family": "deepseek_v3", "architecture": "DeepseekV3ForCausalLM", "indexer": None}
+    assert dataclasses.replace(deepseek, **plain) == read_published(tmp_path, "DeepSeek-V3")
+    glm = read_published(tmp_path, "GLM-5")
+    assert glm.indexer == IndexerConfig(tuple(range(78)), heads=32, head_dim=128, topk=2048, interleaved=True)
+    assert (glm.norm_epsilon, glm.head_dim, glm.mla.q_lora_rank, glm.rope_scaling) == (1e-5, 256, 2048, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "FFF" + "SSSF" * 18 + "SSS"},
+        {"indexer_types": ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_layers_share_the_choice_of_an_indexer_as_in_transformers_and_sglang(tmp_path, fields):
+    """GLM-5.2's three ways to say it."""
+    found = read_published(tmp_path, "GLM-5", **fields).indexer.layers
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert found == tuple(layer for layer, kind in enumerate(config.indexer_types) if kind == "full")
+    assert (len(found), found[:4], found[-1]) == (21, (0, 1, 2, 6), 74)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -194,6 +230,69 @@ def test_facts_of_gated_delta_nets(tmp_path):
         read_published(tmp_path, "Qwen3-Next-80B-A3B-Instruct", num_nextn_predict_layers=0).num_mtp_layers
         == 0
     )
+
+
+def test_facts_of_models_beside_a_vision_tower(tmp_path):
+    config = read_published(tmp_path, "Qwen3.5-397B-A17B")
+    assert (config.family, config.is_nested, config.dtype) == ("qwen3_5_moe", True, "bfloat16")
+    assert config.context_length == ("max_position_embeddings", 262144)
+    assert [layer for layer in range(60) if layer not in config.delta_net.layers] == list(range(3, 60, 4))
+    assert (config.delta_net.keys, config.delta_net.values) == (2048, 8192)
+    assert (config.rotary_percent, config.rope_theta, config.rope_scaling) == (0.25, 1e7, None)
+    assert (config.moe.shared_ffn_hidden_size, config.moe.shared_gate, config.moe.norm_topk_prob) == (
+        1024,
+        True,
+        True,
+    )
+    weights = logical_tensors(config)
+    assert not [name for name in weights if "visual" in name or "language_model" in name]
+    # 397 billion with the vision tower
+    assert 396e9 < sum(prod(shape) for shape in weights.values()) < 397e9
+    dense = read_published(tmp_path, "Qwen3.5-27B")
+    assert (dense.family, dense.moe, dense.num_mtp_layers, dense.ffn_hidden_size) == (
+        "qwen3_5",
+        None,
+        1,
+        17408,
+    )
+    text = CONFIGS["Qwen3.5-27B"]["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert read_model_config(str(tmp_path)) == dataclasses.replace(dense, is_nested=False, architecture="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attn_output_gate": False}, "text_config: config field attn_output_gate=False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"num_experts": None}, "lacks num_experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 .*is not that of rope_parameters, 0.25"),
+        (
+            {"rope_parameters": {"mrope_section": [11, 11, 11]}},
+            "mrope_section must be three counts with the sum 32",
+        ),
+        ({"rope_parameters": {"mrope_section": [16, 16]}}, "mrope_section must be three counts"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=False must be the same in text_config"),
+        (
+            {"model_type": "qwen3_5_text"},
+            "model_type='qwen3_5_text' is not supported; supported: qwen3_5_moe_text",
+        ),
+        ({"layer_types": ["full_attention"] * 60}, "layer_types must have full_attention in every layer of"),
+    ],
+    ids=str,
+)
+def test_a_language_model_beside_a_vision_tower_with_other_facts_is_refused(tmp_path, fields, message):
+    text = {**CONFIGS["Qwen3.5-397B-A17B"]["text_config"], **fields}
+    with pytest.raises(ValueError, match=message):
+        read_published(tmp_path, "Qwen3.5-397B-A17B", text_config=text)
+
+
+def test_a_folder_that_lacks_its_vision_tower_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="language_model_only=True"):
+        read_published(tmp_path, "Qwen3.5-27B", language_model_only=True)
 
 
 def test_yarn(tmp_path):
@@ -254,6 +353,22 @@ def test_yarn(tmp_path):
         ("DeepSeek-V3", {"num_key_value_heads": 64}, "num_key_value_heads=64"),
         ("DeepSeek-V3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ("DeepSeek-V3", {"n_shared_experts": None}, "lacks n_shared_experts"),
+        ("DeepSeek-V3.2", {"index_topk": None}, "lacks index_topk"),
+        ("DeepSeek-V3.2", {"index_topk_freq": 4}, "index_topk_freq=4"),
+        ("DeepSeek-V3.2", {"index_kpool": 4}, "index_kpool=4"),
+        ("DeepSeek-V3.2", {"num_experts": 128}, "num_experts=128"),
+        ("DeepSeek-V3.2", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("DeepSeek-V3.2", {"mlp_bias": True}, "mlp_bias=True"),
+        (
+            "DeepSeek-V3.2",
+            {"layer_types": ["full_attention"] * 61},
+            "deepseek_sparse_attention for each of the 61",
+        ),
+        ("GLM-5", {"q_lora_rank": None}, "lacks q_lora_rank"),
+        ("GLM-5", {"index_k_norm_type": "rms"}, "index_k_norm_type='rms'"),
+        ("GLM-5", {"indexer_types": ["shared"] * 78}, "full for the first"),
+        ("GLM-5", {"index_topk_pattern": "FS"}, "for each of the 78 layers"),
+        ("GLM-5", {"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types=.* first_k_dense_replace=3"),
         ("Kimi-K2-Instruct", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
         ("GLM-4.7-Flash", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         (

@@ -262,6 +262,7 @@ def test_a_model_of_671_billion_takes_no_time(lora: LoraConfig) -> None:
         ("llama", {"use_rslora": True, "shared_a": True}, None),
         ("qwen3", {"use_dora": True}, "DoRA"),
         ("qwen3_moe", {}, "qwen3_moe: for experts SGLang has adapters in compiled GPU kernels only"),
+        ("qwen3_5", {}, "qwen3_5: SGLang has no adapters of gated delta nets' in_proj_ba"),
         ("glm4_moe", {"target_modules": ("o_proj",)}, "glm4_moe: for experts"),
         ("deepseek_v3", {"target_modules": ("o_proj",)}, "deepseek_v3: .*latent attention"),
     ],

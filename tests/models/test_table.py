@@ -84,6 +84,12 @@ def test_what_stays_float32():
         f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(3, 61)
     }
     assert not any(keeps_float32(name) for name in logical_tensors(published("Qwen3-30B-A3B")))
+    more = {name for name in logical_tensors(published("DeepSeek-V3.2")) if keeps_float32(name)}
+    assert {name for name in more if ".indexer." in name} == {
+        f"model.layers.{layer}.self_attn.indexer.k_norm.{kind}"
+        for layer in range(61)
+        for kind in ("weight", "bias")
+    }
 
 
 def test_what_prediction_layers_repeat():

@@ -44,3 +44,32 @@ def test_a_dict_has_numbers_and_notes_beside_the_score():
 def test_anything_but_a_number_is_refused(value, message):
     with pytest.raises(ValueError, match=message):
         read_result("u", value, 0.0)
+
+
+def test_a_dict_may_have_the_scores_of_steps():
+    found = read_result("u", {"score": 1.0, "steps": [(2, 0.5), [np.int64(5), np.float32(-1)]]}, 0.0, 5)
+    assert found.steps == ((2, 0.5), (5, -1.0)) and found.numbers == {}
+    assert read_result("u", {"score": 1.0, "steps": []}, 0.0, 5).steps == ()
+    assert read_result("u", {"score": 1.0, "steps": 3}, 0.0, 5).numbers == {
+        "steps": 3.0
+    }  # a number like any other
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([3], r"steps\[0\] is 3; it must be \(characters up to the step's end, score\)"),
+        ([(3, 1.0), (4.0, 1.0)], r"steps\[1\] is \(4.0, 1.0\); it must be"),
+        ([(3, "good")], r"steps\[0\] is \(3, 'good'\); it must be"),
+        ([(3, math.nan)], r"the score of steps\[0\] is nan"),
+        (
+            [(0, 1.0)],
+            r"steps\[0\] ends at character 0; ends must grow, from 1 to the response's 5 characters",
+        ),
+        ([(3, 1.0), (3, 1.0)], r"steps\[1\] ends at character 3; ends must grow"),
+        ([(6, 1.0)], r"steps\[0\] ends at character 6; ends must grow, from 1 to the response's 5"),
+    ],
+)
+def test_wrong_steps_are_named(steps, message):
+    with pytest.raises(ValueError, match=message):
+        read_result("u", {"score": 1.0, "steps": steps}, 0.0, 5)

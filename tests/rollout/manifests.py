@@ -61,6 +61,11 @@ def rank_slices(
         elif kind in ("q_a_proj", "kv_a_proj_with_mqa"):
             start[0] = 0 if kind == "q_a_proj" else config.q_lora_rank
             slices.entries.append((name, name.replace(kind, "fused_qkv_a_proj_with_mqa"), start, value))
+        elif kind in ("wk", "weights_proj"):
+            together = getattr(config, "indexer_rope_interleave", False)
+            start[0] = config.index_head_dim if together and kind == "weights_proj" else 0
+            local = name.replace(kind, "wk_weights_proj") if together else name
+            slices.entries.append((name, local, start, value))
         elif kind in ("q_b_proj", "kv_b_proj") or tail == "sinks":
             slices.entries.append((name, name, start, value.chunk(attention[0])[attention[1]]))
         elif "experts" in parts and config.model_type == "gpt_oss":
@@ -78,10 +83,10 @@ def rank_slices(
             slices.entries.append((name, name.replace(kind, "gate_up_proj"), start, piece))
         elif kind in ("o_proj", "down_proj") and tail == "weight":
             ranks, number = attention if kind == "o_proj" else (tp, rank)
-            local = name.replace("self_attn.", "") if config.model_type == "qwen3_next" else name
+            local = name.replace("self_attn.", "") if is_hybrid(config) else name
             slices.entries.append((name, local, start, value.chunk(ranks, dim=1)[number]))
         else:
-            local = name.replace("self_attn.", "") if config.model_type == "qwen3_next" else name
+            local = name.replace("self_attn.", "") if is_hybrid(config) else name
             slices.entries.append((name, local, start, value))
     return slices
 
@@ -90,7 +95,7 @@ def _attention_slice(name: str, value: torch.Tensor, config, tp: int, rank: int)
     """Query heads, then key heads, then value heads; key and value heads are repeated where there are more ranks."""
     kind = name.split(".")[-2]
     heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, state_head_dim(config)
-    gated = config.model_type == "qwen3_next"  # each head's gate is below its query
+    gated = is_hybrid(config)  # each head's gate is below its query
     q_rows = heads // tp * dim * (1 + gated)
     kv_rows = max(1, groups // tp) * dim
     kv_rank = rank if groups >= tp else rank // (tp // groups)
@@ -103,12 +108,27 @@ def _attention_slice(name: str, value: torch.Tensor, config, tp: int, rank: int)
 
 def _delta_net_slices(name: str, value: torch.Tensor, config, tp: int, rank: int) -> list:
     """Key heads with their values are together in the projections' rows; the convolution has all queries, all keys, all values."""
-    if "conv1d" not in name:
+    kind = name.split(".")[-2]
+    if kind in ("in_proj_b", "in_proj_a", "in_proj_z"):
+        piece, first = value.chunk(tp)[rank], 0
+        if kind == "in_proj_a":
+            first = len(piece)
+        if kind == "in_proj_z":
+            first = (2 * config.linear_num_key_heads * config.linear_key_head_dim + len(value)) // tp
+        local = name.replace(kind, "in_proj_qkvz" if kind == "in_proj_z" else "in_proj_ba")
+        return [(name, local, [first, 0], piece)]
+    if kind not in ("conv1d", "in_proj_qkv"):
         return [(name, name, [0] * value.dim(), value.chunk(tp, dim=int("out_proj" in name))[rank])]
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     parts = [part.chunk(tp)[rank] for part in value.split([keys, keys, len(value) - 2 * keys])]
     starts = (0, len(parts[0]), 2 * len(parts[0]))
-    return [(name, name, [start, 0, 0], part) for start, part in zip(starts, parts, strict=True)]
+    rest, local = [0] * (value.dim() - 1), name.replace("in_proj_qkv.", "in_proj_qkvz.")
+    return [(name, local, [start, *rest], part) for start, part in zip(starts, parts, strict=True)]
+
+
+def is_hybrid(config) -> bool:
+    """Whether attention has gates, and SGLang leaves `self_attn` out of its names."""
+    return config.model_type in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _alternating_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):

@@ -35,7 +35,7 @@ def planned(engine: EngineConfig, lora: LoraConfig | None = None) -> dict[str, i
     return {
         "weights": weights + adapters + rotary_bytes(model, context),
         "kv_cache": cache_bytes(
-            model, layout, dtype, engine.max_total_tokens // groups, engine.max_num_seqs, context
+            model, layout, dtype, engine.max_total_tokens // groups, engine.max_num_seqs, context, "cpu"
         )
         + state_bytes(model, layout, torch.float32, engine.max_num_seqs, "cpu"),
     }

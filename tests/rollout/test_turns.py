@@ -18,8 +18,9 @@ from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
+from megarl.rollout.continuation import Continuation
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
-from megarl.rollout.turns import Continuation, Player, shorten
+from megarl.rollout.turns import Player, shorten, state_of
 from tests.data.shared import render_prompt, shared_data
 
 TOKENIZER = train_tokenizer(["Tom has 3 pens and buys 4. <<3+4>> #### 7"], 400)
@@ -118,10 +119,31 @@ def test_a_tool_is_called_and_its_answer_read():
     assert generation.response_mask == [True] * lengths[0] + [False] * lengths[1] + [True] * lengths[2]
     assert (generation.num_turns, generation.finish_reason, generation.weight_version) == (2, "stop", 5)
     assert generation.environment_score is None and generation.prompt_ids is None
+    told = [None, [{"role": "tool", "content": "7"}]]
     assert notes(generation) == {
         "numbers": {"num_turns": 2.0, "calculator_calls": 1.0, "calculator_errors": 0.0},
         "error": None,
+        "turns": [list(turn) for turn in zip((0, lengths[0] + lengths[1]), map(state_of, told), strict=True)],
     }
+
+
+def test_a_state_is_what_the_environment_says_or_names():
+    """Equal words are equal states, long ones are not cut before they are compared, and a named state takes the words' place."""
+    limits = MultiTurnConfig(max_tool_response_length=9)
+
+    def states(*results):
+        script = partial(Script, *results, StepResult(done=True))
+        found = notes(play(Policy(["a"] * (len(results) + 1)), script, limits=limits))["turns"]
+        return [state for _, state in found]
+
+    begun, first, again, other = states(*(say("x" * 9 + end) for end in "aab"))
+    assert first == again and len({begun, first, other}) == 3
+    named = states(StepResult("still dark", state="door"), StepResult("also dark", state="door"))
+    assert named == [begun, state_of("door"), state_of("door")]
+    first = [{"role": "user", "content": "Go."}]
+    assert notes(play(Policy(["a"]), partial(Script, StepResult(done=True), first=first)))["turns"] == [
+        [0, state_of(first)]
+    ]
 
 
 def test_turns_have_noise_of_their_own_and_share_the_tokens():

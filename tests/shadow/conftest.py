@@ -63,14 +63,16 @@ def make_experts(folder: Path, num_mtp_layers: int = 0) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def delta_nets(machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-Next's kind of model."""
+@pytest.fixture(scope="session", params=["qwen3_next", "qwen3_5"])
+def delta_nets(
+    request: pytest.FixtureRequest, machine: None, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Qwen3-Next's kind of model, with experts, and Qwen3.5's dense one."""
     if not (device.PACKAGES / "fla").is_dir():
         pytest.skip("its shadow needs fla-core (requirements/shadow.txt)")
     folder = tmp_path_factory.mktemp("shadow-delta-nets") / "model"
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
-    return make_tiny_model(folder, ["two words"], family="qwen3_next", num_mtp_layers=1, **sizes)
+    return make_tiny_model(folder, ["two words"], family=request.param, num_mtp_layers=1, **sizes)
 
 
 def expert_overrides(model: Path) -> list[str]:

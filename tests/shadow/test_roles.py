@@ -79,6 +79,7 @@ CASES = {
     "sft": ("tuning", "sft", [], [("sft", 0), ("sft", 4)]),
     "rm": ("tuning", "rm", [], [("rm", 4)]),
     "dpo": ("tuning", "dpo", [], [("dpo", 4)]),
+    "kto": ("tuning", "dpo", ["dpo.loss_type=kto"], [("dpo", 0)]),
     "dpo with adapters": ("tuning", "dpo", LORA, [("dpo", 0)]),
 }
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from examples.tiny_model import make_tiny_model
+from megarl.models.config import QWEN_HYBRIDS
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory
 from megarl.shadow import engine
@@ -20,6 +21,9 @@ from tests.test_recipes import ON_GPUS, header
 ROOT = RECIPE.parents[1]
 ROLLOUT = "actor_rollout_ref.rollout"
 EP2 = f"{ROLLOUT}.expert_parallel_size=2"
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+# Of the published models: SGLang's kernels have no others.
+SPARSE_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64}
 FP8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
 
 
@@ -78,15 +82,20 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: P
 
 @pytest.mark.parametrize(
     ("family", "float8"),
-    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False)],
+    [
+        *(("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False)),
+        *(("deepseek_v32", True), ("glm_moe_dsa", False)),
+        ("qwen3_5_moe with vision", False),
+    ],
 )
 def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, float8: bool
 ) -> None:
     """SGLang's model of the layer for further tokens, TP2 EP2, beside the model whose embedding and head it has."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    family, _, vision = family.partition(" with ")
     fields = {"num_nextn_predict_layers": 1}
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", *SPARSE):
         fields |= {
             "q_lora_rank": 64,
             "kv_lora_rank": 64,
@@ -94,8 +103,10 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
         }
-    more = {"num_mtp_layers": 1} if family == "qwen3_next" else {"fields": fields}
-    make_tiny_model(tmp_path / "model", ["two words"], family=family, **more, **sizes)
+    if family in SPARSE:
+        fields |= SPARSE_SIZES
+    more = {"num_mtp_layers": 1} if family in QWEN_HYBRIDS else {"fields": fields}
+    make_tiny_model(tmp_path / "model", ["two words"], family=family, vision=bool(vision), **more, **sizes)
     keys = [
         *expert_overrides(tmp_path / "model"),
         *(
@@ -152,25 +163,45 @@ def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
     [
         ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2,)),  # norms of queries and keys are cut with the heads
         ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2, *FP8)),
+        # indexers: complete on every rank, with a cache of their own
+        ("deepseek_v32", "DeepseekV32ForCausalLM", (EP2,)),
+        ("glm_moe_dsa", "GlmMoeDsaForCausalLM", (EP2,)),
         (
             "qwen3_next",
             "Qwen3NextForCausalLM",
             (EP2,),
         ),  # one layer in four has a cache, the others have states
+        ("qwen3_5", "Qwen3_5ForCausalLM", ()),
+        ("qwen3_5_moe", "Qwen3_5MoeForCausalLM", (EP2,)),
+        ("qwen3_5_moe with vision", "Qwen3_5MoeForCausalLM", (EP2,)),
         (
             "gpt_oss",
             "GptOssForCausalLM",
             (),
         ),  # experts are cut: sinks, biases, alternating rows of gate and up
     ],
-    ids=["minimax_m2", "minimax_m2-float8", "qwen3_next", "gpt_oss"],
+    ids=[
+        "minimax_m2",
+        "minimax_m2-float8",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe-vision",
+        "gpt_oss",
+    ],
 )
 def test_a_family_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, served: str, keys: tuple[str, ...]
 ) -> None:
     """On TP2; its cache and states are those that were planned."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
-    make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
+    family, _, vision = family.partition(" with ")
+    fields = SPARSE_SIZES if family in SPARSE else None
+    make_tiny_model(
+        tmp_path / "model", ["two words"], family=family, fields=fields, vision=bool(vision), **sizes
+    )
     plan, report = shadow(
         RECIPE, [*expert_overrides(tmp_path / "model"), f"{ROLLOUT}.dtype=bfloat16", *keys], 1
     )

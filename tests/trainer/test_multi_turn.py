@@ -123,3 +123,18 @@ def test_an_environment_that_fails_costs_its_trajectory(run):
         assert set(failed.values()) == {"step: ConnectionError: the server is gone"}
         assert metrics["reward/failed"] == len(failed) > 0
         assert {line["uid"] for line in reported if line["when"] == f"step {number}"} == set(failed)
+
+
+def test_turns_begin_where_the_policy_does(run):
+    """Each turn's first token is the policy's, after a word of the environment's, which says the same in all turns but the first."""
+    _, batches = run
+    for batch in batches:
+        mask, _ = ragged(batch, "response_mask")
+        for turns, part, note in zip(
+            batch["num_turns"].to_pylist(), split(batch), environment_notes(batch), strict=True
+        ):
+            places = np.array([place for place, _ in note.turns])
+            assert len(places) == turns and len({state for _, state in note.turns[1:]}) == min(1, turns - 1)
+            if note.error is None:
+                own = mask[part]
+                assert own[places].all() and not own[places[1:] - 1].any()

@@ -60,6 +60,20 @@ def test_losses_without_a_reference_learn(preferences: Path, tmp_path: Path, key
     assert found[-1]["val/margin"] > found[2]["val/margin"]
 
 
+def test_kto_begins_at_the_reference_and_learns_from_labels(preferences: Path, tmp_path: Path) -> None:
+    """From pairs, which are a desirable and an undesirable response each. A loss begins at a half of each weight."""
+    files = ("data.train_files={0}/data/pairs_test.parquet", "data.train_batch_size=18", "dpo.loss_type=kto")
+    keys = [
+        key.format(preferences)
+        for key in (*files, "dpo.label_smoothing=0", "dpo.beta=0.3", "dpo.desirable_weight=1.2")
+    ]
+    found = run_dpo(preferences, tmp_path / "run", *keys)
+    assert found[0]["train/loss"] == pytest.approx((1.2 + 1.0) / 4, abs=1e-5)
+    assert found[0]["train/kl_baseline"] == pytest.approx(0.0, abs=1e-4)
+    assert all(after["train/loss"] < before["train/loss"] for before, after in pairwise(found))
+    assert found[-1]["train/margin"] > 0 and found[-1]["val/loss"] < found[2]["val/loss"]
+
+
 def test_an_auxiliary_language_model_loss(preferences: Path, task: Path, tmp_path: Path) -> None:
     """The texts' loss of the first step is transformers' on the loader's first batches."""
     run, files = tmp_path / "run", preferences / "data/texts.parquet"

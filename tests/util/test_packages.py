@@ -31,10 +31,10 @@ def test_every_package_that_is_imported_is_required() -> None:
 
 
 def test_the_wheel_requires_what_is_imported_but_megatron_and_sglang() -> None:
-    """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The room rollout/ is that of SGLang, and of what it brings; what
+    """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The rooms rollout/ and gateway/ are those of SGLang, and of what it brings; what
     shadow/ imports is in requirements/shadow.txt."""
     by_module = packages_distributions()
-    files = [path for path in modules() if not {"rollout", "shadow"} & set(path.parts)]
+    files = [path for path in modules() if not {"rollout", "gateway", "shadow"} & set(path.parts)]
     names = {name.split(".")[0] for path in files for _, name in imports_of(path)}
     names -= {
         *sys.stdlib_module_names,

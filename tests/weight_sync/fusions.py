@@ -9,12 +9,25 @@ State = dict[str, torch.Tensor]
 
 def single_experts(state: State) -> State:
     """The tensors of a file with one of each expert's projections in place of gpt-oss's, which transformers 5.12.1 stores for all experts of a
-    layer: gate's and up's columns in turn, and inputs before outputs. Other families' files have single experts already."""
+    layer: gate's and up's columns in turn, and inputs before outputs; and in place of Qwen3.5's with a vision tower, which is left out: gate's
+    rows above up's. Other families' files have single experts already."""
     out: State = {}
     for name, tensor in state.items():
+        nested, name = (
+            name.startswith("model.language_model."),
+            name.replace("model.language_model.", "model."),
+        )
         layer, dot, kind = name.rpartition(".")
+        if name.startswith("model.visual."):
+            continue
         if not layer.endswith(".experts") or dot + kind == ".weight":
             out[name] = tensor
+            continue
+        if nested or name.startswith("mtp."):
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for number, expert in enumerate(tensor):
+                for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                    out[f"{layer}.{number}.{part}.weight"] = rows.contiguous()
             continue
         end = "bias" if kind.endswith("_bias") else "weight"
         for number, expert in enumerate(tensor):
@@ -57,7 +70,7 @@ def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
             out |= _delta_net(state, hf, rank, p + "linear_attn.")
         else:
             attention = (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
-            if hf["model_type"] == "qwen3_next":  # its class takes the name away (load_weights)
+            if "full_attention_interval" in hf:  # its class takes the name away (load_weights)
                 attention = {name.replace(".self_attn", ""): value for name, value in attention.items()}
             out |= attention
         mlp = p + ("block_sparse_moe." if hf["model_type"] == "minimax_m2" else "mlp.")
@@ -98,12 +111,23 @@ def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     return out
 
 
+def _indexer(state: State, hf: dict[str, Any], p: str) -> State:
+    """As layers/attention/dsa/dsa_indexer.py: complete, keys and weights of heads in one where it rotates neighbouring dimensions."""
+    out = {p + name: state[p + name] for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")}
+    keys, heads = state[p + "wk.weight"], state[p + "weights_proj.weight"]
+    if hf.get("indexer_rope_interleave"):
+        return out | {p + "wk_weights_proj.weight": torch.cat([keys, heads])}
+    return out | {p + "wk.weight": keys, p + "weights_proj.weight": heads}
+
+
 def _latent(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     out = {
         p + "kv_a_layernorm.weight": state[p + "kv_a_layernorm.weight"],
         p + "kv_b_proj.weight": _rows(state[p + "kv_b_proj.weight"], rank.attention),
         p + "o_proj.weight": _columns(state[p + "o_proj.weight"], rank.attention),
     }
+    if p + "indexer.wk.weight" in state:
+        out |= _indexer(state, hf, p + "indexer.")
     if hf["q_lora_rank"] is None:
         out[p + "q_proj.weight"] = _rows(state[p + "q_proj.weight"], rank.attention)
         out[p + "kv_a_proj_with_mqa.weight"] = state[p + "kv_a_proj_with_mqa.weight"]
@@ -121,6 +145,19 @@ def _delta_net(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
     convolution = state[p + "conv1d.weight"]
     mixed = convolution.split([keys, keys, len(convolution) - 2 * keys])
     out = {p + "conv1d.weight": torch.cat([_rows(part, rank.attention) for part in mixed])}
+    if p + "in_proj_qkv.weight" in state:  # models/qwen3_5.py, Qwen3_5GatedDeltaNet
+        qkv = state[p + "in_proj_qkv.weight"]
+        parts = [*qkv.split([keys, keys, len(qkv) - 2 * keys]), state[p + "in_proj_z.weight"]]
+        heads = [state[p + "in_proj_b.weight"], state[p + "in_proj_a.weight"]]
+        state = {
+            **state,
+            p + "in_proj_qkvz.weight": torch.cat(
+                [part.unflatten(0, (rank.attention[0], -1)) for part in parts], 1
+            ).flatten(0, 1),
+            p + "in_proj_ba.weight": torch.cat(
+                [part.unflatten(0, (rank.attention[0], -1)) for part in heads], 1
+            ).flatten(0, 1),
+        }
     for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "dt_bias", "A_log"):
         out[p + name] = _rows(state[p + name], rank.attention)
     return out | {

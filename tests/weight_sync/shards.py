@@ -104,7 +104,7 @@ def quantise(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
     """
     file, written, means = folder / "model.safetensors", {}, {}
     for name, tensor in load_file(file).items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", ".wq_b.weight", ".wk.weight")) or ".weights_proj." in name:
             written[name] = means[name] = tensor
             continue
         tensor = tensor.float()

@@ -10,6 +10,7 @@ import torch
 from megarl.layout import make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import DRAFT
+from megarl.models.config import QWEN_HYBRIDS
 from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
 from megarl.weight_sync.receiver import Receiver, ReceiveReport
 from megarl.weight_sync.served_model import RefusedError, draft_weights, remember_draft
@@ -26,8 +27,8 @@ LAYERS = 4  # of the tiny models, without the one for further tokens
 OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 
 
-# Of Qwen3-Next (srt/models/qwen3_next_mtp.py), by the files' names.
-QWEN3_NEXT = {
+# Of Qwen3-Next and Qwen3.5 (srt/models/qwen3_next_mtp.py, qwen3_5_mtp.py), by the files' names.
+HYBRID = {
     "mtp.pre_fc_norm_embedding.weight": "pre_fc_norm_embedding.weight",
     "mtp.pre_fc_norm_hidden.weight": "pre_fc_norm_hidden.weight",
     "mtp.fc.weight": "fc.weight",
@@ -37,28 +38,30 @@ QWEN3_NEXT = {
 
 def expected_draft(state: State, hf: dict, rank: Rank) -> State:
     """The layer's parameters are those that it would have as the model's last layer."""
-    qwen3_next = hf["model_type"] == "qwen3_next"
+    hybrid = hf["model_type"].removesuffix("_text") in QWEN_HYBRIDS
     layer, last = f"model.layers.{LAYERS}.", f"model.layers.{LAYERS - 1}."
-    layer = "mtp.layers.0." if qwen3_next else layer
+    layer = "mtp.layers.0." if hybrid else layer
     renamed = {
         last + name.removeprefix(layer): value for name, value in state.items() if name.startswith(layer)
     }
     found = expected_sglang(state | renamed, hf, rank)
-    within = "layers.0" if qwen3_next else "decoder"
+    within = "layers.0" if hybrid else "decoder"
     decoder = {
         f"{DRAFT}model.{within}.{name.removeprefix(last)}": value
         for name, value in found.items()
         if name.startswith(last)
     }
-    if qwen3_next:
-        return decoder | {DRAFT + name: state[own] for own, name in QWEN3_NEXT.items()}
+    if hybrid:
+        return decoder | {DRAFT + name: state[own] for own, name in HYBRID.items()}
     return decoder | {f"{DRAFT}model.{name}": state[layer + name] for name in OWN}
 
 
 @pytest.mark.parametrize(
     "engines", [EngineLayout(draft=True), EngineLayout(4, 2, 2, num_engines=2, draft=True)]
 )
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe"]
+)
 def test_a_plan_fills_it_from_megatrons_ranks(tiny_model, family: str, engines: EngineLayout) -> None:
     model = tiny_model(family)
     sync = SyncPlan(model.config, TRAINED, engines, torch.float32, 20_000)

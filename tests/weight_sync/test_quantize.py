@@ -93,6 +93,7 @@ CASES = [
     ("qwen2", ParallelLayout(world=4, tp=2, pp=2), EngineLayout(tp=2), (4, 4)),
     ("qwen3_moe", ParallelLayout(world=4, ep=4), EngineLayout(tp=4, ep=2), (4, 8)),
     ("deepseek_v3", UNEVEN, EngineLayout(tp=2, ep=2), (2, 4)),
+    ("deepseek_v32", UNEVEN, EngineLayout(tp=2, ep=2), (2, 4)),
 ]
 
 
@@ -107,7 +108,8 @@ def test_an_engine_in_float8(tiny_model, tmp_path, family, parallel, engines, bl
     engine = empty_shards(layout)
     quantised = {name: plain_quantise(t, block) for name, t in model.decoder.items() if is_quantised(name)}
     others = {
-        name: t if name.endswith("correction_bias") else t.bfloat16() for name, t in model.decoder.items()
+        name: t if name.endswith("correction_bias") or ".k_norm." in name else t.bfloat16()
+        for name, t in model.decoder.items()
     }
     expected, scales = (
         [

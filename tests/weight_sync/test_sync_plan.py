@@ -22,6 +22,8 @@ CASES = [
     ("qwen3", ParallelLayout(world=2, pp=2), EngineLayout(tp=4)),
     ("qwen3_moe", ParallelLayout(world=4, ep=4), EngineLayout(tp=4, ep=2)),
     ("deepseek_v3", ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1), EngineLayout(tp=2, ep=2)),
+    ("qwen3_5_moe", ParallelLayout(world=4, tp=2, pp=2, ep=2), EngineLayout(tp=4, ep=2)),
+    ("glm_moe_dsa", ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1), EngineLayout(tp=2, ep=2)),
     ("minimax_m2", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
     ("gpt_oss", ParallelLayout(world=4, tp=2, ep=4), EngineLayout(tp=4, ep=2)),
 ]
@@ -237,10 +239,13 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
     ("family", "kept"),
     [
         ("deepseek_v3", ("_bias",)),
+        ("deepseek_v32", ("_bias", "k_norm.weight", "k_norm.bias")),
+        ("glm_moe_dsa", ("_bias", "k_norm.weight", "k_norm.bias")),
         ("glm4_moe", ("_bias", "mlp.gate.weight")),
         ("glm4_moe_lite", ("_bias", "mlp.gate.weight")),
         ("minimax_m2", ("_bias", "block_sparse_moe.gate.weight")),
         ("qwen3_next", ("A_log",)),
+        ("qwen3_5", ("A_log",)),
         ("gpt_oss", ("_weight_bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")),
     ],
 )

@@ -13,6 +13,7 @@ from megarl.checkpoints.convert.adapters import MergedSource, extract_adapters
 from megarl.checkpoints.convert.sources import open_source
 from megarl.checkpoints.convert.targets import TARGETS, Moves
 from megarl.checkpoints.hf.export import read_companions
+from megarl.checkpoints.hf.fused import find_vision_tensors
 from megarl.util.files import whole_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,6 +79,8 @@ def convert(
         opened = MergedSource(opened, adapter)
     opened.check()
     kind = to or ("megatron" if opened.kind == "hf" and adapter is None else "hf")
+    if kind == "hf" and opened.config.is_nested:
+        find_vision_tensors(opened.companions)
     writing = TARGETS[kind](opened.config, opened.head, opened.mtp)
     moves = Moves(opened, writing, DTYPES.get(dtype))
     files = moves.files(shard_bytes)
@@ -89,7 +92,7 @@ def convert(
                 writing.write_file(folder, at, len(files), tensors)
                 advance(sum(tensor.nbytes for tensor in tensors.values()))
                 del tensors  # before the next file's are made
-        writing.finish(folder, companion_files)
+        writing.finish(folder, companion_files, opened.companions)
         _check_written(folder / writing.checkpoint, moves)
     left_out = [opened.ignored] if opened.ignored else []
     if opened.config.num_mtp_layers and not opened.mtp:

@@ -45,7 +45,7 @@ _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 # Modules whose parameters are no Transformer Engine module's: they have no extra state in a checkpoint.
 _WITHOUT_EXTRA_STATE = re.compile(
-    r"embedding\.word_embeddings|output_layer|value_head|.*\.mlp\.router|.*\.mlp\.shared_experts|.*\.self_attention(\.conv1d)?"
+    r"embedding\.word_embeddings|output_layer|value_head|.*\.mlp\.router|.*\.mlp\.shared_experts|.*\.self_attention(\.conv1d|\.indexer\..*)?"
 )
 
 
@@ -73,7 +73,7 @@ class MegatronCheckpoint:
 
 def stacks_layers(config: ModelConfig) -> bool:
     """Whether Megatron's own `sharded_state_dict` stacks the model's layers by default: where they are all alike."""
-    return config.moe is None
+    return config.moe is None and config.delta_net is None
 
 
 def megatron_checkpoint(

@@ -55,8 +55,8 @@ class Target(Protocol):
         """Write file `at` (from 0) of `count`."""
         ...
 
-    def finish(self, folder: Path, companions: Mapping[str, bytes]) -> None:
-        """Write the files that complete the checkpoint. `companions`: config, tokenizer and so on, by file name."""
+    def finish(self, folder: Path, companions: Mapping[str, bytes], source: Path) -> None:
+        """Write the files that complete the checkpoint. `companions`: config, tokenizer and so on, by file name; `source`: their folder."""
         ...
 
 
@@ -82,9 +82,9 @@ class HFTarget:
             self._writer = HFFolderWriter(folder, count, self.config)
         self._writer.write_file(at, {item.local: tensor for item, tensor in tensors.items()})
 
-    def finish(self, folder: Path, companions: Mapping[str, bytes]) -> None:
+    def finish(self, folder: Path, companions: Mapping[str, bytes], source: Path) -> None:
         assert self._writer is not None
-        self._writer.finish(companions)
+        self._writer.finish(companions, source)
 
 
 class MegatronTarget:
@@ -138,7 +138,7 @@ class MegatronTarget:
         empty = [torch.empty(0, dtype=torch.uint8)]
         return {"common_state/shard_0_1": [self._common]} | dict.fromkeys(self.definition.extra_states, empty)
 
-    def finish(self, folder: Path, companions: Mapping[str, bytes]) -> None:
+    def finish(self, folder: Path, companions: Mapping[str, bytes], source: Path) -> None:
         assert self._writer is not None
         self._writer.finish()
         # where megatron-core looks for the common state before 0.19

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megarl.checkpoints.hf.fused import fuse_experts, stored_name
+from megarl.checkpoints.hf.fused import as_stored, find_vision_tensors, read_vision_tensors, stored_name
 from megarl.checkpoints.hf.load import HFReader
 from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
@@ -32,7 +32,8 @@ from megarl.weight_sync.packets import crc32
 Item = TypeVar("Item")
 # files of a model folder other than its weights: config.json is written anew
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
-               "chat_template*", "added_tokens.json", "*.model", "*.py")  # fmt: skip
+               "chat_template*", "added_tokens.json", "*preprocessor_config.json", "processor_config.json", "*.model",
+               "*.py")  # fmt: skip
 
 
 def read_companions(
@@ -53,18 +54,24 @@ def read_companions(
         ValueError: names one of these files that should hold a JSON object, and does not.
         OSError: one cannot be read.
     """
-    hf = {**config.hf, "dtype": str(dtype).removeprefix("torch.")}
-    for key in ("torch_dtype", "quantization_config"):
-        hf.pop(key, None)
+    hf = _without_types(config.hf, dtype)
+    own = _without_types(config.fields, dtype) if config.is_nested else hf
     if config.num_mtp_layers and not mtp:
-        hf["num_nextn_predict_layers"] = 0
-    hf |= fields or {}
+        own[config.mtp_field] = 0
+    own |= fields or {}
+    if config.is_nested:
+        hf["text_config"] = own
     found = (file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file())
     files = {file.name: file.read_bytes() for file in found}
     for name, content in files.items():
         if name.endswith(".json"):
             json_object(content, str(folder / name))
     return {**files, "config.json": (json.dumps(hf, indent=2) + "\n").encode()}
+
+
+def _without_types(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    left = {key: value for key, value in fields.items() if key not in ("torch_dtype", "quantization_config")}
+    return {**left, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
@@ -83,13 +90,14 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 class HFFolderWriter:
-    """Writes the weights into `folder` as `num_files` safetensors files, and an index of more than one.
+    """Writes the weights into `folder` as `num_files` safetensors files, one more for a vision tower, and an index of more than one.
 
     Tensors that the family's checkpoints have in one (`megarl.checkpoints.hf.fused`) come in one file.
     """
 
     def __init__(self, folder: Path, num_files: int, config: ModelConfig) -> None:
-        self.folder, self.num_files, self.config = folder, num_files, config
+        self.folder, self.config = folder, config
+        self.num_files = num_files + config.is_nested  # a last one for the vision tower
         self._weight_map: dict[str, str] = {}
         self._bytes = 0
 
@@ -99,15 +107,25 @@ class HFFolderWriter:
         Raises:
             OSError: the disk is full or not writable.
         """
+        self._save(at, as_stored(self.config, tensors))
+
+    def _save(self, at: int, tensors: Mapping[str, torch.Tensor]) -> None:
         name = "model.safetensors"
         if self.num_files > 1:
             name = f"model-{at + 1:05d}-of-{self.num_files:05d}.safetensors"
-        tensors = fuse_experts(self.config, tensors)
         save_tensors(tensors, self.folder / name)
         self._weight_map |= dict.fromkeys(tensors, name)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
-    def finish(self, companions: Mapping[str, bytes]) -> None:
+    def finish(self, companions: Mapping[str, bytes], source: Path) -> None:
+        """Write the other files, and the vision tower of the model's folder `source` as it is, where config.json has one.
+
+        Raises:
+            ValueError: that folder has none.
+            OSError: the disk is full or not writable.
+        """
+        if self.config.is_nested:
+            self._save(self.num_files - 1, read_vision_tensors(source))
         if self.num_files > 1:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": self._weight_map}
             path = self.folder / "model.safetensors.index.json"
@@ -286,11 +304,13 @@ def write_hf_checkpoint(
         files: name -> content of the folder's other files.
 
     Raises:
-        ValueError: a slice arrived damaged.
+        ValueError: a slice arrived damaged; the model has a vision tower, and the source model's folder has no weights of one.
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
     folder_of_source = Path(source_model).expanduser()
     companions = read_companions(folder_of_source, export.config, export.dtype, export.mtp, fields)
+    if export.config.is_nested:
+        find_vision_tensors(folder_of_source)
     with (
         whole_folder(path) as folder,
         HFReader(source_model) if export.untrained else nullcontext() as source,
@@ -298,4 +318,4 @@ def write_hf_checkpoint(
         writer = HFFolderWriter(folder, len(export.shards), export.config)
         for shard in range(len(export.shards)):
             writer.write_file(shard, assemble(export, shard, collect(shard), source))
-        writer.finish({**companions, **(files or {})})
+        writer.finish({**companions, **(files or {})}, folder_of_source)

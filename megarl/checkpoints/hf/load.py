@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.checkpoints.hf.fused import read_part, split_experts
+from megarl.checkpoints.hf.fused import of_language_model, read_part, split_experts
 from megarl.layout import Box, Copy, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
@@ -41,13 +41,15 @@ class HFReader:
 
     A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and others
     made like them), is read as the values that it stands for: each element times its block's scale. Experts that are stored
-    in one tensor with biases are read as single ones (`megarl.checkpoints.hf.fused`).
+    in one tensor are read as single ones, and a language model beside a vision tower as if it were alone (`megarl.checkpoints.hf.fused`).
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._files = stored_tensors(path)
-        self.tensors, self._parts = split_experts(self._files)
+        stored = stored_tensors(path)
+        self._names = of_language_model(stored)
+        self._files = {name: stored[own] for name, own in self._names.items()}
+        self.tensors, self._parts = split_experts(self._files, lambda: self._config.family == "qwen3_5_moe")
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
 
@@ -163,7 +165,7 @@ class HFReader:
         file = self._files[name].file
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_weights(file))
-        return self._open[file].get_slice(name)
+        return self._open[file].get_slice(self._names[name])
 
 
 def check_hf_weights(

@@ -136,11 +136,13 @@ def _supervised_problems(config: TuningConfig, data_files: bool) -> Iterator[str
         yield from _reward_model_problems(config)
     if isinstance(config, DPOConfig):
         dpo = config.dpo
-        for kind, name, value in (
-            ("sigmoid", "label_smoothing", dpo.label_smoothing),
-            ("simpo", "gamma", dpo.gamma),
+        for kind, name, value, default in (
+            ("sigmoid", "label_smoothing", dpo.label_smoothing, 0.0),
+            ("simpo", "gamma", dpo.gamma, 0.0),
+            ("kto", "desirable_weight", dpo.desirable_weight, 1.0),
+            ("kto", "undesirable_weight", dpo.undesirable_weight, 1.0),
         ):
-            if value > 0 and dpo.loss_type != kind:
+            if value != default and dpo.loss_type != kind:
                 yield f"dpo.{name}={value:g} is of dpo.loss_type={kind}; leave it out"
 
 

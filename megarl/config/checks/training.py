@@ -129,6 +129,11 @@ def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{POLICY}.rollout.n={rollout.n}: {estimator} compares the responses to one prompt and needs at least 2"
         )
+    if algorithm.adv_estimator == "gigpo" and not rollout.multi_turn.enable:
+        yield (
+            f"{estimator} compares turns with an environment and needs {POLICY}.rollout.multi_turn.enable=true; with one turn it would be "
+            "grpo: use that"
+        )
     # An estimator of the user's own may have one.
     if (
         algorithm.adv_estimator in ADV_ESTIMATORS
@@ -199,6 +204,13 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
         ),
         (not actor.use_kl_loss, actor_key, actor, ("kl_loss_end_coef",), "use_kl_loss=true"),
         (actor.kl_loss_end_coef is None, actor_key, actor, ("kl_loss_schedule_steps",), "kl_loss_end_coef"),
+        (
+            config.algorithm.adv_estimator != "gigpo",
+            "algorithm",
+            config.algorithm,
+            ("step_advantage_weight",),
+            "adv_estimator=gigpo",
+        ),
         (actor.loss_agg_mode != norm, actor_key, actor, ("loss_scale_factor",), f"loss_agg_mode={norm}"),
         (correction.rollout_rs is None, correction_key, correction, thresholds, "rollout_rs"),
         (

@@ -11,6 +11,7 @@ from megarl.config.schema import option, section
 ADV_ESTIMATORS = (
     "gae",
     "gdpo",
+    "gigpo",
     "gpg",
     "grpo",
     "grpo_passk",
@@ -24,6 +25,7 @@ ADV_ESTIMATORS = (
 # Estimators that compare the responses to one prompt.
 GROUP_ESTIMATORS = (
     "gdpo",
+    "gigpo",
     "gpg",
     "grpo",
     "grpo_passk",
@@ -183,16 +185,21 @@ class AlgorithmConfig:
 
     adv_estimator: str = option(
         "gae has a critic; gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline and rloo compare the responses to "
-        "a prompt; remax compares with the greedy response; reinforce_plus_plus with the whole step; or one of "
+        "a prompt; gigpo also the turns that began in the same state; remax compares with the greedy response; reinforce_plus_plus with the whole step; or one of "
         "`plugins`.",
         "gae",
         formula="gae: A_t = sum_l (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}); grpo: (R - mean) / (std + 1e-6); "
         "grpo_passk: best R - second best, others 0; rloo: R - mean of the others; opo: R - sum(length R) / sum(length); "
-        "gpg: alpha (R - mean); maxrl: (R - mean) / mean; gdpo: sum_k weight_k (R_k - mean) / (std + 1e-6), normalised over the step; "
+        "gigpo: grpo of R and, weighted, of sum_k gamma^k r_{t+k} of turns t; gpg: alpha (R - mean); maxrl: (R - mean) / mean; gdpo: sum_k weight_k (R_k - mean) / (std + 1e-6), normalised over the step; "
         "reinforce_plus_plus_baseline: R - mean; remax: R - R(greedy); "
         "reinforce_plus_plus: A_t = r_t + gamma A_{t+1}",
     )
-    gamma: float = option("gae, reinforce_plus_plus: discount of a later reward, a token.", 1.0, ge=0, le=1)
+    gamma: float = option(
+        "gae, reinforce_plus_plus: discount of a later reward, a token; gigpo: a turn (the paper: 0.95).",
+        1.0,
+        ge=0,
+        le=1,
+    )
     lam: float = option("gae: 1: returns as they came, 0: the critic alone.", 1.0, ge=0, le=1)
     whiten_advantages: bool = option(
         "gae, reinforce_plus_plus, reinforce_plus_plus_baseline: mean 0 and variance 1 over the step's tokens.",
@@ -203,8 +210,11 @@ class AlgorithmConfig:
         "beside its score, by their names; score is the score itself.",
         None,
     )
+    step_advantage_weight: float = option(
+        "gigpo: weight of the comparison of turns beside that of whole trajectories.", 1.0, ge=0
+    )
     norm_adv_by_std_in_grpo: bool = option(
-        "grpo, grpo_passk: divide by the group's standard deviation (false: Dr. GRPO).", True
+        "grpo, grpo_passk, gigpo: divide by the group's standard deviation (false: Dr. GRPO).", True
     )
     use_kl_in_reward: bool = option(
         "Take the KL to the reference policy off the reward.",

@@ -98,7 +98,7 @@ class SpeculativeConfig:
 
     algorithm: str | None = option(
         "ngram: what followed the same tokens earlier in the prompt or in other responses; mtp: the model's own layers for further tokens "
-        "(DeepSeek-V3, GLM-4.5, Qwen3-Next), on GPUs; eagle3: a draft model, on GPUs; null: none.",
+        "(DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5), on GPUs; eagle3: a draft model, on GPUs; null: none.",
         None,
         choices=DRAFTING,
         refused=_NO_OTHER_DRAFTING,

@@ -193,12 +193,12 @@ class RMConfig(TuningConfig):
     trainer: RMTrainerConfig = section("The run.", RMTrainerConfig)
 
 
-DPO_LOSSES = ("sigmoid", "ipo", "simpo", "orpo")
+DPO_LOSSES = ("sigmoid", "ipo", "simpo", "orpo", "kto")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPODataConfig(TuningDataConfig):
-    """Preferences, as `megarl rm` reads them; the last messages, the assistant's, of the compared chats are learnt from."""
+    """Preferences, as `megarl rm` reads them, or for kto responses with labels and pairs; the last messages, the assistant's, are learnt from."""
 
     truncation: str = option(
         "What happens to longer ones: refused, or the whole row is left out.",
@@ -211,6 +211,8 @@ class DPODataConfig(TuningDataConfig):
     responses_key: str = option("As data.responses_key of `megarl rm`.", "responses")
     ranks_key: str = option("Column of their ranks, smaller is better; equal ones form no pair.", "ranks")
     scores_key: str = option("Column of their scores instead, greater is better.", "scores")
+    response_key: str = option("kto: column of a row's one response, as chosen_key.", "completion")
+    label_key: str = option("kto: column that says whether it is desirable, true or false.", "label")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +220,7 @@ class DPOLossConfig:
     """The loss."""
 
     beta: float = option(
-        "sigmoid, ipo: how dear it is to leave the reference, which is the model before the run; simpo: the scale of the difference; orpo: weight "
+        "sigmoid, ipo, kto: how dear it is to leave the reference, which is the model before the run; simpo: the scale of the difference; orpo: weight "
         "of the odds ratio beside the likelihood of the better response.",
         0.1,
         gt=0,
@@ -226,15 +228,20 @@ class DPOLossConfig:
     )
     loss_type: str = option(
         "sigmoid: DPO (arXiv:2305.18290, equation 7); ipo: (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17). Without a reference, of log-probs "
-        "that are means over tokens: simpo (arXiv:2405.14734, whose betas are 2 to 10); orpo (arXiv:2403.07691).",
+        "that are means over tokens: simpo (arXiv:2405.14734, whose betas are 2 to 10); orpo (arXiv:2403.07691). Of responses that are each desirable "
+        "or not: kto (arXiv:2402.01306), which takes one more forward pass over a batch before each step.",
         "sigmoid",
         choices=DPO_LOSSES,
-        formula="simpo: -log sigmoid(beta (m_better - m_worse) - gamma); orpo: -m_better - beta log sigmoid(o_better - o_worse), o = m - log(1 - exp m)",
+        formula="simpo: -log sigmoid(beta (m_better - m_worse) - gamma); orpo: -m_better - beta log sigmoid(o_better - o_worse), o = m - log(1 - exp m); "
+        "kto: 1 - sigmoid(beta (r - z)) of desirable responses, 1 - sigmoid(beta (z - r)) of others, r = log pi/pi_ref, z = max(0, mean r of "
+        "the batch's prompts with responses to other prompts)",
     )
     gamma: float = option("simpo: by how much the better response should lead.", 0.0, ge=0)
     label_smoothing: float = option(
         "sigmoid: the part of the labels that is taken for wrong.", 0.0, ge=0, lt=0.5
     )
+    desirable_weight: float = option("kto: weight of the losses of desirable responses.", 1.0, gt=0)
+    undesirable_weight: float = option("kto: of undesirable ones.", 1.0, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,3 +258,8 @@ class DPOConfig(TuningConfig):
     data: DPODataConfig = section("Preferences.")
     dpo: DPOLossConfig = section("The loss.", DPOLossConfig)
     trainer: DPOTrainerConfig = section("The run.", DPOTrainerConfig)
+
+
+def learns_rankings(config: TuningConfig) -> bool:
+    """Whether an example is several texts that are compared with each other."""
+    return isinstance(config, RMConfig) or (isinstance(config, DPOConfig) and config.dpo.loss_type != "kto")

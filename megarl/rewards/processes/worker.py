@@ -134,7 +134,7 @@ async def _score(reward: Reward, sample: Sample, watchdog: _Watchdog) -> Score:
         )
         if inspect.isawaitable(result):
             result = await asyncio.wait_for(result, watchdog.timeout)
-        return read_result(sample.uid, result, time.perf_counter() - begun)
+        return read_result(sample.uid, result, time.perf_counter() - begun, len(sample.response))
     except BaseException as error:
         seconds = time.perf_counter() - begun
         if isinstance(error, TimeoutError) and seconds >= watchdog.timeout:

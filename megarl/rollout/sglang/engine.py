@@ -26,7 +26,7 @@ import multiprocessing
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,6 +160,11 @@ class SGLangEngine(SGLangPart):
         """Requests that SGLang has been sent and does not decode yet, by its last step: they wait for a place, or their prompts are computed."""
         return max(0, self._gate.inside - self._engine.heartbeat.running())
 
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its response."""
+        return self._engine.tokenizer_manager.context_len
+
     def capacity(self) -> EngineCapacity:
         """How much it computes at a time."""
         groups = self.config.attention_data_parallel_size
@@ -207,13 +212,22 @@ class SGLangEngine(SGLangPart):
             raise ValueError(f"{uid}: penalties and drafted tokens: SGLang computes penalties once a pass")
 
     async def answer(
-        self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams, experts_from: int = 0
+        self,
+        uid: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        experts_from: int = 0,
+        heard: Callable[[Sequence[int]], None] | None = None,
     ) -> Generation:
-        """One response, for coroutines that `as_completed` or a `flight` runs. A request whose coroutine is cancelled is aborted.
+        """One response, for coroutines that `as_completed`, a `flight` or `run` runs. A request whose coroutine is cancelled is aborted.
 
         Args:
             experts_from: the first token of the prompt of which the generation has the experts, if the engine returns them.
+            heard: called with tokens of the response as they come. Not where an interrupted response may begin anew: with penalties,
+                or where the engine returns experts.
         """
+        if sampling.has_penalties or self._routing is not None:
+            heard = None
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
         response = Response(uid, sampling, self._ends, routing=self._routing, experts_start=experts_from)
@@ -229,6 +243,7 @@ class SGLangEngine(SGLangPart):
                         served_model.ADAPTER_NAME if self.config.adapters is not None else None,
                         response.experts_from,
                         group,
+                        heard,
                     )
                     self._last_answer = time.monotonic()
                     self._drafting.count(answer)
@@ -240,6 +255,10 @@ class SGLangEngine(SGLangPart):
         """What became of drafted tokens since the last call."""
         taken, self._drafting = self._drafting, Drafting()
         return taken
+
+    def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+        """Run a coroutine, which may call `answer`, to its end."""
+        return self._engine.loop.run_until_complete(coroutine)
 
     def flight(self) -> Flight:
         """A `Flight` for coroutines that call `answer` and continue from call to call. While the weights change, or memory is released,

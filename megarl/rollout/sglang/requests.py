@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -46,6 +46,7 @@ async def ask(
     adapter: str | None = None,
     experts_from: int | None = None,
     group: int | None = None,
+    heard: Callable[[Sequence[int]], None] | None = None,
 ) -> dict[str, Any]:
     """SGLang's answer to a prompt. To cancel the task aborts the request.
 
@@ -54,6 +55,7 @@ async def ask(
         adapter: the name of the adapter that answers; None: the model without any.
         experts_from: the first token, of prompt and response, of which the answer has the experts; None: it has none.
         group: the data parallel group that answers; None: there is one.
+        heard: called with the tokens of the answer as they come.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -65,10 +67,17 @@ async def ask(
         return_routed_experts=experts_from is not None,
         routed_experts_start_len=experts_from or 0,
         routed_dp_rank=group,
+        stream=heard is not None,
     )
     # Closed at once: until it is closed, the generator holds the lock that an update of the weights waits for (0.5.21).
     async with aclosing(manager.generate_request(request, None)) as answers:
-        return await anext(answers)
+        if heard is None:
+            return await anext(answers)
+        told = 0
+        async for answer in answers:  # each has all tokens so far
+            heard(answer["output_ids"][told:])
+            told = len(answer["output_ids"])
+        return answer
 
 
 def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence[int]) -> dict[str, object]:

@@ -38,10 +38,11 @@ CPU_CACHE_TOKENS = 65536
 CPU_NGRAM_NODES = 100_000
 _DRAFTING = {"ngram": "NGRAM", "mtp": "EAGLE", "eagle3": "EAGLE3"}
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 # By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
 _IMPLIED = {
     model_type: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    for model_type in ("deepseek_v3", "kimi_k2")
+    for model_type in ("deepseek_v3", "kimi_k2", *SPARSE)
 }
 
 
@@ -100,6 +101,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         **_device_arguments(config, context),
         **_state_arguments(config, model),
         **_sink_arguments(config, model),
+        **_sparse_arguments(config, model),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
@@ -131,6 +133,34 @@ def _state_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     if "linear_num_key_heads" not in model:
         return {}
     return {"max_mamba_cache_size": ENGINE_STATES[config.device] * config.max_num_seqs}
+
+
+def _sparse_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of sparse attention on a GPU: a cache in bfloat16, which SGLang (0.5.21) has in float8 on Blackwell if it is not told.
+
+    Raises:
+        ValueError: an engine on a GPU in another type than bfloat16, in which SGLang has parts of indexers whatever the engine's is, or a
+            deterministic one; one on a CPU for texts that an indexer chooses from.
+    """
+    if model.get("model_type") not in SPARSE:
+        return {}
+    if config.device != "cuda":
+        context = config.context_length or model["max_position_embeddings"]
+        if context > model["index_topk"]:
+            raise ValueError(
+                f"{config.model_path}: {context} tokens are more than index_topk={model['index_topk']}, and SGLang (0.5.21) has sparse attention on "
+                "GPUs alone; ask for shorter texts"
+            )
+        return {}
+    if config.dtype != "bfloat16":
+        raise ValueError(
+            f"rollout.dtype={config.dtype}: SGLang has indexers of sparse attention in bfloat16; so must be the engine"
+        )
+    if config.deterministic:
+        raise ValueError(
+            "rollout.deterministic=true: SGLang (0.5.21) has no deterministic kernels of sparse attention; set it to false"
+        )
+    return {"kv_cache_dtype": "bfloat16"}
 
 
 def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
@@ -415,7 +445,7 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
 
 
 def read_model(config: EngineConfig) -> dict[str, Any]:
-    """The model's config.json, checked against the engine's layout.
+    """The model's config.json, checked against the engine's layout; of a model with a vision tower with the language model's fields in it, too.
 
     Raises:
         ValueError: no such file, a model that megarl does not support, or sizes that the parallel sizes do not divide.
@@ -429,7 +459,8 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
         attention_data_parallel_size=config.attention_data_parallel_size,
     )
     check_rollout_model(sizes, read_model_config(config.model_path), "rollout")
-    return json.loads(path.read_text())
+    found = json.loads(path.read_text())
+    return {**found, **found.get("text_config", {}), "model_type": found["model_type"]}
 
 
 def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
@@ -445,8 +476,30 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
         overrides["quantization_config"] = None  # synced weights have another type than the folder's
+    if model.get("model_type", "").startswith("qwen3_5"):
+        overrides |= _text_overrides(model)
+    if model.get("model_type") in SPARSE and config.device != "cuda":
+        overrides["architectures"] = [
+            "DeepseekV2ForCausalLM"
+        ]  # megarl.rollout.sglang.models.sparse_attention
     if model.get("model_type") == "gpt_oss":
         overrides["dtype"] = (
             None  # else SGLang makes some layers in the type that the folder names, not in the engine's
         )
     return overrides
+
+
+def _text_overrides(model: dict[str, Any]) -> dict[str, Any]:
+    """Qwen3.5's fields for text alone: no sections of M-RoPE, which are parts of one rotation there, and no vision tower (models/qwen3_5.py).
+
+    SGLang (0.5.21) has no default for the layers of attention, and transformers may not write them.
+    """
+    own: dict[str, Any] = {"full_attention_interval": model.get("full_attention_interval") or 4}
+    rope = model.get("rope_parameters") or {}
+    rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    if rope:
+        own |= {"rope_parameters": rope, "rope_scaling": rope}
+    if "text_config" not in model:
+        return own
+    architecture = "Qwen3_5MoeForCausalLM" if "moe" in model["model_type"] else "Qwen3_5ForCausalLM"
+    return {"architectures": [architecture], "language_model_only": True, "text_config": own}

@@ -1,7 +1,8 @@
-"""Direct preference optimization: the loop.
+"""Direct preference optimization: the loop; also of KTO, which learns from examples with labels.
 
 The reference is the policy before the first step: its log-probs of all chats are computed once, before training, so that no
-second copy of the weights is held. SimPO and ORPO have none.
+second copy of the weights is held. SimPO and ORPO have none. KTO's baseline takes a pass of the policy over a batch's prompts with other
+responses before each step.
 """
 
 from __future__ import annotations
@@ -14,22 +15,33 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.preference import WITHOUT_REFERENCE, DPOOptions, dpo_loss, ranking_metrics
+from megarl.algorithms.preference import (
+    WITHOUT_REFERENCE,
+    DPOOptions,
+    KTOOptions,
+    dpo_loss,
+    kto_baseline,
+    kto_loss,
+    labelled_metrics,
+    ranking_metrics,
+)
 from megarl.cluster import ClusterSetup
-from megarl.config import DPOConfig, DPOLossConfig
+from megarl.config import DPOConfig, DPOLossConfig, learns_rankings
+from megarl.data.labels import LabelledChats, mismatched_chats
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceChats, ranking_lengths, texts_of
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
-from megarl.trainer.stages.prompt_data import preference_keys
-from megarl.trainer.workers.dispatch import compared_chats, rows_to_share
+from megarl.trainer.stages.prompt_data import labelled_keys, preference_keys
+from megarl.trainer.workers.dispatch import compared_chats, labels, rows_to_share
 
 
 def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model, data = read_model(config), config.data
-    training, validation = load_preferences(config)
+    labelled = not learns_rankings(config)
+    training, validation = load_labelled(config) if labelled else load_preferences(config)
 
     def loader_of(table: pa.Table) -> TableLoader:
         return TableLoader(SimpleNamespace(table=table), data.train_batch_size, data.shuffle, data.seed)
@@ -38,17 +50,18 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     dropped, per_epoch = training.num_dropped, len(loader_of(training.table))
     notes = [f"left out {dropped} rows over data.max_length"] if dropped else []
     with open_ranks(config, cluster_setup, "dpo", model, counts, per_epoch, notes) as ranks:
-        compared = without_reference
-        if config.dpo.loss_type not in WITHOUT_REFERENCE:
-            compared = partial(with_reference, ranks)
+        compared = partial(labelled_with_reference if labelled else with_reference, ranks)
+        if config.dpo.loss_type in WITHOUT_REFERENCE:
+            compared = without_reference
+        step, check = (train_labelled, validate_labelled) if labelled else (train_batch, validate)
         with ranks.run.status("the reference's log-probs"):
             table = compared(training.table)
             held_out = None if validation is None else compared(validation.table)
         return run_steps(
             ranks,
             loader_of(table),
-            update=partial(train_batch, ranks, config.dpo),
-            validate=None if held_out is None else partial(validate, ranks, config.dpo, held_out),
+            update=partial(step, ranks, config.dpo),
+            validate=None if held_out is None else partial(check, ranks, config.dpo, held_out),
         )
 
 
@@ -76,9 +89,27 @@ def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChat
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
 
 
-def chat_sums(ranks: Ranks, rankings: pa.Table) -> np.ndarray:
-    """The policy's log-prob of the trained tokens of each chat of any number of rankings: [chats]."""
-    chats = texts_of(rankings)
+def load_labelled(config: DPOConfig) -> tuple[LabelledChats, LabelledChats | None]:
+    """The training and the validation examples of KTO. ValueError: names the file or row that is wrong."""
+    data = config.data
+    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
+
+    def dataset(files: str | tuple[str, ...]) -> LabelledChats:
+        return LabelledChats(
+            files if isinstance(files, str) else list(files),
+            tokenizer,
+            max_length=data.max_length,
+            keys=labelled_keys(data),
+            truncation=data.truncation,
+            chat_template_kwargs=data.apply_chat_template_kwargs,
+            tools_key=data.tools_key,
+        )
+
+    return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
+
+
+def chat_sums(ranks: Ranks, chats: pa.Table) -> np.ndarray:
+    """The policy's log-prob of the trained tokens of each of any number of chats (`input_ids`, `loss_mask`): [chats]."""
     # Data parallel ranks get equal numbers of chats: copies of the shortest one fill up.
     filling = chats.slice(int(list_lengths(chats, "input_ids").argmin()), 1)
     missing = rows_to_share(chats.num_rows, ranks.role.layout) - chats.num_rows
@@ -96,7 +127,7 @@ def chat_sums(ranks: Ranks, rankings: pa.Table) -> np.ndarray:
 def with_reference(ranks: Ranks, rankings: pa.Table) -> pa.Table:
     """The rankings with the current policy's log-prob of each chat as `ref_log_probs`."""
     bounds = np.cumsum([0, *(len(own) for own in rankings["scores"])])
-    sums = chat_sums(ranks, rankings)
+    sums = chat_sums(ranks, texts_of(rankings))
     lists = [sums[a:b].tolist() for a, b in itertools.pairwise(bounds)]
     return rankings.append_column("ref_log_probs", pa.array(lists, pa.list_(pa.float32())))
 
@@ -115,9 +146,40 @@ def train_batch(ranks: Ranks, how: DPOLossConfig, batch: pa.Table) -> dict[str, 
 def validate(ranks: Ranks, how: DPOLossConfig, rankings: pa.Table) -> dict[str, float]:
     """Loss, accuracy, margin and implicit rewards on any number of held-out rankings."""
     pairs, reference = compared_chats(rankings)
-    log_ratios = torch.from_numpy(chat_sums(ranks, rankings)).float() - reference
-    count, masks = rankings.num_rows, texts_of(rankings)["loss_mask"].to_pylist()
+    chats = texts_of(rankings)
+    log_ratios = torch.from_numpy(chat_sums(ranks, chats)).float() - reference
+    count, masks = rankings.num_rows, chats["loss_mask"].to_pylist()
     lengths = torch.tensor([float(sum(mask)) for mask in masks])
     options = DPOOptions(how.beta, how.label_smoothing, how.loss_type, how.gamma)
     _, sums = dpo_loss(log_ratios, lengths, pairs, count, options)
     return validation_metrics(ranking_metrics({name: value.item() for name, value in sums.items()}, count))
+
+
+def labelled_with_reference(ranks: Ranks, examples: pa.Table) -> pa.Table:
+    """The examples with the current policy's log-probs of their chats and of those with other responses: `ref_log_prob`, `ref_kl_log_prob`."""
+    for name, chats in (("ref_log_prob", examples), ("ref_kl_log_prob", mismatched_chats(examples))):
+        examples = examples.append_column(name, pa.array(chat_sums(ranks, chats), pa.float32()))
+    return examples
+
+
+def baseline_of(ranks: Ranks, examples: pa.Table) -> float:
+    """KTO's baseline of a batch, by the current policy."""
+    sums = chat_sums(ranks, mismatched_chats(examples)) - examples["ref_kl_log_prob"].to_numpy()
+    return kto_baseline(torch.from_numpy(sums))
+
+
+def train_labelled(ranks: Ranks, how: DPOLossConfig, batch: pa.Table) -> dict[str, float]:
+    """One optimizer step on KTO's mean loss over all examples of the batch."""
+    lengths = list_lengths(batch, "input_ids")
+    return ranks.call("train_labelled", batch, lengths, how, baseline_of(ranks, batch))[0]
+
+
+def validate_labelled(ranks: Ranks, how: DPOLossConfig, examples: pa.Table) -> dict[str, float]:
+    """Loss, baseline and implicit rewards of any number of held-out examples."""
+    desirable, reference = labels(examples)
+    log_ratios = torch.from_numpy(chat_sums(ranks, examples)).float() - reference
+    options = KTOOptions(how.beta, how.desirable_weight, how.undesirable_weight)
+    baseline, count = baseline_of(ranks, examples), examples.num_rows
+    _, sums = kto_loss(log_ratios, desirable, baseline, count, options)
+    found = labelled_metrics({name: value.item() for name, value in sums.items()}, count, baseline)
+    return validation_metrics(found)

@@ -34,6 +34,7 @@ def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the reward model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     # Mistakes in the data are found before any process starts.
     model, data = read_model(config, "value"), config.data
+    check_class(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     training, validation = load_preferences(config, data.train_files, tokenizer), None
     if data.val_files is not None:
@@ -150,11 +151,25 @@ def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
     """
     pad = tokenizer.pad_token_id
     return {
-        "architectures": [model.architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "architectures": [
+            model.architecture.replace("Qwen3_5For", "Qwen3_5TextFor").replace(
+                "ForCausalLM", "ForSequenceClassification"
+            )
+        ],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "pad_token_id": None if pad == tokenizer.eos_token_id else pad,
     }
+
+
+def check_class(path: str, model: ModelConfig) -> None:
+    """ValueError: transformers has no class for the reward model that would be written."""
+    if model.is_nested or model.family == "qwen3_5_moe":
+        raise ValueError(
+            f"model.path={path!r}: a reward model is written as one for sequence classification, and transformers 5.12.1 has such a class for "
+            f"qwen3_5_text models alone among Qwen3.5's, not for model_type={model.hf['model_type']!r}; take a dense language model without a "
+            "vision tower"
+        )
 
 
 def token_lists(texts: pa.Table) -> list[np.ndarray]:

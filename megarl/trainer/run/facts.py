@@ -29,13 +29,12 @@ from megarl.cluster import ResourcePool
 from megarl.cluster.hosts import on_node
 from megarl.config import (
     BatchPlan,
-    DPOConfig,
-    RMConfig,
     TrainConfig,
     TuningBatchPlan,
     TuningConfig,
     batch_summary,
     batch_table,
+    learns_rankings,
     needs_reference,
     needs_rules,
     save_batch_plan,
@@ -188,7 +187,7 @@ def supervised_facts(
     config: TuningConfig, model: ModelConfig, training: int, validation: int | None
 ) -> Facts:
     """The facts of supervised training. `training`, `validation`: the number of examples; None: there are none."""
-    noun = "rankings" if isinstance(config, RMConfig | DPOConfig) else "examples"
+    noun = "rankings" if learns_rankings(config) else "examples"
     found = {
         "model": model_text(config.model.path, model),
         "data": data_text(config.data.train_files, training, noun),

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages, part_spread
+from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages
+from megarl.algorithms.comparisons import part_spread
 from megarl.algorithms.kl import (
     FixedKLController,
     KLController,
@@ -18,12 +19,15 @@ from megarl.algorithms.kl import (
     apply_kl_penalty,
     make_kl_controller,
     place_scores,
+    place_steps,
 )
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
 from megarl.algorithms.ragged import segment_sum
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
+from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
-from megarl.data.trajectories import append_column, from_ragged, ragged
+from megarl.data.trajectories import append_column, environment_notes, from_ragged, ragged
+from megarl.trainer.stages.step_scores import flat_steps
 
 
 @dataclass
@@ -87,7 +91,10 @@ def compute_batch_advantages(
 
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
-            need: `ref_log_probs`, `values`, `baseline_score`, named rewards.
+            need: `ref_log_probs`, `values`, `baseline_score`, named rewards; scores of steps where the reward gives any.
+
+    Raises:
+        ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
     """
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
@@ -102,6 +109,14 @@ def compute_batch_advantages(
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, offsets, algorithm, kl, batch.num_rows)
     metrics |= found
+    steps = flat_steps(batch, offsets)
+    if steps is not None:
+        if algorithm.adv_estimator == "gdpo":
+            raise ValueError(
+                "algorithm.adv_estimator='gdpo' compares named numbers of the reward, and would not see the scores of steps that it gives; "
+                "leave `steps` out of the reward's result, or choose another estimator"
+            )
+        rewards = rewards + place_steps(*steps, mask, offsets)
     baselines = None
     if "baseline_score" in batch.column_names:
         baselines = torch.tensor(batch["baseline_score"].to_numpy())
@@ -117,15 +132,19 @@ def compute_batch_advantages(
         parts = torch.tensor(np.stack([batch[name].to_numpy() for name in names], axis=1))
         spread = part_spread(parts[scored], [uid for uid, there in zip(uids, scored, strict=True) if there])
         metrics |= {f"reward/{name}_std": value for name, value in zip(weights, spread, strict=True)}
+    turns = turns_of(batch, offsets)
+    if algorithm.adv_estimator == "gigpo" and turns is not None:
+        metrics["critic/shared_states"] = shared_states(mask, offsets, turns, uids)
     result = compute_advantages(
         algorithm.adv_estimator,
-        AdvantageBatch(rewards, mask, offsets, column.get("values"), uids, baselines, parts),
+        AdvantageBatch(rewards, mask, offsets, column.get("values"), uids, baselines, parts, turns),
         AdvantageOptions(
             algorithm.gamma,
             algorithm.lam,
             algorithm.whiten_advantages,
             algorithm.norm_adv_by_std_in_grpo,
             tuple(map(float, weights.values())),
+            algorithm.step_advantage_weight,
         ),
     )
     truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"].to_pylist()])
@@ -144,6 +163,22 @@ def compute_batch_advantages(
         if values is not None:
             batch = append_column(batch, name, (values.numpy(), offsets.numpy()))
     return batch, metrics
+
+
+def turns_of(batch: pa.Table, offsets: torch.Tensor) -> Turns | None:
+    """The turns that the environment's notes tell of, one of each trajectory that has no more; None: they do not tell of all."""
+    if "environment_notes" not in batch.column_names:
+        return None
+    starts: list[int] = []
+    states: list[str] = []
+    rows = zip(offsets.tolist(), batch["num_turns"].to_pylist(), environment_notes(batch), strict=False)
+    for start, num_turns, notes in rows:
+        if num_turns > max(1, len(notes.turns)):  # of trajectories that an earlier version has written
+            return None
+        for place, state in notes.turns or ((0, ""),):
+            starts.append(start + place)
+            states.append(state)
+    return Turns(torch.tensor(starts, dtype=torch.int64), states)
 
 
 def _token_rewards(

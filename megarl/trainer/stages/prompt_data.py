@@ -21,6 +21,7 @@ from megarl.config import (
     val_set_sampling,
 )
 from megarl.data.files import resolve_files
+from megarl.data.labels import LabelledKeys
 from megarl.data.loader import BatchLoader, Feed, MixtureFeed, TableFeed
 from megarl.data.preferences import PreferenceKeys
 from megarl.data.prompts import ANSWER_KEY, SOURCE_KEY, PromptDataset, PromptReader
@@ -81,6 +82,17 @@ def preference_keys(data: RMDataConfig | DPODataConfig, margin: str | None = Non
         responses=data.responses_key,
         ranks=data.ranks_key,
         scores=data.scores_key,
+    )
+
+
+def labelled_keys(data: DPODataConfig) -> LabelledKeys:
+    """The columns of examples with labels, and of pairs."""
+    return LabelledKeys(
+        prompt=data.prompt_key,
+        response=data.response_key,
+        label=data.label_key,
+        chosen=data.chosen_key,
+        rejected=data.rejected_key,
     )
 
 

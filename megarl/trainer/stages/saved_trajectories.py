@@ -18,9 +18,11 @@ from megarl.data.trajectories import (
 )
 from megarl.trainer.stages.advantages import SCORED_MASK
 from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY, REWARD_PART
+from megarl.trainer.stages.step_scores import STEP_SCORES
 
 # The columns that learning reads; the others of the file are computed again.
-_COLUMNS = (*TRAJECTORY_SCHEMA.names, *CARRIED, "score", OVERLONG_PENALTY, BASELINE_SCORE)
+_SCORES = ("score", OVERLONG_PENALTY, BASELINE_SCORE, STEP_SCORES)
+_COLUMNS = (*TRAJECTORY_SCHEMA.names, *CARRIED, *_SCORES)
 
 
 def step_file(folder: str | Path, step: int) -> Path:

@@ -33,6 +33,7 @@ from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.reward_model import ModelScores, RewardModelInputs, score_with_model
 from megarl.trainer.stages.rollouts import GREEDY
+from megarl.trainer.stages.step_scores import step_sums, with_step_scores
 from megarl.util.files import naming
 
 ERRORS_FILE = "reward_errors.jsonl"
@@ -141,6 +142,8 @@ class Rewards:
         scores = {}
         if self.rule_weight:  # the death of a process ends the wait
             scores = self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
+        weight = 1.0 if by_model is None else self.rule_weight
+        table = with_step_scores(table, scores, self.tokenizer, weight)
         scored = join_scores(table, scores)
         if by_model is not None:
             scored = mix_scores(scored, by_model, self.rule_weight, self.model_weight)
@@ -224,7 +227,7 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
     given = [0.0 if score is None or score.score is None else score.score for score in found]
     values = np.where(np.isnan(own), given, own).astype(np.float32)
     each = [
-        {**note.numbers, **({} if score is None else score.numbers)}
+        {**note.numbers, **({} if score is None else {**score.numbers, **_of_steps(score)})}
         for note, score in zip(told, found, strict=True)
     ]
     names = sorted({name for row in each for name in row})
@@ -232,6 +235,12 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
     preds = [None if score is None else score.notes.get("pred") for score in found]
     failed = np.array([error is not None for error in errors], dtype=np.bool_)
     return Scored(append_column(without_tokens(table, failed), "score", values), numbers, preds, errors)
+
+
+def _of_steps(score: Score) -> dict[str, float]:
+    """The number of steps, and their mean score; {}: there are none."""
+    given = [value for _, value in score.steps]
+    return {"num_steps": float(len(given)), "step_score": float(np.mean(given))} if given else {}
 
 
 def refuse_if_all_failed(scored: Scored) -> None:
@@ -342,7 +351,7 @@ def with_baselines(scored: Scored, greedy: np.ndarray) -> Scored:
         greedy: rows of greedy answers [rows], one of each prompt.
     """
     answers, baselines = scored.take(np.flatnonzero(~greedy)), scored.take(np.flatnonzero(greedy))
-    values = np.where(baselines.failed, np.nan, baselines.scores)
+    values = np.where(baselines.failed, np.nan, baselines.scores + step_sums(baselines.table))
     by_prompt = dict(zip(baselines.table["prompt_uid"].to_pylist(), values, strict=True))
     baseline = np.array([by_prompt[uid] for uid in answers.table["prompt_uid"].to_pylist()])
     lost = np.isnan(baseline)

@@ -323,6 +323,13 @@ def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[
     return _pairs(chosen)[0], torch.tensor(reference, dtype=torch.float32)
 
 
+def labels(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of these examples are desirable [rows] (bool), and each one's `ref_log_prob` [rows] (float32)."""
+    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
+    reference = torch.tensor(chosen["ref_log_prob"].to_pylist(), dtype=torch.float32)
+    return torch.tensor(chosen["desirable"].to_pylist(), dtype=torch.bool), reference
+
+
 def _pairs(rankings: pa.Table) -> tuple[Pairs, torch.Tensor]:
     """The pairs of the rankings' sequences by their scores, and the number of each ranking's sequences [rankings]."""
     scores = rankings["scores"].to_pylist()

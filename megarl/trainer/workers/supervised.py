@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from megarl.algorithms.metrics import prediction_metrics
-from megarl.algorithms.preference import DPOOptions, Pairs, dpo_loss, preference_loss, ranking_metrics
+from megarl.algorithms.preference import (
+    DPOOptions,
+    KTOOptions,
+    Pairs,
+    dpo_loss,
+    kto_loss,
+    labelled_metrics,
+    preference_loss,
+    ranking_metrics,
+)
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
 from megarl.data.preferences import ranking_lengths, texts_of
+from megarl.data.trajectories import list_lengths
 from megarl.megatron.build import runnable
 from megarl.megatron.heads.outputs import value_head
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks, text_values
-from megarl.megatron.step import Head, forward_only
+from megarl.megatron.step import Head, StepResult, forward_only
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
-from megarl.trainer.workers.dispatch import ModelSpec, compared_chats, compared_texts
+from megarl.trainer.workers.dispatch import ModelSpec, compared_chats, compared_texts, labels
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.scalar_heads import RewardModelWorker
 
@@ -94,7 +105,8 @@ class RMWorker(RewardModelWorker):
             return preference_loss(rewards, pairs, margins, table.num_rows)
 
         side = (texts_of, self.pack_texts, compared_texts)
-        return _train_compared(self, table, shares, side, value_head, loss)
+        result = _train_compared(self, table, shares, side, value_head, loss)
+        return _metrics(ranking_metrics(result.stats, table.num_rows), result, ranking_lengths(table).sum())
 
 
 class DPOWorker(ModelWorker):
@@ -121,7 +133,31 @@ class DPOWorker(ModelWorker):
             return dpo_loss(log_ratios, lengths, pairs, table.num_rows, options)
 
         side = (texts_of, self.pack_examples, compared_chats)
-        return _train_compared(self, table, shares, side, self.lm_head(), loss)
+        result = _train_compared(self, table, shares, side, self.lm_head(), loss)
+        return _metrics(ranking_metrics(result.stats, table.num_rows), result, ranking_lengths(table).sum())
+
+    def train_labelled(
+        self, table: pa.Table, shares: list[Share], how: DPOLossConfig, baseline: float
+    ) -> dict[str, float]:
+        """One optimizer step on KTO's loss of all examples of the table.
+
+        Args:
+            table: `LABELLED_SCHEMA`, and `ref_log_prob`: of each chat its reference's log-prob.
+            shares: rows of the table.
+            baseline: of the batch (`kto_baseline`).
+        """
+        options = KTOOptions(how.beta, how.desirable_weight, how.undesirable_weight)
+
+        def loss(
+            output: torch.Tensor, batch: PackedBatch, desirable: torch.Tensor, reference: torch.Tensor
+        ) -> LossAndSums:
+            log_ratios = chat_sums(output[:, 0], batch, self.context_group) - reference
+            return kto_loss(log_ratios, desirable, baseline, table.num_rows, options)
+
+        side = (_rows_of, self.pack_examples, labels)
+        result = _train_compared(self, table, shares, side, self.lm_head(), loss)
+        metrics = labelled_metrics(result.stats, table.num_rows, baseline)
+        return _metrics(metrics, result, list_lengths(table, "input_ids").sum())
 
 
 def _train_compared(
@@ -130,13 +166,13 @@ def _train_compared(
     shares: list[Share],
     side: tuple[Callable, Callable, Callable],
     head: Head,
-    loss_of: Callable[[torch.Tensor, PackedBatch, Pairs, torch.Tensor], LossAndSums],
-) -> dict[str, float]:
-    """One optimizer step on a loss that compares the sequences of each ranking; the step's metrics.
+    loss_of: Callable[[torch.Tensor, PackedBatch, Any, torch.Tensor], LossAndSums],
+) -> StepResult:
+    """One optimizer step on a loss of whole sequences, such as one that compares those of each ranking.
 
     Args:
-        side: from rows of the table to their sequences; packs these; gives the pairs and the numbers that the loss compares.
-        loss_of: the loss and its sums, of a micro-batch's outputs, pairs and numbers.
+        side: from rows of the table to their sequences; packs these; gives the pairs (or labels) and the numbers that the loss compares.
+        loss_of: the loss and its sums, of a micro-batch's outputs, pairs (or labels) and numbers.
     """
     share = shares[worker.coords.dp]
     sequences_of, pack, compared_of = side
@@ -152,12 +188,20 @@ def _train_compared(
         # Every context parallel rank computes the full loss, and their gradients are summed.
         return total / cp, {name: value / cp for name, value in sums.items()}
 
-    result = worker.train(batches, head, loss)
-    metrics = {**ranking_metrics(result.stats, table.num_rows), **result.numbers()}
+    return worker.train(batches, head, loss)
+
+
+def _metrics(means: dict[str, float], result: StepResult, num_tokens: int) -> dict[str, float]:
+    """A step's metrics; `means`: of its loss."""
+    found = {**means, **result.numbers()}
     return {
-        **{f"train/{name}": value for name, value in metrics.items()},
-        "perf/tokens": float(ranking_lengths(table).sum()),
+        **{f"train/{name}": value for name, value in found.items()},
+        "perf/tokens": float(num_tokens),
     }
+
+
+def _rows_of(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    return table.take(pa.array(rows, pa.int64()))
 
 
 def chat_sums(values: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -91,10 +91,12 @@ def test_a_distributed_checkpoint_is_written_anew(tmp_path, model):
     assert compare(str(tmp_path / "there"), str(tmp_path / "again")).equal
 
 
-@pytest.mark.parametrize("via", ["hf", "megatron"])
-def test_float8_becomes_what_it_stands_for(tmp_path, via):
+@pytest.mark.parametrize(
+    ("family", "via"), [("deepseek_v3", "hf"), ("deepseek_v3", "megatron"), ("deepseek_v32", "megatron")]
+)
+def test_float8_becomes_what_it_stands_for(tmp_path, family, via):
     folder = make_tiny_model(
-        tmp_path / "hf", ["one"], vocab_size=300, hidden_size=64, family="deepseek_v3", dtype="bfloat16"
+        tmp_path / "hf", ["one"], vocab_size=300, hidden_size=64, family=family, dtype="bfloat16"
     )
     original = json.loads((folder / "config.json").read_text())
     expected = quantise(folder, (24, 24))
@@ -107,7 +109,7 @@ def test_float8_becomes_what_it_stands_for(tmp_path, via):
     written = load_file(out / "model.safetensors")
     assert written.keys() == expected.keys()
     for name, tensor in expected.items():
-        dtype = torch.float32 if "correction_bias" in name else torch.bfloat16
+        dtype = torch.float32 if "correction_bias" in name or ".k_norm." in name else torch.bfloat16
         assert written[name].dtype == dtype and torch.equal(written[name], tensor.to(dtype)), name
     assert json.loads((out / "config.json").read_text()) == original
     assert compare(str(folder), str(out)).equal
@@ -383,3 +385,19 @@ def test_what_rounds_to_the_largest_value_and_what_was_infinite_before_is_kept(t
     assert target[0].isinf() and target[1].isnan() and target[2] == 2
     with pytest.raises(ValueError, match=r"here: w has values up to 3.4e\+38, bfloat16 holds none above"):
         narrow_into(target.bfloat16(), torch.tensor([0.0, 3.4e38, 1.0]), "here", "w")
+
+
+def test_a_vision_tower_comes_from_the_folder_that_is_named(tmp_path: Path) -> None:
+    """A Megatron checkpoint holds the language model alone."""
+    model, back = tmp_path / "model", tmp_path / "back"
+    make_tiny_model(model, ["one two"], family="qwen3_5_moe", vision=True, num_mtp_layers=1, vocab_size=300)
+    convert(str(model), str(tmp_path / "megatron"))
+    with pytest.raises(ValueError, match=r"no weights of it \(model\.visual\.\*\) here; .*--hf"):
+        convert(str(tmp_path / "megatron"), str(back))
+    assert not back.exists()
+    convert(str(tmp_path / "megatron"), str(back), companions=str(model))
+    expected = load_file(model / "model.safetensors")
+    found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert compare(str(model), str(back)).equal

@@ -11,6 +11,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.models import MegatronPlace, megatron_pieces, read_model_config
+from megarl.models.config import QWEN_HYBRIDS
 from tests.checkpoints.convert import megatron
 
 FAMILIES = {
@@ -20,9 +21,13 @@ FAMILIES = {
     "qwen3": {},
     "qwen3_moe": {},
     "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
     "deepseek_v3": {},
     "glm4_moe": {},
+    "deepseek_v32": {},
     "glm4_moe_lite": {},
+    "glm_moe_dsa": {},
     "minimax_m2": {},
     "kimi_k2": {},
     "gpt_oss": {},
@@ -43,12 +48,17 @@ CASES = [
     ("qwen3_moe", "alone"),
     ("qwen3_moe", "tp2ep4"),
     ("qwen3_next", "alone"),
+    ("qwen3_5", "tp2pp2"),
+    ("qwen3_5_moe", "tp2ep4"),
     ("qwen3_next", "tp2ep4"),
     ("qwen3_next", "pp2ep2_uneven"),
     ("deepseek_v3", "tp2pp2"),
     ("deepseek_v3", "pp2ep2_uneven"),
     ("glm4_moe", "pp2vpp2dp2"),
+    ("deepseek_v32", "pp2ep2_uneven"),
     ("glm4_moe_lite", "tp2ep4"),
+    ("glm_moe_dsa", "tp2ep4"),
+    ("glm_moe_dsa", "pp2vpp2dp2"),
     ("kimi_k2", "tp2ep4"),
     ("minimax_m2", "tp2ep4"),
     ("minimax_m2", "pp2ep2_uneven"),
@@ -134,7 +144,9 @@ def test_megatron_finds_the_common_state_in_its_old_and_its_new_place(tmp_path):
     )  # Megatron-LM reorders rows of linear_qkv in what is older than 2
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 2), ("qwen3_next", 1)])
+@pytest.mark.parametrize(
+    ("family", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 2), ("qwen3_next", 1), ("qwen3_5", 1)]
+)
 def test_megatron_loads_multi_token_prediction_layers(ranks, tmp_path, family, num_layers):
     model = make(tmp_path / "hf", family, num_layers)
     convert(model, str(tmp_path / "converted"))
@@ -151,8 +163,8 @@ def test_megatron_loads_multi_token_prediction_layers(ranks, tmp_path, family, n
         mtp=True,
     )
     assert {piece.local for piece in pieces} == parameters.keys()
-    later = "mtp." if family == "qwen3_next" else "model.layers.4."  # the first layer after the model's own
-    assert sum(piece.tensor.startswith(later) for piece in pieces) > 20
+    later = "mtp." if family in QWEN_HYBRIDS else "model.layers.4."  # the first layer after the model's own
+    assert sum(piece.tensor.startswith(later) for piece in pieces) > (20 if config.moe else 12)
     for piece in pieces:
         values = parameters[piece.local][piece.local_box.slices]
         assert torch.equal(values, weights[piece.tensor][piece.box.slices]), piece

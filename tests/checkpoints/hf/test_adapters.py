@@ -164,10 +164,20 @@ def test_adapters_that_differ_are_not_loaded_as_shared_ones(tmp_path, tiny_model
         ("glm4_moe", LoraConfig(rank=2, exclude_modules=("*.experts.*", "model.layers.2.*"))),
         ("deepseek_v3", LoraConfig(rank=2, target_modules=("model.layers.[02].mlp.*", "q_b_proj"))),
         ("minimax_m2", LoraConfig(rank=2, alpha=3, use_rslora=True)),
+        ("glm_moe_dsa", LoraConfig(rank=2, alpha=6)),
         # of other families PEFT 0.21 wraps routers so that their models cannot read the router's bias
         ("qwen3_moe", LoraConfig(rank=2, target_modules=("all-linear", "gate"))),
     ],
-    ids=["qwen3_moe", "deepseek_v3", "glm4_moe", "without_experts", "some_layers", "minimax_m2", "routers"],
+    ids=[
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "without_experts",
+        "some_layers",
+        "minimax_m2",
+        "glm_moe_dsa",
+        "routers",
+    ],
 )
 def test_peft_makes_of_mixtures_of_experts_what_the_formulas_say(tmp_path, tiny_model, family, lora):
     model = tiny_model(family).folder

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.checkpoints.hf.export import ExportPlan, write_hf_checkpoint
 from megarl.layout.grid import ParallelLayout
@@ -34,9 +34,13 @@ def export(source, target, layout, dtype=torch.float32, ranks=None, **options):
         "qwen2",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
         "deepseek_v3",
+        "deepseek_v32",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "minimax_m2",
         "gpt_oss",
     ],
@@ -62,6 +66,46 @@ def test_what_was_loaded_comes_back_bit_for_bit(tmp_path, tiny_model, family, la
         assert again == model.config
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_vision_tower_comes_along_as_it_is(tmp_path, tiny_model, family):
+    """Beside it the language model's tensors have another prefix, and all experts of a layer one tensor."""
+    model = tiny_model(family, vision=True)
+    (model.folder / "preprocessor_config.json").write_text("{}")
+    ranks = load_all(model.folder, TWO)
+    for rank in ranks:
+        for tensor in rank.values():
+            tensor += 1
+    export(model.folder, tmp_path / "out", TWO, ranks=ranks, mtp=True)
+    expected = load_file(model.folder / "model.safetensors")
+    written = {
+        name: tensor
+        for file in (tmp_path / "out").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    assert written.keys() == expected.keys()
+    assert sum(name.startswith("model.visual.") for name in written) > 10
+    for name, tensor in written.items():
+        trained = not name.startswith(("model.visual.", "mtp."))
+        assert torch.equal(tensor, expected[name] + 1 if trained else expected[name]), name
+    assert read_model_config(str(tmp_path / "out")) == model.config
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    assert torch.equal(loaded.lm_head.weight, written["lm_head.weight"])
+
+
+def test_a_vision_tower_without_weights_is_refused(tmp_path, tiny_model):
+    source = shutil.copytree(tiny_model("qwen3_5", vision=True).folder, tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    text = {name: tensor for name, tensor in tensors.items() if "visual" not in name}
+    save_file(text, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"config\.json has a vision tower .* and there are no weights of it"
+    ):
+        export(source, tmp_path / "out", ONE)
+    assert not (tmp_path / "out").exists()
+
+
 def test_kept_prediction_layers_repeat_the_trained_embedding(tmp_path, tiny_model):
     model = tiny_model("deepseek_v3")
     ranks = load_all(model.folder, TWO)
@@ -75,7 +119,7 @@ def test_kept_prediction_layers_repeat_the_trained_embedding(tmp_path, tiny_mode
     assert torch.equal(written[unchanged], model.state[unchanged])
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next", "qwen3_5"])
 def test_trained_prediction_layers_are_exported(tmp_path, tiny_model, family):
     model, layout = tiny_model(family), ParallelLayout(world=4, tp=2, pp=2)
     ranks = load_all(model.folder, layout, mtp=True)

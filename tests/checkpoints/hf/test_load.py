@@ -83,9 +83,10 @@ def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
     ],
     ids=["one", "tp4ep2etp2", "pp2ep2"],
 )
-def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, block, layout):
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, family, block, layout):
     """Blocks that no shard's edge meets, blocks that most shards' edges cut, and blocks larger than tensors."""
-    folder = shutil.copytree(tiny_model("deepseek_v3", dtype="bfloat16").folder, tmp_path / "hf")
+    folder = shutil.copytree(tiny_model(family, dtype="bfloat16").folder, tmp_path / "hf")
     torch.manual_seed(0)
     means = quantise(folder, block)
     config = read_model_config(str(folder))
@@ -135,7 +136,11 @@ def test_scales_that_are_missing_or_without_a_weight_are_named(tmp_path, tiny_mo
 
 @pytest.mark.parametrize(
     ("family", "projection"),
-    [("glm4_moe", "model.layers.4.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")],
+    [
+        ("glm4_moe", "model.layers.4.eh_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("qwen3_5", "mtp.fc.weight"),
+    ],
 )
 def test_prediction_layers_may_be_missing_unless_they_are_wanted(tmp_path, tiny_model, family, projection):
     folder = shutil.copytree(tiny_model(family).folder, tmp_path / "hf")

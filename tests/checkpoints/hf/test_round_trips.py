@@ -10,19 +10,23 @@ import torch
 
 from megarl.layout import make_plan
 from megarl.layout.grid import ParallelLayout
+from megarl.models.config import QWEN_HYBRIDS
 from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards, load_all, run_plan
 
-DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5")
 TIED_FAMILIES = (*DENSE_FAMILIES, "deepseek_v3", "kimi_k2")
 FAMILIES = (
     *DENSE_FAMILIES,
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5_moe",
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "kimi_k2",
     "minimax_m2",
     "gpt_oss",
@@ -119,7 +123,9 @@ def test_a_tied_head_and_queries_without_a_latent_space_reach_sglang(tiny_model)
             assert all(torch.equal(engine[rank][tensor], values) for tensor, values in expected.items())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe"]
+)
 @pytest.mark.parametrize("name", ["tp1", "tp2pp2ep2uneven", "tp2etp2ep2"])
 def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
     model = tiny_model(family)
@@ -128,7 +134,7 @@ def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
     ranks, written = empty_shards(layout), empty_shards(checkpoint)
     run_plan(make_plan(checkpoint, layout), [model.state], ranks)
     last = ranks[-1]
-    norm = "mtp.pre_fc_norm_embedding" if family == "qwen3_next" else "model.layers.4.enorm"
+    norm = "mtp.pre_fc_norm_embedding" if family in QWEN_HYBRIDS else "model.layers.4.enorm"
     assert torch.equal(last["0:mtp.layers.0.enorm.weight"], model.state[f"{norm}.weight"])
     run_plan(make_plan(layout, checkpoint), ranks, written)
     assert written[0].keys() == model.state.keys()

@@ -450,6 +450,7 @@ def test_the_model_must_fit_its_layout(rewarded: Train) -> None:
         moe=None,
         mla=None,
         delta_net=None,
+        indexer=None,
         context_length=("max_position_embeddings", 4096),
     )
     odd = SimpleNamespace(**{**vars(facts), "num_layers": 3})

@@ -30,13 +30,19 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
 
+# Keys that an estimator needs beside it.
+NEEDED = {
+    "gdpo": ["algorithm.reward_weights={score: 1.0}"],
+    "gigpo": [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"],
+}
+
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
 def test_every_estimator_with_what_it_needs(train: Train, estimator: str) -> None:
     critic = [] if estimator == "gae" else ["critic=null"]
     samples = 2 if estimator in GROUP_ESTIMATORS else 1
     sizes = [f"{ROLLOUT}.n={samples}", f"{ACTOR}.ppo_mini_batch_size=8"]
-    weights = ["algorithm.reward_weights={score: 1.0}"] if estimator == "gdpo" else []
+    weights = NEEDED.get(estimator, [])
     check_config(train(f"algorithm.adv_estimator={estimator}", *sizes, *critic, *weights))
 
 
@@ -61,7 +67,7 @@ def test_sums_are_divided_by_the_longest_response(grpo: Train) -> None:
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str) -> None:
-    weights = ["algorithm.reward_weights={score: 1.0}"] if estimator == "gdpo" else []
+    weights = NEEDED.get(estimator, [])
     sizes = [f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=16"]
     config = grpo(f"algorithm.adv_estimator={estimator}", *sizes, *weights)
     assert problems(config) == [
@@ -78,7 +84,7 @@ def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str)
         ),
         (
             ["algorithm.adv_estimator=rlo", "critic=null"],
-            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus, "
+            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gdpo, gigpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, remax, rloo; did you mean rloo?",
         ),
         (
@@ -470,8 +476,27 @@ def test_keys_of_other_preference_losses(examples: list[str]) -> None:
 
     check_config(dpo("dpo.label_smoothing=0.1"))
     check_config(dpo("dpo.loss_type=simpo", "dpo.gamma=0.5"))
-    for kind in ("ipo", "orpo", "simpo"):
+    check_config(dpo("dpo.loss_type=kto", "dpo.desirable_weight=1.5", "dpo.undesirable_weight=0.5"))
+    (line,) = problems(dpo("dpo.undesirable_weight=0.5"))
+    assert line == "dpo.undesirable_weight=0.5 is of dpo.loss_type=kto; leave it out"
+    for kind in ("ipo", "orpo", "simpo", "kto"):
         (line,) = problems(dpo(f"dpo.loss_type={kind}", "dpo.label_smoothing=0.1"))
         assert line == "dpo.label_smoothing=0.1 is of dpo.loss_type=sigmoid; leave it out"
     (line,) = problems(dpo("dpo.gamma=0.5"))
     assert line == "dpo.gamma=0.5 is of dpo.loss_type=simpo; leave it out"
+
+
+def test_turns_are_compared_where_there_are_several(grpo: Train) -> None:
+    (line,) = problems(grpo("algorithm.adv_estimator=gigpo"))
+    assert line == (
+        "algorithm.adv_estimator='gigpo' compares turns with an environment and needs actor_rollout_ref.rollout.multi_turn.enable=true; with "
+        "one turn it would be grpo: use that"
+    )
+    check_config(
+        grpo("algorithm.adv_estimator=gigpo", *NEEDED["gigpo"], "algorithm.step_advantage_weight=0.5")
+    )
+    (line,) = problems(grpo("algorithm.step_advantage_weight=0.5"))
+    assert (
+        line
+        == "algorithm.step_advantage_weight=0.5 needs adv_estimator=gigpo beside it; nothing reads it otherwise"
+    )

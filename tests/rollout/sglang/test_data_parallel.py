@@ -42,6 +42,7 @@ class Layout:
 # Latent attention of each rank's own requests; heads that are cut within groups, beside experts that are cut over both.
 LAYOUTS = [
     Layout("deepseek_v3", 2, 2, 2, head=True),
+    Layout("glm_moe_dsa", 2, 2, 2, head=True),
     Layout("qwen3_moe", 4, 2, 2, head=False),
     Layout("gpt_oss", 4, 2, 1, head=False),
 ]
@@ -171,7 +172,9 @@ def test_serves_after_its_memory_was_away(served: Served, tmp_path: Path) -> Non
     assert_serves(served.engine, other)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gpt_oss"]
+)
 def test_the_weight_tables_know_what_the_groups_hold(family: str, tmp_path: Path) -> None:
     """The layout that the tests above proved in real engines, at more sizes, against `megarl.models`."""
     folder = make_model(tmp_path, family, seed=1)

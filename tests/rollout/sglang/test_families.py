@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from examples.tiny_model import make_tiny_model
 from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
+from megarl.models.config import QWEN_HYBRIDS
 from megarl.rollout.engine import EngineConfig, SamplingParams
+from tests.fixtures.tiny_models import MTP_FAMILIES
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices
 from tests.rollout.planned import assert_as_planned
@@ -28,15 +30,23 @@ EXPERT_PARALLEL = {
     "qwen3": 1,
     "qwen3_moe": 2,
     "qwen3_next": 2,
+    "qwen3_5": 1,
+    "qwen3_5_moe": 2,
+    "qwen3_5 with vision": 1,
+    "qwen3_5_moe with vision": 2,
     "deepseek_v3": 2,
+    "deepseek_v32": 2,
     "glm4_moe": 2,
     "glm4_moe_lite": 2,
+    "glm_moe_dsa": 2,
     "minimax_m2": 2,
     "gpt_oss": 1,  # SGLang cannot load its files for more; tests/trainer/test_families.py has two
 }
+DENSE = ("qwen3", "qwen3_5", "qwen3_5 with vision")
 ALWAYS = (
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5_moe with vision",
     "deepseek_v3",
     "minimax_m2",
 )  # all that is special in the others is in one of these, too
@@ -54,17 +64,19 @@ class Family:
 
 def make_model(folder: Path, family: str, seed: int) -> Path:
     """Sizes with SGLang's special cases at TP2: a padded vocabulary, widths of no multiple of 32."""
+    family, _, vision = family.partition(" with ")
     return make_tiny_model(
         folder,
         ["some text"],
         family=family,
+        vision=bool(vision),
         vocab_size=330,
         hidden_size=64,
-        num_layers=4 if family == "qwen3_next" else 3,  # its fourth is the first with attention
+        num_layers=4 if family in QWEN_HYBRIDS else 3,  # their fourth is the first with attention
         ffn_hidden_size=80,
         max_position_embeddings=128,
         seed=seed,
-        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0,
+        num_mtp_layers=1 if family in MTP_FAMILIES and family != "qwen3_next" else 0,
         fields={"initializer_range": 0.2},
     )
 
@@ -85,16 +97,21 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
         max_total_tokens=512,
         enable_memory_saver=True,
         deterministic=OBSTACLE is None,
-        return_routed_experts=request.param != "qwen3",
+        return_routed_experts=request.param not in DENSE,
     )
     engine = EngineProcess(config, folder.parent / "engine.log").start()
     yield Family(request.param, folder, engine)
     engine.close()
 
 
+def config_of(folder: Path) -> PretrainedConfig:
+    """The language model's."""
+    return AutoConfig.from_pretrained(folder).get_text_config()
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the model's file, without those of its MTP layer, which no engine holds."""
-    layers = AutoConfig.from_pretrained(folder).num_hidden_layers
+    layers = config_of(folder).num_hidden_layers
     tensors = single_experts(load_file(folder / "model.safetensors"))
     return {
         name: value
@@ -103,10 +120,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def model_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 @torch.no_grad()
 def assert_serves(engine: EngineProcess, folder: Path) -> None:
     """The engine's greedy responses and their log-probs are those of Hugging Face with the folder's weights."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model_of(folder)
     for prompt, answer in zip(PROMPTS, engine.call("generate", PROMPTS, UIDS, GREEDY), strict=True):
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
@@ -123,9 +144,9 @@ def test_answers_as_hugging_face(family):
 
 def test_experts_are_those_of_hugging_face(family):
     """Of every token but the last, also of those that the engine's cache has from an earlier request."""
-    if family.name == "qwen3":
+    if family.name in DENSE:
         pytest.skip("the model has no experts")
-    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
+    model = model_of(family.folder)
     prompts = [[*prompt, *PROMPTS[3]] for prompt in PROMPTS]
     for _ in range(2):
         for prompt, answer in zip(
@@ -138,9 +159,9 @@ def test_experts_are_those_of_hugging_face(family):
 
 def test_experts_of_responses_that_were_interrupted(family):
     """In the middle of their prompts' and of their own tokens; they go on with the same weights."""
-    if family.name == "qwen3":
+    if family.name in DENSE:
         pytest.skip("the model has no experts")
-    model = AutoModelForCausalLM.from_pretrained(family.folder, dtype=torch.float32)
+    model = model_of(family.folder)
     sampling = replace(GREEDY, max_new_tokens=60)
     family.engine.call(take_off, PROMPTS, UIDS, sampling)
     found, open_ones = family.engine.call(interrupt_often, 0.03)
@@ -164,7 +185,7 @@ def test_a_response_has_the_same_bits_in_any_company(family):
 def test_serves_other_weights_after_a_sync(family, tmp_path):
     """What SGLang derives from its weights, as DeepSeek's absorbed projections, is renewed with them."""
     other = make_model(tmp_path / "model", family.name, seed=2)
-    config = AutoConfig.from_pretrained(other)
+    config = config_of(other)
     sync_state(
         family.engine, tmp_path, weights(other), config, TP, version=1, ep=EXPERT_PARALLEL[family.name]
     )
@@ -176,7 +197,7 @@ def test_serves_after_its_memory_was_away(family, tmp_path):
     other = make_model(tmp_path / "model", family.name, seed=3)
     family.engine.call("release_memory", ["kv_cache", "weights"])
     family.engine.call("resume_memory", ["weights"])
-    config = AutoConfig.from_pretrained(other)
+    config = config_of(other)
     sync_state(
         family.engine, tmp_path, weights(other), config, TP, version=2, ep=EXPERT_PARALLEL[family.name]
     )
@@ -188,8 +209,8 @@ def test_serves_after_its_memory_was_away(family, tmp_path):
 def test_the_weight_tables_know_what_the_engine_holds(name, tmp_path):
     """The layout that the tests above proved in a real engine, at more sizes, against `megarl.models`."""
     folder = make_model(tmp_path, name, seed=1)
-    state, config = weights(folder), AutoConfig.from_pretrained(folder)
-    layouts = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 2), (4, 4)] * (name != "qwen3")
+    state, config = weights(folder), config_of(folder)
+    layouts = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 2), (4, 4)] * (name not in DENSE)
     for tp, ep in layouts:
         for rank in range(tp):
             slices, place = rank_slices(state, config, tp, rank, ep), SGLangPlace(tp, rank, ep)

@@ -81,6 +81,29 @@ def test_a_response_goes_on_with_the_weights_that_came_meanwhile(engine, sync, m
         assert ids[changed:] == hf_greedy(model_b, prompt + ids[:changed], 100 - changed)
 
 
+def take_off_and_listen(engine, prompts, uids, sampling):
+    """As `take_off`; the tokens of each response come one by one, too."""
+    engine.heard = {uid: [] for uid in uids}
+    engine.in_flight = engine.flight()
+    engine.in_flight.add(
+        [
+            engine.answer(uid, ids, sampling, heard=engine.heard[uid].append)
+            for uid, ids in zip(uids, prompts, strict=True)
+        ]
+    )
+
+
+def test_tokens_that_are_heard_are_those_of_the_response(engine, sync, model_a):
+    sync(model_a, 150)
+    engine.call(take_off_and_listen, PROMPTS, UIDS, SAMPLING)
+    found, open_ones = engine.call(interrupt_often, 0.03)
+    assert sum(number > 0 for number in open_ones) > 1, open_ones
+    heard = engine.call("heard")
+    for generation in found:
+        parts = heard[generation.uid]
+        assert len(parts) > 5 and [token for part in parts for token in part] == list(generation.response_ids)
+
+
 def test_requests_that_come_meanwhile_wait(engine, sync, model_a, model_b):
     sync(model_a, 140)
     engine.call("begin_update", 141)

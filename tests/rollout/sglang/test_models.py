@@ -12,9 +12,12 @@ from tests.models.published import CONFIGS
 
 # In config.json: ...ForCausalLM.
 FAMILIES = (
+    "DeepseekV2",  # in the place of the next and of GlmMoeDsa where there is no GPU
+    "DeepseekV32",
     "DeepseekV3",
     "Glm4Moe",
     "Glm4MoeLite",
+    "GlmMoeDsa",
     "GptOss",
     "Llama",
     "MiniMaxM2",
@@ -22,6 +25,8 @@ FAMILIES = (
     "Qwen3",
     "Qwen3Moe",
     "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
 )
 # As a scheduler does it. The names of the models' classes, and of all files of models that were imported for them.
 SCHEDULER = """

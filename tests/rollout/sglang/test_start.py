@@ -243,6 +243,25 @@ def test_sglang_is_told_what_transformers_does_not_write():
     assert config_overrides(engine, {"model_type": "qwen3"}) == {}
 
 
+def test_engines_of_sparse_attention(monkeypatch):
+    """Without a GPU they attend to all keys, and are told so."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    model = {"model_type": "glm_moe_dsa", "index_topk": 128, "max_position_embeddings": 129}
+    (architecture,) = config_overrides(EngineConfig("folder"), model)["architectures"]
+    assert architecture == "DeepseekV2ForCausalLM"
+    assert "architectures" not in config_overrides(GPU, model)
+    with pytest.raises(ValueError, match="129 tokens are more than index_topk=128"):
+        server_arguments(EngineConfig("folder"), model)
+    gpu = replace(GPU, dtype="bfloat16", deterministic=False)
+    assert server_arguments(gpu, model)["kv_cache_dtype"] == "bfloat16"
+    for keys, message in (
+        ({"dtype": "float16"}, "rollout.dtype=float16"),
+        ({"deterministic": True}, "deterministic=true"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            server_arguments(replace(gpu, **keys), model)
+
+
 def test_the_engine_says_whether_weights_are_quantised():
     """A float8 checkpoint is served as it is; what is synced is what the engine's config says."""
     fp8, plain = {"quantization_config": {"quant_method": "fp8"}}, {"model_type": "qwen3"}

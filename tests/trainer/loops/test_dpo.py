@@ -13,9 +13,18 @@ from transformers import PreTrainedModel
 
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig, MegatronConfig, OptimConfig
-from megarl.data.preferences import PREFERENCE_CHAT_SCHEMA, ranking_lengths
+from megarl.data.labels import LABELLED_SCHEMA, mismatched
+from megarl.data.preferences import PREFERENCE_CHAT_SCHEMA, ranking_lengths, texts_of
+from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
-from megarl.trainer.loops.dpo import validate, with_reference, without_reference
+from megarl.trainer.loops.dpo import (
+    baseline_of,
+    labelled_with_reference,
+    validate,
+    validate_labelled,
+    with_reference,
+    without_reference,
+)
 from megarl.trainer.loops.supervised import Ranks
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, plan_rows
@@ -32,6 +41,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "cp2": ({"context_parallel_size": 2}, 2),
     "dp2": ({}, 2),
 }
+BASELINE = 0.7  # of KTO, in nats
 PARALLEL = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -41,6 +51,7 @@ PARALLEL = {
 HOW = DPOLossConfig(beta=0.3, label_smoothing=0.1)
 SIMPO = DPOLossConfig(beta=2.0, loss_type="simpo", gamma=0.5)
 ORPO = DPOLossConfig(beta=0.3, loss_type="orpo")
+KTO = DPOLossConfig(beta=0.3, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.8)
 CASES = [*((name, HOW) for name in LAYOUTS), ("cp2", SIMPO), ("dp2", SIMPO), ("pp2", ORPO), ("cp2", ORPO)]
 
 
@@ -62,6 +73,16 @@ def make_rankings() -> pa.Table:
     table = pa.Table.from_pylist(rows, schema=PREFERENCE_CHAT_SCHEMA)
     reference = [(-6.0 * np.array([sum(mask) for mask in row["loss_mask"]])).tolist() for row in rows]
     return table.append_column("ref_log_probs", pa.array(reference, pa.list_(pa.float32())))
+
+
+def make_examples() -> pa.Table:
+    """The rankings' chats by themselves, every third one undesirable; the reference's log-probs are arbitrary."""
+    chats = texts_of(make_rankings())
+    tokens = [sum(mask) for mask in chats["loss_mask"].to_pylist()]
+    labels = [row % 3 != 0 for row in range(chats.num_rows)]
+    columns = {"uid": list(map(str, labels)), **{name: chats[name] for name in chats.column_names}}
+    table = pa.table({**columns, "desirable": labels}).cast(LABELLED_SCHEMA)
+    return table.append_column("ref_log_prob", pa.array([-6.0 * count for count in tokens], pa.float32()))
 
 
 def pair_loss(better: torch.Tensor, worse: torch.Tensor, how: DPOLossConfig) -> torch.Tensor:
@@ -99,6 +120,26 @@ def by_formula(model: PreTrainedModel, table: pa.Table, how: DPOLossConfig) -> f
     return loss.item()
 
 
+def log_ratio(model: PreTrainedModel, ids: list[int], mask: list[bool], reference: float) -> torch.Tensor:
+    logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(mask[1:])].sum() - reference
+
+
+def kto_by_formula(model: PreTrainedModel, table: pa.Table) -> float:
+    """arXiv:2402.01306, an example at a time; leaves its gradient in the model."""
+    model.zero_grad()
+    losses = []
+    for row in table.to_pylist():
+        ratio = log_ratio(model, row["input_ids"], row["loss_mask"], row["ref_log_prob"])
+        if row["desirable"]:
+            losses.append(1.5 * (1 - torch.sigmoid(0.3 * (ratio - BASELINE))))
+        else:
+            losses.append(0.8 * (1 - torch.sigmoid(0.3 * (BASELINE - ratio))))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return loss.item()
+
+
 def _train(
     rank: int,
     world: int,
@@ -112,7 +153,10 @@ def _train(
     megatron = MegatronConfig(**sizes, use_distributed_optimizer=False)
     spec = ModelSpec(folder, "lm", megatron, OptimConfig(lr=1e-6, clip_grad=0.0), 10, timeout=60.0)
     worker = DPOWorker(info, spec)
-    metrics = worker.train_preferences(table, shares, how)
+    if how.loss_type == "kto":
+        metrics = worker.train_labelled(table, shares, how, BASELINE)
+    else:
+        metrics = worker.train_preferences(table, shares, how)
     pieces = megatron_layout(worker.config, worker.layout, "lm").pieces(rank)
     return metrics, Rank(worker.layout, worker.chunks, pieces).gradients()
 
@@ -146,13 +190,32 @@ def test_loss_and_gradient_are_the_papers_in_every_layout(
         assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> None:
-    """Ten chats on three data parallel ranks, which share out twelve; at the reference the loss is log 2."""
-    folder, model = saved
+@pytest.mark.parametrize("name", ["dp2", "pp2", "cp2"])
+def test_ktos_loss_and_gradient_are_the_papers_in_every_layout(ranks: RankPool, saved, name: str) -> None:
+    (sizes, world), (folder, model) = LAYOUTS[name], saved
+    table = make_examples()
+    layout = ParallelLayout(world=world, **{PARALLEL[key]: value for key, value in sizes.items()})
+    shares = plan_rows(list_lengths(table, "input_ids"), layout, max_tokens=30)
+    loss = kto_by_formula(model, table)
+    results = ranks.run(_train, sizes, folder, table, shares, KTO, world=world)
+    check_gradients(model, [gradients for _, gradients in results])
+    for metrics, _ in results:
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)
+        assert metrics["train/kl_baseline"] == BASELINE
+
+
+def ranks_of_three(ranks: RankPool, folder: str) -> Ranks:
+    """Three data parallel ranks with the saved model."""
     call = lambda name, table, shares: ranks.run(_log_probs, folder, table, shares, world=3)  # noqa: E731
     run = SimpleNamespace(put=lambda table: table, wait=lambda results: results)
     role = Role(SimpleNamespace(call=call), ParallelLayout(world=3), MicroBatching(1, 50, None))
-    ours = Ranks(None, run, role, 1)
+    return Ranks(None, run, role, 1)
+
+
+def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> None:
+    """Ten chats on three data parallel ranks, which share out twelve; at the reference the loss is log 2."""
+    folder, model = saved
+    ours = ranks_of_three(ranks, folder)
     table = with_reference(ours, make_rankings().drop_columns(["ref_log_probs"]))
     for row in table.to_pylist():
         for ids, mask, found in zip(row["input_ids"], row["loss_mask"], row["ref_log_probs"], strict=True):
@@ -163,3 +226,32 @@ def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> Non
     metrics = validate(ours, HOW, table)
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert metrics["val/margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_baseline_is_of_responses_to_other_prompts(ranks: RankPool, saved) -> None:
+    """At the reference it is 0, and the loss half of the weights; else the mean of the model's log-ratios, where that is positive."""
+    folder, model = saved
+    ours = ranks_of_three(ranks, folder)
+    examples = mismatched(make_examples().drop_columns(["ref_log_prob"]), 99)
+    table = labelled_with_reference(ours, examples)
+    metrics = validate_labelled(ours, KTO, table)
+    desirable = examples["desirable"].to_pylist()
+    weights = [KTO.desirable_weight if label else KTO.undesirable_weight for label in desirable]
+    assert metrics["val/loss"] == pytest.approx(np.mean(weights) / 2, abs=1e-5)
+    assert metrics["val/kl_baseline"] == pytest.approx(0.0, abs=1e-5)
+    shift = np.arange(table.num_rows) - 3.0
+    for sign in (1, -1):
+        own = table.set_column(
+            table.column_names.index("ref_kl_log_prob"),
+            "ref_kl_log_prob",
+            pa.array(table["ref_kl_log_prob"].to_numpy() - sign * shift, pa.float32()),
+        )
+        with torch.no_grad():
+            ratios = [
+                log_ratio(model, row["kl_input_ids"], row["kl_loss_mask"], row["ref_kl_log_prob"]).item()
+                for row in own.to_pylist()
+            ]
+        assert baseline_of(ours, own) == pytest.approx(max(0.0, np.mean(ratios)), abs=1e-4)
+        assert validate_labelled(ours, KTO, own)["val/kl_baseline"] == pytest.approx(
+            max(0.0, sign * shift.mean()), abs=1e-4
+        )

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -21,7 +22,7 @@ from megarl.data.preferences import PREFERENCE_SCHEMA, ranking_lengths
 from megarl.data.tokenizer import load_tokenizer
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.loops.rm import classifier_fields
+from megarl.trainer.loops.rm import check_class, classifier_fields
 from megarl.trainer.stages.reward_model import (
     AS_IT_IS,
     FILE,
@@ -234,6 +235,21 @@ def test_padding_that_is_the_end_token_is_not_named(folders: dict[str, Path]) ->
     assert fields["pad_token_id"] == tokenizer.pad_token_id is not None
     tokenizer.pad_token = tokenizer.eos_token
     assert classifier_fields(config, tokenizer)["pad_token_id"] is None
+
+
+def test_a_reward_model_without_a_class_in_transformers_is_refused(tmp_path: Path) -> None:
+    """Of Qwen3.5's a dense language model alone has one."""
+    for number, (family, vision) in enumerate((("qwen3_5", True), ("qwen3_5_moe", False))):
+        folder = make_tiny_model(tmp_path / str(number), ["some text"], family=family, vision=vision)
+        with pytest.raises(
+            ValueError, match=r"transformers 5\.12\.1 has such a class for qwen3_5_text models alone"
+        ):
+            check_class(str(folder), read_model_config(str(folder)))
+    folder = make_tiny_model(tmp_path / "text", ["some text"], family="qwen3_5")
+    config = read_model_config(str(folder))
+    check_class(str(folder), config)
+    (name,) = classifier_fields(config, load_tokenizer(folder))["architectures"]
+    assert name == "Qwen3_5TextForSequenceClassification" and hasattr(transformers, name)
 
 
 def test_reference_answers_have_mean_zero() -> None:

@@ -187,6 +187,8 @@ def test_tuning_says_how_many_examples(tmp_path: Path) -> None:
     assert "40, each of 64 examples of at most 64 tokens" in text and "rollouts/" not in text
     config = load_config(DPOConfig, REPOSITORY / "recipes/three_stages_dpo_cpu.yaml", [])
     assert supervised_facts(config, model, 7, None)["data"].endswith(": 7 rankings")
+    config = load_config(DPOConfig, REPOSITORY / "recipes/three_stages_dpo_cpu.yaml", ["dpo.loss_type=kto"])
+    assert supervised_facts(config, model, 7, None)["data"].endswith(": 7 examples")
 
 
 def test_several_files_are_counted() -> None:

@@ -1,5 +1,6 @@
 """From scores and log-probs to advantages: what a whole batch of trajectories goes through on the controller."""
 
+import json
 import math
 
 import numpy as np
@@ -84,6 +85,32 @@ def test_named_rewards_are_compared_by_themselves() -> None:
     assert metrics["reward/short_std"] == pytest.approx(50 * math.sqrt(0.5) / 2)
     with pytest.raises(ValueError, match="no column reward_part/score, reward_part/short"):
         compute_batch_advantages(a_batch(), algorithm, FixedKLController(0.1))
+
+
+def noted(*turns: list[tuple[int, str]]) -> dict[str, list]:
+    """The columns of trajectories with these turns."""
+    notes = [json.dumps({"numbers": {}, "error": None, "turns": own}) if own else "{}" for own in turns]
+    return {"environment_notes": notes, "num_turns": [max(1, len(own)) for own in turns]}
+
+
+def test_turns_that_began_in_the_same_state_are_compared() -> None:
+    """Of p the first turns; of q the second turn of one and the only one of the other."""
+    turns = noted([(0, "a"), (1, "b")], [(0, "a")], [(0, "a"), (1, "c")], [(0, "c")])
+    algorithm = AlgorithmConfig(adv_estimator="gigpo", gamma=0.5, norm_adv_by_std_in_grpo=False)
+    table, metrics = compute_batch_advantages(a_batch(**turns), algorithm, FixedKLController(0.1))
+    # p: 1, 0 and returns 0.5, 1 | 0; q: 0, 3 and 0, 0 | 3
+    assert advantages_of(table) == [0.5 + 0.25, 0.5, -0.5 - 0.25, -1.5, -1.5 - 1.5, 1.5 + 1.5, 1.5 + 1.5]
+    assert metrics["critic/shared_states"] == pytest.approx(4 / 6)
+
+
+def test_trajectories_that_do_not_tell_of_their_turns_are_refused() -> None:
+    columns = noted([], [], [], []) | {"num_turns": [2, 1, 1, 1]}
+    algorithm = AlgorithmConfig(adv_estimator="gigpo")
+    for batch in (a_batch(**columns), a_batch()):
+        with pytest.raises(
+            ValueError, match="'gigpo' needs the turns of each trajectory; the batch has none"
+        ):
+            compute_batch_advantages(batch, algorithm, FixedKLController(0.1))
 
 
 def test_rejected_tokens_leave_the_mask_before_advantages_are_made() -> None:

@@ -1,0 +1,166 @@
+"""Agents as processes: a command is run for each task, calls the policy through the gateway, and its session becomes trajectories.
+
+The command is any program that reads its API's address and key from the environment. It finds there
+
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MEGARL_GATEWAY (the address without "/v1"),
+    MEGARL_TASK (a JSON file: uid, prompt, messages, data_source, extra_info; not the ground truth)
+
+and works in an empty folder of its own, which is also its HOME and is removed afterwards.
+
+Guarantees, each asserted by a test:
+
+- a process ends at its time limit, or when its task is cancelled, with all that it started;
+- an agent that fails or takes too long costs its own trajectories alone: they are masked, and the error is recorded with the log's end;
+- no agent gets the environment of this process, but for PATH and the language;
+- when an agent has ended its key is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.data.trajectories import Generation
+from megarl.environments.environment import Task
+from megarl.gateway.service import Gateway, Session
+
+Score = Callable[[Task, Session], float]
+"""The reward of a finished session; `Session.tree` has its turns, `Session.score` what the agent has posted."""
+
+_KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
+_LOG_END = 400  # characters of an agent's log that its error shows
+
+
+class AgentFailed(Exception):
+    """An agent ended with an error, or did not end in time."""
+
+
+class AgentRunner:
+    """Runs a command for each task."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        url: str,
+        command: Sequence[str],
+        logs: Path,
+        *,
+        seconds: float = 600.0,
+        concurrency: int = 64,
+        environment: Mapping[str, str] | None = None,
+        score: Score | None = None,
+    ) -> None:
+        """
+        Args:
+            url: where the gateway listens, such as "http://127.0.0.1:8000".
+            logs: folder; gets "<uid>.log" of each task, what the command has printed.
+            seconds: that a command may take.
+            concurrency: commands at a time.
+            environment: further variables of the command's.
+            score: the rewards; None: those that the agents post.
+        """
+        self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
+        self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
+        self._places = asyncio.Semaphore(concurrency)
+
+    async def play(self, task: Task) -> list[Generation]:
+        """The trajectories of a task's session, none if the agent has asked nothing. Its error is recorded in their notes."""
+        async with self._places:
+            session = self._gateway.begin(task.uid)
+            error: str | None = None
+            try:
+                await self._run(task, session)
+                score = session.score if self._score is None else await self._scored(task, session)
+            except AgentFailed as failure:
+                error, score = str(failure), None
+            finally:
+                self._gateway.end(session)
+        return [self._noted(one, session, score, error) for one in session.trajectories()]
+
+    async def _scored(self, task: Task, session: Session) -> float:
+        assert self._score is not None
+        try:
+            score = await asyncio.to_thread(self._score, task, session)
+        except Exception as error:  # whatever a user's code raises
+            raise AgentFailed(f"score: {type(error).__name__}: {error}") from error
+        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            raise AgentFailed(f"score: {score!r} is no finite number")
+        return float(score)
+
+    def _noted(self, one: Generation, session: Session, score: float | None, error: str | None) -> Generation:
+        numbers = {"num_turns": float(one.num_turns), **session.numbers}
+        masked = [False] * len(one.response_ids) if error is not None else one.response_mask
+        notes = json.dumps({"numbers": numbers, "error": error})
+        return replace(one, response_mask=masked, environment_score=score, environment_notes=notes)
+
+    async def _run(self, task: Task, session: Session) -> None:
+        """Run the command to its end.
+
+        Raises:
+            AgentFailed: it could not be started, ended with another exit code than 0, or did not end in time.
+        """
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{task.uid.replace('/', '-')}.log"
+        with tempfile.TemporaryDirectory(prefix="agent-") as folder, log.open("wb") as output:
+            place, file = Path(folder, "work"), Path(folder, "task.json")
+            place.mkdir()
+            file.write_text(json.dumps(_told(task)), encoding="utf-8")
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    cwd=place,
+                    env=self._variables(session, place, file),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
+            try:
+                code = await asyncio.wait_for(process.wait(), self._seconds)
+            except TimeoutError:
+                raise AgentFailed(f"it did not end within {self._seconds:g} s; {_end_of(log)}") from None
+            finally:
+                with suppress(ProcessLookupError):  # none of its group is left
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if code != 0:
+            raise AgentFailed(f"exit code {code}; {_end_of(log)}")
+
+    def _variables(self, session: Session, place: Path, file: Path) -> dict[str, str]:
+        return {
+            **{name: os.environ[name] for name in _KEPT if name in os.environ},
+            "HOME": str(place),
+            "OPENAI_BASE_URL": f"{self._url}/v1",
+            "OPENAI_API_KEY": session.token,
+            "ANTHROPIC_BASE_URL": self._url,
+            "ANTHROPIC_API_KEY": session.token,
+            "MEGARL_GATEWAY": self._url,
+            "MEGARL_TASK": str(file),
+            **self._environment,
+        }
+
+
+def _told(task: Task) -> dict[str, Any]:
+    return {
+        "uid": task.uid,
+        "prompt": task.prompt,
+        "messages": [dict(message) for message in task.messages or ()],
+        "data_source": task.data_source,
+        "extra_info": dict(task.extra_info),
+    }
+
+
+def _end_of(log: Path) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    return f"its log {log} ends with {text[-_LOG_END:]!r}"

@@ -1,0 +1,87 @@
+"""The gateway behind a real HTTP server, in a thread, in front of a policy whose words are written down."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import uvicorn
+
+from megarl.gateway.reader import TurnReader
+from megarl.gateway.server import listen, make_app
+from megarl.gateway.service import Gateway, Limits, Session
+from megarl.rollout.engine import SamplingParams
+from tests.gateway.policy import WrittenPolicy
+from tests.gateway.published import published
+
+OWNER = "sk-owner"
+MODEL = "policy"
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    url: str
+    gateway: Gateway
+    policy: WrittenPolicy
+    now: list[float]
+    loop: asyncio.AbstractEventLoop
+
+    def session(self) -> Session:
+        """A new session; its key is `token`."""
+        return self.gateway.begin("s")
+
+
+@pytest.fixture
+def sglang_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang can be imported without a GPU."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+
+
+@pytest.fixture
+def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
+    """The words of the policy, and options of the gateway -> a server, which ends with the test."""
+    servers: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(
+        words: list[str],
+        template: str = "qwen2_5",
+        tools: str | None = "qwen25",
+        reasoning: str | None = None,
+        limits: Limits | None = None,
+        fixed_sampling: bool = False,
+        **options: object,
+    ) -> Served:
+        tokenizer = published(template)
+        policy = WrittenPolicy(tokenizer, words, **options)  # type: ignore[arg-type]
+        reader = TurnReader(tokenizer, tools, reasoning)
+        sampling, now = SamplingParams(), [0.0]
+        gateway = Gateway(
+            policy,
+            tokenizer,
+            reader,
+            [MODEL],
+            sampling,
+            limits,
+            fixed_sampling=fixed_sampling,
+            clock=lambda: now[0],
+        )
+        listener = listen("127.0.0.1", 0)
+        server = uvicorn.Server(uvicorn.Config(make_app(gateway, OWNER), log_level="warning"))
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(
+            target=lambda: loop.run_until_complete(server.serve([listener])), daemon=True
+        )
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        servers.append((server, thread))
+        return Served(f"http://127.0.0.1:{listener.getsockname()[1]}", gateway, policy, now, loop)
+
+    yield start
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join(10)

@@ -1,0 +1,139 @@
+"""Agents as real processes with OpenAI's SDK, in front of a policy whose words are written down."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megarl.environments.environment import Task
+from megarl.gateway.agents import AgentRunner
+from tests.gateway.conftest import MODEL
+
+HEAD = f"""
+import json, os, sys, time, subprocess, urllib.request
+task = json.load(open(os.environ["MEGARL_TASK"]))
+def post(path, body):
+    headers = {{"x-api-key": os.environ["ANTHROPIC_API_KEY"]}}
+    request = urllib.request.Request(os.environ["MEGARL_GATEWAY"] + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+def ask(*messages):
+    body = {{"model": "{MODEL}", "messages": list(messages)}}
+    return post("/v1/chat/completions", body)["choices"][0]["message"]
+user = {{"role": "user", "content": task["prompt"]}}
+"""
+TWO_TURNS = """
+import openai
+client = openai.OpenAI(max_retries=0)
+first = client.chat.completions.create(model="policy", messages=[user]).choices[0].message
+client.chat.completions.create(model="policy", messages=[user, first, {"role": "user", "content": "Sure?"}])
+post("/session/score", {"score": 0.25, "numbers": {"tests_passed": 3}})
+print("done", sorted(task), os.getcwd() == os.environ["HOME"], os.listdir("."), "SECRET" in os.environ)
+"""
+
+
+def task(uid="p/0"):
+    return Task(uid, "Rain?", None, "source", "the truth", {"hint": 1})
+
+
+@pytest.fixture
+def play(serve, tmp_path):
+    """play(code, tasks, options of the runner) -> the server, and the trajectories of each task."""
+
+    def run(code, tasks=(), until=None, **options):
+        served = serve(["It rains."], tools=None)
+        command = [sys.executable, "-c", HEAD + code]
+        runner = AgentRunner(
+            served.gateway, served.url, options.pop("command", command), tmp_path / "logs", **options
+        )
+
+        async def all_of_them():
+            return await asyncio.gather(*(runner.play(one) for one in tasks or [task()]))
+
+        playing = asyncio.run_coroutine_threadsafe(all_of_them(), served.loop)
+        if until is None:
+            return served, playing.result(120)
+        wait_for(until)
+        playing.cancel()
+        return served, None
+
+    return run
+
+
+def wait_for(condition):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < 60
+        time.sleep(0.1)
+
+
+def notes(trajectory):
+    return json.loads(trajectory.environment_notes)
+
+
+def test_a_session_becomes_a_trajectory_with_the_score_that_was_posted(play, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    served, (first, second) = play(TWO_TURNS, [task("p/0"), task("p/1")])
+    for number, (trajectory,) in enumerate((first, second)):
+        assert trajectory.uid == f"p/{number}.0" and trajectory.num_turns == 2
+        assert trajectory.environment_score == 0.25 and all(trajectory.response_mask[-3:])
+        assert notes(trajectory) == {"numbers": {"num_turns": 2.0, "tests_passed": 3.0}, "error": None}
+        log = (tmp_path / "logs" / f"p-{number}.log").read_text()
+        told = "['data_source', 'extra_info', 'messages', 'prompt', 'uid']"
+        assert log == f"done {told} True [] False\n"
+    assert len(served.policy.asked) == 4
+
+
+def test_a_function_scores_the_finished_tree(play):
+    def score(one, session):
+        assert one.ground_truth == "the truth"
+        return float(len(session.tree.turns))
+
+    _, ((left, right),) = play("ask(user); ask(user)", score=score)
+    assert (left.environment_score, right.environment_score) == (2.0, 2.0)
+    _, ((failed,),) = play("ask(user)", score=lambda one, session: 1 / 0)
+    assert notes(failed)["error"].startswith("score: ZeroDivisionError") and not any(failed.response_mask)
+    _, ((failed,),) = play("ask(user)", score=lambda one, session: float("nan"))
+    assert "no finite number" in notes(failed)["error"]
+
+
+def test_a_failed_agent_costs_its_own_trajectories_alone(play):
+    code = "ask(user)\nif task['uid'] == 'p/0': sys.exit('broken')\npost('/session/score', {'score': 1})"
+    _, ((failed,), (whole,)) = play(code, [task("p/0"), task("p/1")])
+    assert "exit code 1" in notes(failed)["error"] and "broken" in notes(failed)["error"]
+    assert failed.environment_score is None and not any(failed.response_mask)
+    assert whole.environment_score == 1.0 and all(whole.response_mask)
+    _, (none,) = play("pass")
+    assert none == []
+    _, (none,) = play("", command=["/no/such/program"])
+    assert none == []
+
+
+def alive(pid):
+    return Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_takes_too_long_ends_with_all_that_it_started(play, tmp_path, cancelled):
+    code = f"""
+ask(user)
+child = subprocess.Popen(["sleep", "1000"])
+open("{tmp_path}/key", "w").write(os.environ["OPENAI_API_KEY"])
+open("{tmp_path}/pid", "w").write(str(child.pid) + ".")
+time.sleep(1000)
+"""
+    if cancelled:
+        file = tmp_path / "pid"
+        served, _ = play(code, until=lambda: file.exists() and file.read_text().endswith("."))
+    else:
+        served, ((late,),) = play(code, seconds=8)
+        assert "did not end within 8 s" in notes(late)["error"] and not any(late.response_mask)
+    pid = int((tmp_path / "pid").read_text().rstrip("."))
+    wait_for(lambda: not alive(pid))
+    key = (tmp_path / "key").read_text()
+    assert httpx.get(f"{served.url}/session/trajectories", headers={"x-api-key": key}).status_code == 401
+    assert os.environ.get("OPENAI_API_KEY") != key

@@ -164,8 +164,10 @@ def sweep(slurm: Slurm, stub: Path) -> list[str]:
     slurm.wait(job, lambda: len(list(runs.iterdir())) == 2, 100)
     tasks = [slurm.facts(f"{job}_{task}")["JobId"] for task in (1, 2)]
     assert tasks[1] == job  # the last task has the number of the whole array
-    shown = slurm.run("bash", ATTACH, f"{job}_2", "--logs", slurm.logs, "--", "ray", "status")
-    assert "/8.0 GPU" in shown
+    status = ("bash", ATTACH, f"{job}_2", "--logs", slurm.logs, "--", "ray", "status")
+    slurm.wait(
+        job, lambda: "/8.0 GPU" in slurm.run(*status), 60
+    )  # Ray knows of its nodes some seconds after its start
     hosts = {
         slurm.run("bash", ATTACH, f"{job}_{task}", "--logs", slurm.logs, "--", "hostname") for task in (1, 2)
     }

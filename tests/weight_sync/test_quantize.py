@@ -108,7 +108,7 @@ def test_an_engine_in_float8(tiny_model, tmp_path, family, parallel, engines, bl
     engine = empty_shards(layout)
     quantised = {name: plain_quantise(t, block) for name, t in model.decoder.items() if is_quantised(name)}
     others = {
-        name: t if name.endswith("correction_bias") or ".k_norm." in name else t.bfloat16()
+        name: t if name.endswith("correction_bias") or ".indexer.k_norm." in name else t.bfloat16()
         for name, t in model.decoder.items()
     }
     expected, scales = (

@@ -40,8 +40,9 @@ print(json.dumps([sorted(ModelRegistry.models), files]))
 # The context that SGLang derives from each config.json.
 CONTEXTS = """
 import json, sys
-from sglang.srt.utils.hf_transformers import get_config, get_context_length
-print(json.dumps([get_context_length(get_config(path, trust_remote_code=False)) for path in sys.argv[1:]]))
+from sglang.srt.utils.hf_transformers import get_config, get_context_length, get_hf_text_config
+configs = [get_hf_text_config(get_config(path, trust_remote_code=False)) for path in sys.argv[1:]]
+print(json.dumps([*map(get_context_length, configs)]))
 """
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -54,7 +54,6 @@ CORE = [
     "numpy>=2.0",
     "pyarrow==26.0.1",
     "omegaconf==2.4.0",
-    "prometheus_client==0.26.0",  # `trainer.metrics_port`; Apache-2.0, without dependencies
     "Jinja2==3.1.6",
     "plotly==7.1.0",  # its JavaScript draws the charts of `megarl report`; MIT, no network needed
     "rich==15.0.0",

@@ -1,32 +1,35 @@
-"""The newest metrics of a run for Prometheus, at http://<machine of the controller>:<trainer.metrics_port>/metrics."""
+"""The newest metrics of a run for Prometheus, at http://<machine of the controller>:<trainer.metrics_port>/metrics.
+
+Python's own server, and Prometheus' text format (version 0.0.4): with the package prometheus_client installed Ray (2.60.0) starts more
+processes of its own on each node, which outlive a raylet that is killed.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from megarl.trainer.run.logger import Tracker
 
-LABELS = ("project", "run", "metric")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Endpoint(Tracker, Collector):
+class Endpoint(Tracker):
     """Keeps the newest value of each metric; one that a step lacks, such as of a validation, stays."""
 
     def __init__(self, project: str, run: str) -> None:
-        self._labels = (project, run)
+        self._labels = {"project": project, "run": run}
         self._values: dict[str, float] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # One assignment, since `collect` runs in threads of the server.
+        # One assignment, since `text` is read in threads of the server.
         self._values = self._values | metrics | {"step": step, "step_end_time_seconds": time.time()}
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -35,21 +38,36 @@ class Endpoint(Tracker, Collector):
     def finish(self, error: BaseException | None) -> None:
         """The server ends with `serve_metrics`."""
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def text(self) -> str:
         """The metrics as Prometheus reads them, each with its own name as a label."""
         families = defaultdict(list)
         for name, value in self._values.items():
             families[prometheus_name(name)].append((name, value))
+        lines = []
         for family, members in families.items():
-            gauge = GaugeMetricFamily(family, "", labels=LABELS)
+            lines.append(f"# TYPE {family} gauge")
             for name, value in members:
-                gauge.add_metric((*self._labels, name), value)
-            yield gauge
+                labels = {**self._labels, "metric": name}.items()
+                given = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels)
+                lines.append(f"{family}{{{given}}} {_number(value)}")
+        return "".join(f"{line}\n" for line in lines)
 
 
 def prometheus_name(metric: str) -> str:
     """A metric's name in Prometheus, which knows letters, digits and `_` alone: `val/pass@4` is `megarl_val_pass_at_4`."""
     return "megarl_" + re.sub(r"\W", "_", metric.replace("@", "_at_"), flags=re.ASCII)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(float(value))
 
 
 @contextmanager
@@ -62,15 +80,31 @@ def serve_metrics(port: int | None, project: str, run: str) -> Iterator[list[Tra
     if port is None:
         yield []
         return
-    endpoint, registry = Endpoint(project, run), CollectorRegistry()
-    registry.register(endpoint)
+    endpoint = Endpoint(project, run)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path.partition("?")[0] == "/metrics"
+            body = endpoint.text().encode() if found else b"the metrics are at /metrics\n"
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *values: Any) -> None:
+            """Requests are not printed among the run's lines."""
+
     try:
-        server, thread = start_http_server(port, registry=registry)
+        server = ThreadingHTTPServer(("", port), Handler)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
             f"trainer.metrics_port={port}: {reason}; give a port that is free, or leave it out"
         ) from error
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield [endpoint]
     finally:

@@ -1,14 +1,14 @@
 """Metrics of a run as Prometheus reads them."""
 
 import math
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.config import SFTConfig, load_config, resolve
 from megarl.trainer.run.endpoint import prometheus_name, serve_metrics
@@ -16,6 +16,12 @@ from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.start import open_run
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart_sft.yaml"
+
+
+# A line of the text format, version 0.0.4, with the labels of the run below.
+SAMPLE = re.compile(
+    r'(?P<name>[a-zA-Z_][a-zA-Z0-9_]*){project="a project",run="ppo \\"2\\"",metric="(?P<metric>[^"\\]*)"} (?P<value>\S+)'
+)
 
 
 def free_port() -> int:
@@ -27,10 +33,12 @@ def free_port() -> int:
 def scraped(port: int) -> Mapping[tuple[str, str], float]:
     """Each sample's name, the metric that it is labelled with, and its value."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        families = list(text_string_to_metric_families(response.read().decode()))
-    samples = [sample for family in families for sample in family.samples]
-    assert all((one.labels["project"], one.labels["run"]) == ("a project", 'ppo "2"') for one in samples)
-    return {(one.name, one.labels["metric"]): one.value for one in samples}
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = response.read().decode().splitlines()
+    types = [line.split()[2:] for line in lines if line.startswith("#")]
+    assert all(kind == "gauge" for _, kind in types) and len({name for name, _ in types}) == len(types)
+    samples = [SAMPLE.fullmatch(line) for line in lines if not line.startswith("#")]
+    return {(one["name"], one["metric"]): float(one["value"]) for one in samples}
 
 
 def test_the_newest_value_of_each_metric_is_served_until_the_run_ends(tmp_path: Path) -> None:
@@ -41,15 +49,18 @@ def test_the_newest_value_of_each_metric_is_served_until_the_run_ends(tmp_path: 
     ):
         assert scraped(port) == {}
         logger.log(1, {"actor/entropy": 1.5, "val/pass@4": 0.25, "val/pass_at_4": 7.0})
-        logger.log(2, {"actor/entropy": math.nan})
+        logger.log(2, {"actor/entropy": math.nan, "actor/ratio_max": math.inf})
         found = dict(scraped(port))
         assert found.pop(("megarl_step_end_time_seconds", "step_end_time_seconds")) > 1.7e9
         assert math.isnan(found.pop(("megarl_actor_entropy", "actor/entropy")))
         assert found == {
             ("megarl_step", "step"): 2,
+            ("megarl_actor_ratio_max", "actor/ratio_max"): math.inf,
             ("megarl_val_pass_at_4", "val/pass@4"): 0.25,  # of the step before, which alone had it
             ("megarl_val_pass_at_4", "val/pass_at_4"): 7.0,
         }
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"http://127.0.0.1:{port}/", timeout=10)
     with pytest.raises(URLError):
         scraped(port)
 

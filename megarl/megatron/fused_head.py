@@ -196,11 +196,6 @@ def add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         total += grad_logits.t() @ hidden
 
 
-def added_gradient(weight: Tensor, total: Tensor) -> Tensor | None:
-    """As `given_gradient`, for a further part of the gradient in the same graph: `fused_log_probs` gives autograd the tensor for both."""
-    return None if total is getattr(weight, "main_grad", None) else total.to(weight.dtype)
-
-
 def given_gradient(weight: Tensor, total: Tensor) -> Tensor | None:
     """What a backward pass gives autograd for a weight whose gradient is in `total` (`gradient_sum`).
 

@@ -7,8 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.fused_head import add_product, added_gradient, gradient_sum
-from megarl.megatron.heads.log_probs import CHUNK_TOKENS, chunk_logits, owned_labels, vocab_share
+from megarl.megatron.heads.log_probs import (
+    CHUNK_TOKENS,
+    FurtherGradients,
+    chunk_logits,
+    owned_labels,
+    vocab_share,
+)
 
 
 def token_divergence(
@@ -100,14 +105,7 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, other_hidden, other_weight, norms, of_p = ctx.saved_tensors
         rows, temperature, chunk_tokens, beta = ctx.settings
-        real = weight[:rows]
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            # With a gradient buffer, where `fused_log_probs` of the same weight has added its part.
-            grad_weight = (
-                gradient_sum(weight) if weight.is_cuda else torch.zeros_like(weight, dtype=torch.float32)
-            )
+        real, found = weight[:rows], FurtherGradients(hidden, weight, rows, ctx.needs_input_grad[1])
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             log_p = chunk_logits(hidden[chunk], real, temperature).sub_(norms[chunk, :1])
@@ -115,19 +113,9 @@ class _TokenDivergence(torch.autograd.Function):
             slope = _slope(log_p, log_q, of_p[chunk, None], beta)
             grad_logits = slope.mul_(grad[chunk, :1] / temperature).to(weight.dtype)
             del log_p, log_q, slope  # before the next chunk's are made
-            grad_hidden[chunk] = grad_logits @ real
-            if grad_weight is None:
-                continue
-            if weight.is_cuda:
-                add_product(grad_weight[:rows], grad_logits, hidden[chunk])
-            else:
-                grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
+            found.add(chunk, grad_logits)
             del grad_logits
-        if grad_weight is not None:
-            grad_weight = (
-                added_gradient(weight, grad_weight) if weight.is_cuda else grad_weight.to(weight.dtype)
-            )
-        return grad_hidden, grad_weight, *[None] * 9
+        return found.hidden, found.weight(), *[None] * 9
 
 
 def _slope(log_p: Tensor, log_q: Tensor, of_p: Tensor, beta: float) -> Tensor:

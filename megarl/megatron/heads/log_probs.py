@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.fused_head import HeadShare, fused_log_probs
+from megarl.megatron.fused_head import HeadShare, add_product, fused_log_probs, gradient_sum
 from megarl.models import head_chunk_tokens
 
 CHUNK_TOKENS = 1024  # where the configuration names no number: on a CPU, and of divergences
@@ -177,3 +177,32 @@ def _grad_logits(
         return p.mul_(-grad[:, None])
     factor = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad[:, None])
     return p.mul_(factor)
+
+
+class FurtherGradients:
+    """The gradients of a divergence, chunk by chunk, in addition to those of `token_log_probs` of the same states and weight in one graph.
+
+    Attributes:
+        hidden: [tokens, hidden]; of the hidden states, this rank's part.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, with_weight: bool) -> None:
+        """`rows`: of the weight that are no padding. `with_weight`: whether the weight has a gradient; a frozen one has none."""
+        self._states, self._weight, self._rows = hidden, weight, rows
+        self.hidden, self._total = torch.empty_like(hidden), None
+        if with_weight:
+            # On a GPU in the gradient buffer, where there is one: `fused_log_probs` has added its part there.
+            on_gpu = weight.is_cuda
+            self._total = gradient_sum(weight) if on_gpu else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, chunk: slice, grad_logits: Tensor) -> None:
+        """Those of a chunk of tokens; `grad_logits`: [chunk, rows], of the logits, in the weight's type."""
+        self.hidden[chunk] = grad_logits @ self._weight[: self._rows]
+        if self._total is not None:
+            add_product(self._total[: self._rows], grad_logits, self._states[chunk])
+
+    def weight(self) -> Tensor | None:
+        """What autograd is given; None for one in the gradient buffer: `fused_log_probs` gives it the tensor for both."""
+        if self._total is None or self._total is getattr(self._weight, "main_grad", None):
+            return None
+        return self._total.to(self._weight.dtype)

@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.fused_head import add_product, added_gradient, gradient_sum
-from megarl.megatron.heads.log_probs import CHUNK_TOKENS, chunk_logits, owned_labels, vocab_share
+from megarl.megatron.heads.log_probs import (
+    CHUNK_TOKENS,
+    FurtherGradients,
+    chunk_logits,
+    owned_labels,
+    vocab_share,
+)
 
 LEAST = 1e-7  # probability of all other tokens; float32 does not tell smaller ones from rounding
 
@@ -157,12 +162,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, norms = ctx.saved_tensors
         start, rows, temperature, chunk_tokens = ctx.settings
-        real, grad_hidden, grad_weight = weight[:rows], torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            # With a gradient buffer, where `fused_log_probs` of the same weight has added its part.
-            grad_weight = (
-                gradient_sum(weight) if weight.is_cuda else torch.zeros_like(weight, dtype=torch.float32)
-            )
+        real, found = weight[:rows], FurtherGradients(hidden, weight, rows, ctx.needs_input_grad[1])
         for first in range(0, len(hidden), chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             logits = chunk_logits(hidden[chunk], real, temperature)
@@ -172,16 +172,6 @@ class _ChosenLogProbs(torch.autograd.Function):
                 slope.scatter_add_(1, local, grad[chunk] * owned)
             grad_logits = slope.div_(temperature).to(weight.dtype)
             del logits, slope  # each before the next chunk's are made
-            grad_hidden[chunk] = grad_logits @ real
-            if grad_weight is None:
-                continue
-            if weight.is_cuda:
-                add_product(grad_weight[:rows], grad_logits, hidden[chunk])
-            else:
-                grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
+            found.add(chunk, grad_logits)
             del grad_logits
-        if grad_weight is not None:
-            grad_weight = (
-                added_gradient(weight, grad_weight) if weight.is_cuda else grad_weight.to(weight.dtype)
-            )
-        return grad_hidden, grad_weight, *[None] * 6
+        return found.hidden, found.weight(), *[None] * 6

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ray import cloudpickle
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import DataConfig, TrainConfig, check_config, needs_rules
+from megarl.config import DataConfig, TrainConfig, check_config, needs_rules, plays_turns
 from megarl.config.loading.hub import fetch_models
 from megarl.config.problems import key_advice
 from megarl.data.files import DataFile, find
@@ -222,7 +222,7 @@ class DataCollector:
             config.data,
             models.tokenizer,
             self._check,
-            several_turns=config.actor_rollout_ref.rollout.multi_turn.enable,
+            several_turns=plays_turns(config.actor_rollout_ref.rollout),
         )
         self.version = 0  # of the weights in the engines
 

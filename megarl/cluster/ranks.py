@@ -42,6 +42,11 @@ class RankInfo:
     parts: int = 1
 
 
+def node_address() -> str:
+    """The address of this process's node in the cluster."""
+    return ray.util.get_node_ip_address()
+
+
 def meet(info: RankInfo, timeout_s: float) -> TCPStore:
     """The store of a group's ranks at the group's address; see `open_store`.
 

@@ -187,6 +187,11 @@ def reference_is_actor(config: TrainConfig) -> bool:
     return adapted and reference_in_actor(config) and not has_teacher(config)
 
 
+def plays_turns(rollout: RolloutConfig) -> bool:
+    """Whether a trajectory may have several turns, with an environment or of an agent."""
+    return rollout.multi_turn.enable or rollout.gateway.enable
+
+
 def needs_rules(config: TrainConfig | EvalConfig) -> bool:
     """Whether scores are made by rules or the user's reward function, alone or together with a reward model's."""
     return not (
@@ -216,6 +221,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
             config.data,
             gen_batch_size=config.data.gen_batch_size or config.data.train_batch_size,
             tokenizer=None,
+            return_raw_input_ids=config.data.return_raw_input_ids or policy.rollout.gateway.enable,
         ),
         resource_pools=pools,
         actor_rollout_ref=replace(

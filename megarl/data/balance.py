@@ -22,6 +22,7 @@ Guarantees, each asserted by a test of its name:
 """
 
 import heapq
+import itertools
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -260,6 +261,7 @@ def plan_mini_batches(
     mini_batch_size: int,
     max_tokens: int | None = None,
     micro_batch_size: int | None = None,
+    num_mini_batches: int | None = None,
     epochs: int = 1,
     shuffle: bool = False,
     seed: int = 0,
@@ -275,6 +277,8 @@ def plan_mini_batches(
             order drawn from (seed, epoch) with `shuffle`; the last mini-batch of an epoch may be smaller.
         max_tokens: tokens of a micro-batch, at most. Exactly one of this and micro_batch_size is given.
         micro_batch_size: rows of a micro-batch, at most.
+        num_mini_batches: so many of about equal size, in place of mini_batch_size; their rows, which are as many as all ranks' micro-batches or
+            a multiple, are divided so that each can be planned.
         epochs: how often all rows are gone through.
         multiple_of: number of micro-batches of a rank is a multiple of this.
         costs: the positive whole numbers to balance (`sequence_costs`); None: the lengths.
@@ -305,13 +309,23 @@ def plan_mini_batches(
         rows = np.arange(len(lengths))
         if shuffle:
             rows = np.random.default_rng((seed, epoch)).permutation(len(lengths))
-        for start in range(0, len(rows), mini_batch_size):
-            chosen = np.sort(rows[start : start + mini_batch_size])
+        for start, end in itertools.pairwise(
+            _bounds(len(rows), mini_batch_size, num_mini_batches, num_dp * multiple_of)
+        ):
+            chosen = np.sort(rows[start:end])
             local = _plan_one(
                 lengths[chosen], costs[chosen], num_dp, max_tokens, micro_batch_size, multiple_of
             )
             plan.append([[[int(chosen[row]) for row in micro] for micro in rank] for rank in local])
     return plan
+
+
+def _bounds(num_rows: int, size: int, number: int | None, unit: int) -> list[int]:
+    """Where the mini-batches of an epoch begin, and the number of rows."""
+    if number is None:
+        return [*range(0, num_rows, size), num_rows]
+    assert num_rows % unit == 0 and num_rows >= number * unit, (num_rows, number, unit)
+    return [unit * (num_rows // unit * part // number) for part in range(number + 1)]
 
 
 def _plan_one(

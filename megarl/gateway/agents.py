@@ -9,7 +9,8 @@ and works in an empty folder of its own, which is also its HOME and is removed a
 
 Guarantees, each asserted by a test:
 
-- a process ends at its time limit, or when its task is cancelled, with all that it started;
+- a process ends at its time limit, or when its task is cancelled, with all that it started; time in which the event loop stands still,
+  as while the models learn, does not count;
 - an agent that fails or takes too long costs its own trajectories alone: they are masked, and the error is recorded with the log's end;
 - no agent gets the environment of this process, but for PATH and the language;
 - when an agent has ended its key is refused.
@@ -23,6 +24,7 @@ import math
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,12 +34,14 @@ from typing import Any
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
 from megarl.gateway.service import Gateway, Session
+from megarl.rollout.engine import SamplingParams
 
 Score = Callable[[Task, Session], float]
 """The reward of a finished session; `Session.tree` has its turns, `Session.score` what the agent has posted."""
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
 _LOG_END = 400  # characters of an agent's log that its error shows
+_TICK = 1.0  # seconds, of which at most two count between two looks at an agent
 
 
 class AgentFailed(Exception):
@@ -58,6 +62,7 @@ class AgentRunner:
         concurrency: int = 64,
         environment: Mapping[str, str] | None = None,
         score: Score | None = None,
+        keep_logs: bool = True,
     ) -> None:
         """
         Args:
@@ -67,15 +72,23 @@ class AgentRunner:
             concurrency: commands at a time.
             environment: further variables of the command's.
             score: the rewards; None: those that the agents post.
+            keep_logs: false: logs of agents that did not fail are removed.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
+        self._keep_logs = keep_logs
         self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
         self._places = asyncio.Semaphore(concurrency)
 
-    async def play(self, task: Task) -> list[Generation]:
-        """The trajectories of a task's session, none if the agent has asked nothing. Its error is recorded in their notes."""
+    async def play(
+        self, task: Task, sampling: SamplingParams | None = None
+    ) -> tuple[list[Generation], str | None]:
+        """The trajectories of a task's session, none if the agent has asked nothing, and its error, which is also in their notes.
+
+        Args:
+            sampling: of the session's requests; None: the gateway's.
+        """
         async with self._places:
-            session = self._gateway.begin(task.uid)
+            session = self._gateway.begin(task.uid, sampling)
             error: str | None = None
             try:
                 await self._run(task, session)
@@ -84,7 +97,7 @@ class AgentRunner:
                 error, score = str(failure), None
             finally:
                 self._gateway.end(session)
-        return [self._noted(one, session, score, error) for one in session.trajectories()]
+        return [self._noted(one, session, score, error) for one in session.trajectories()], error
 
     async def _scored(self, task: Task, session: Session) -> float:
         assert self._score is not None
@@ -97,7 +110,8 @@ class AgentRunner:
         return float(score)
 
     def _noted(self, one: Generation, session: Session, score: float | None, error: str | None) -> Generation:
-        numbers = {"num_turns": float(one.num_turns), **session.numbers}
+        turns = session.tree.turns
+        numbers = {"num_turns": float(len(turns)), **session.numbers}
         masked = [False] * len(one.response_ids) if error is not None else one.response_mask
         notes = json.dumps({"numbers": numbers, "error": error})
         return replace(one, response_mask=masked, environment_score=score, environment_notes=notes)
@@ -127,15 +141,17 @@ class AgentRunner:
             except OSError as error:
                 raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
             try:
-                code = await asyncio.wait_for(process.wait(), self._seconds)
-            except TimeoutError:
-                raise AgentFailed(f"it did not end within {self._seconds:g} s; {_end_of(log)}") from None
+                code = await _ended(process, self._seconds)
             finally:
                 with suppress(ProcessLookupError):  # none of its group is left
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
+        if code is None:
+            raise AgentFailed(f"it did not end within {self._seconds:g} s; {_end_of(log)}")
         if code != 0:
             raise AgentFailed(f"exit code {code}; {_end_of(log)}")
+        if not self._keep_logs:
+            log.unlink()
 
     def _variables(self, session: Session, place: Path, file: Path) -> dict[str, str]:
         return {
@@ -149,6 +165,21 @@ class AgentRunner:
             "MEGARL_TASK": str(file),
             **self._environment,
         }
+
+
+async def _ended(process: asyncio.subprocess.Process, seconds: float) -> int | None:
+    """The exit code of a process; None: it did not end in time."""
+    end = asyncio.ensure_future(process.wait())
+    try:
+        while seconds > 0:
+            begun = time.monotonic()
+            await asyncio.wait({end}, timeout=min(seconds, _TICK))
+            if end.done():
+                return end.result()
+            seconds -= min(time.monotonic() - begun, 2 * _TICK)
+        return None
+    finally:
+        end.cancel()
 
 
 def _told(task: Task) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class Session:
 
     Attributes:
         token: the key with which its requests come.
+        sampling: of its requests, where they say nothing.
         score: its reward, as it was posted; None: none was.
         last_used: by `time.monotonic`.
         answers: conversations up to an answer, by its name, for the API that goes on by these.
@@ -77,6 +78,7 @@ class Session:
     uid: str
     token: str
     tree: SessionTree
+    sampling: SamplingParams
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
@@ -130,8 +132,11 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._clock = clock
 
-    def begin(self, uid: str) -> Session:
+    def begin(self, uid: str, sampling: SamplingParams | None = None) -> Session:
         """A new session.
+
+        Args:
+            sampling: of its requests; None: the gateway's.
 
         Raises:
             RequestError: there are as many as may be.
@@ -139,15 +144,16 @@ class Gateway:
         self.end_idle()
         if len(self._sessions) >= self.limits.sessions:
             raise RequestError(f"there are {self.limits.sessions} sessions, which is the limit", BUSY)
+        token = f"sk-{secrets.token_urlsafe(24)}"
         session = Session(
-            uid, f"sk-{secrets.token_urlsafe(24)}", SessionTree(self._render), last_used=self._clock()
+            uid, token, SessionTree(self._render), sampling or self._sampling, last_used=self._clock()
         )
         self._sessions[session.token] = session
         return session
 
     def alone(self) -> Session:
         """A session for one request, which is not kept."""
-        return Session(secrets.token_hex(8), "", SessionTree(self._render))
+        return Session(secrets.token_hex(8), "", SessionTree(self._render), self._sampling)
 
     def session(self, token: str) -> Session:
         """The session of a token.
@@ -212,7 +218,9 @@ class Gateway:
         queue: asyncio.Queue[Delta | asyncio.Task[_Choice]] = asyncio.Queue()
         tell = queue.put_nowait if stream else None
         tasks = [
-            asyncio.create_task(self._choice(request, prompt, f"{session.uid}#{number}.{index}", index, tell))
+            asyncio.create_task(
+                self._choice(session, request, prompt, f"{session.uid}#{number}.{index}", index, tell)
+            )
             for index in range(request.n)
         ]
         for task in tasks:
@@ -257,6 +265,7 @@ class Gateway:
 
     async def _choice(
         self,
+        session: Session,
         request: Request,
         prompt: Prompt,
         uid: str,
@@ -274,7 +283,7 @@ class Gateway:
         answering = self._engine.answer(
             uid,
             ids,
-            self._sampling_of(request, self._engine.context_length - len(ids)),
+            self._sampling_of(session, request, self._engine.context_length - len(ids)),
             prompt.experts_from(),
             None if tell is None else heard,
         )
@@ -299,7 +308,7 @@ class Gateway:
         answer = Answer(index, message, reason, stop, tokens, len(ids), len(kept.response_ids))
         return _Choice(answer, kept, ended, rest)
 
-    def _sampling_of(self, request: Request, room: int) -> SamplingParams:
+    def _sampling_of(self, session: Session, request: Request, room: int) -> SamplingParams:
         most = min(x for x in (room, request.max_tokens, self.limits.new_tokens) if x is not None)
         asked: Mapping[str, object] = {} if self._fixed else request.sampling
-        return replace(self._sampling, **asked, max_new_tokens=most)  # type: ignore[arg-type]
+        return replace(session.sampling, **asked, max_new_tokens=most)  # type: ignore[arg-type]

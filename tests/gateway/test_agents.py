@@ -52,7 +52,9 @@ def play(serve, tmp_path):
         )
 
         async def all_of_them():
-            return await asyncio.gather(*(runner.play(one) for one in tasks or [task()]))
+            played = await asyncio.gather(*(runner.play(one) for one in tasks or [task()]))
+            assert all(notes(one)["error"] == error for made, error in played for one in made)
+            return [made for made, _ in played]
 
         playing = asyncio.run_coroutine_threadsafe(all_of_them(), served.loop)
         if until is None:

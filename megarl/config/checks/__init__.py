@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from megarl.config.checks.data import data_problems, file_problems, template_problems
 from megarl.config.checks.float8 import float8_problems
+from megarl.config.checks.gateway import gateway_problems
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.rollout import (
     evaluation_sampling_problems,
@@ -76,6 +77,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from engine_problems(config)
     yield from training_sampling_problems(config.actor_rollout_ref.rollout)
     yield from multi_turn_problems(config)
+    yield from gateway_problems(config)
     yield from speculative_problems(config)
     yield from training_problems(config)
     yield from rollout_problems(config)
@@ -96,6 +98,7 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
     yield from engine_problems(config)
     yield from evaluation_sampling_problems(config.rollout)
     yield from multi_turn_problems(config)
+    yield from gateway_problems(config)
     yield from speculative_problems(config)
     if config.rollout.free_cache_engine is not None:
         yield "rollout.free_cache_engine: evaluation trains nothing that could use the memory; leave it out"

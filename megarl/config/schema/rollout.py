@@ -40,6 +40,44 @@ class MultiTurnConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """Agents as programs: each request of the run is a task of an agent, which calls the policy by OpenAI's or Anthropic's API (docs/gateway.md)."""
+
+    enable: bool = option("Agents answer the prompts, in training, validation and evaluation.", False)
+    command: tuple[str, ...] = option("An agent's program and its arguments, run for each task.", ())
+    agent: str | None = option(
+        "FILE.py:FUNCTION: an agent as a Python function of the task, called in a process of its own; a number that it returns is the score. "
+        "In place of command.",
+        None,
+    )
+    score: str | None = option(
+        "FILE.py:FUNCTION: the score of a finished session, as a function of the task and the session; null: what the agent posts, and else the "
+        "reward of its last trajectory.",
+        None,
+    )
+    models: tuple[str, ...] = option("The names by which agents may ask for the policy.", ("policy",))
+    tool_parser: str | None = option(
+        "SGLang's parser of the model's calls of tools; null: requests with tools are refused.", None
+    )
+    reasoning_parser: str | None = option(
+        "SGLang's parser of the model's reasoning; null: it is part of the text.", None
+    )
+    timeout: float = option(
+        "Seconds that an agent may take, less those in which nothing is generated; then it has failed.",
+        600.0,
+        gt=0,
+    )
+    concurrency: int = option("Agents of an engine at a time.", 64, ge=1)
+    max_requests: int | None = option("Most requests of an agent; null: any number.", None, ge=1)
+    host: str = option(
+        "The address that each engine's gateway listens on; cluster: its node's, for agents on other machines.",
+        "127.0.0.1",
+    )
+    environment: dict[str, Any] | None = option("Further environment variables of agents, by name.", None)
+    keep_logs: bool = option("Keep what agents print, a file each; false: of those that failed alone.", False)
+
+
 ROLLOUT_ENGINES = ("sglang",)
 
 
@@ -232,6 +270,7 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = section(
         "Trajectories of several turns, with an environment that answers the policy.", MultiTurnConfig
     )
+    gateway: GatewayConfig = section("Agents as programs, which call the policy by an API.", GatewayConfig)
     speculative: SpeculativeConfig = section(
         "Speculative decoding: several tokens a pass of the model.", SpeculativeConfig
     )

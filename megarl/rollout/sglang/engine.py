@@ -161,6 +161,11 @@ class SGLangEngine(SGLangPart):
         return max(0, self._gate.inside - self._engine.heartbeat.running())
 
     @property
+    def num_requests(self) -> int:
+        """Requests that SGLang has been sent and has not answered."""
+        return self._gate.inside
+
+    @property
     def context_length(self) -> int:
         """Most tokens of a prompt and its response."""
         return self._engine.tokenizer_manager.context_len

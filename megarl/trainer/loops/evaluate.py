@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup, WorkerGroup
-from megarl.config import EvalConfig, check_models, save_config
+from megarl.config import EvalConfig, check_models, plays_turns, save_config
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
@@ -29,6 +29,7 @@ from megarl.trainer.run.start import engine_limits, open_engine_run
 from megarl.trainer.stages.prompt_data import held_out_prompts, may_lack, read_prompts
 from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.stages.validation import ValidationSet, validate
+from megarl.trainer.workers.agents import agents_spec
 from megarl.trainer.workers.multi_turn import turns_spec
 from megarl.util.files import whole_file
 
@@ -65,7 +66,8 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
                 engine = engine_config(
                     config.rollout, config.model.path, context, use_gpu=pool.use_gpu, synced=False
                 )
-                engines = start_engines(run, config.rollout, pool, engine, turns)
+                agents = agents_spec(config.rollout, config.model, str(folder), config.plugins)
+                engines = start_engines(run, config.rollout, pool, engine, agents or turns)
                 run.wait(engines.started)
             if config.rollout.max_restarts:
                 run.restarts = restarts_of(run, engines, config.rollout.max_restarts)
@@ -105,7 +107,7 @@ def load_problems(
     config: EvalConfig, tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[ValidationSet]:
     """The problems of data.val_files and of each set; `scorer` must have a reward for every data source."""
-    data, plays = config.data, config.rollout.multi_turn.enable
+    data, plays = config.data, plays_turns(config.rollout)
 
     def read(files: str | tuple[str, ...], max_samples: int) -> PromptDataset:
         lacking = may_lack(config)

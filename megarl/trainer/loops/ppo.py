@@ -35,6 +35,7 @@ from megarl.trainer.stages.rollouts import noise_seed, roll_out
 from megarl.trainer.stages.scoring import Rewards, training_scores
 from megarl.trainer.stages.updates import evaluate_models, throughput, update
 from megarl.trainer.stages.validation import sample_rows, validate
+from megarl.trainer.workers.dispatch import with_idle_rows
 
 
 def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
@@ -151,15 +152,19 @@ def learn(
     """
     seed = config.trainer.seed * 1_000_003 + step
     require_finite(batch, GENERATED)
+    layouts = [role.layout for role in (roles.actor, roles.ref, roles.critic) if role is not None]
+    num_rows = batch.num_rows
     if evaluates(config):
         with roles.memory.phase("evaluate_models"):
-            batch = evaluate_models(run, roles, batch, config, seed)
+            batch = evaluate_models(run, roles, with_idle_rows(batch, layouts), config, seed)
+        batch = batch.slice(0, num_rows)
     with run.timed("advantages"):
         batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
     require_finite(batch, LEARNT_FROM)
     run.save_trajectories(batch, "step", step)  # before the updates, in case one fails
     with run.timed("update"), rank_errors_as_not_finite(batch):
-        metrics |= update(run, roles, batch, config, controls, step, seed, ptx_batches)
+        filled = with_idle_rows(batch, layouts)
+        metrics |= update(run, roles, filled, config, controls, step, seed, ptx_batches)
     return batch, metrics | throughput(batch, run.seconds)
 
 

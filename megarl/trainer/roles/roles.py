@@ -41,6 +41,7 @@ from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.facts import record_gpus
 from megarl.trainer.run.run import Run
+from megarl.trainer.workers.agents import AgentsSpec, agents_spec
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
 from megarl.weight_sync.layouts import EngineLayout, best_device_order
 from megarl.weight_sync.sync_plan import SyncPlan
@@ -131,7 +132,8 @@ def _synced_engines(
     """The engines of a run that syncs them; their memory is released already if it is freed in phases that do not need it."""
     policy = config.actor_rollout_ref
     turns = turns_spec(policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins)
-    engines = start_engines(run, policy.rollout, pool, engine, turns, order)
+    agents = agents_spec(policy.rollout, policy.model, config.trainer.default_local_dir, config.plugins)
+    engines = start_engines(run, policy.rollout, pool, engine, agents or turns, order)
     if engine.enable_memory_saver:  # before models are loaded onto their devices
         run.wait(engines.started)
         run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
@@ -231,13 +233,13 @@ def start_engines(
     rollout: RolloutConfig,
     pool: ResourcePool,
     engine: EngineConfig,
-    turns: TurnsSpec | None,
+    turns: TurnsSpec | AgentsSpec | None,
     device_order: Sequence[int] | None = None,
 ) -> WorkerGroup:
     """Start the rollout engines.
 
     Args:
-        turns: how multi-turn trajectories are generated; None: trajectories have one turn.
+        turns: how trajectories of several turns are generated; None: trajectories have one turn.
         device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
     """
     tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine

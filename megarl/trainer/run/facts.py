@@ -241,6 +241,9 @@ def _rewards(config: TrainConfig) -> str:
             )
     if config.actor_rollout_ref.rollout.multi_turn.enable:
         sources.append(f"the environment {config.actor_rollout_ref.rollout.multi_turn.environment}")
+    if config.actor_rollout_ref.rollout.gateway.enable:
+        gateway = config.actor_rollout_ref.rollout.gateway
+        sources.append(f"the agent {gateway.agent or ' '.join(gateway.command)}")
     return ", ".join(sources)
 
 

@@ -120,9 +120,11 @@ def limits(config: TrainConfig | TuningConfig) -> Limits:
 
 
 def engine_limits(rollout: RolloutConfig, phase: float | None = None, idle: float | None = 60.0) -> Limits:
-    """Limits of a run with engines, which are idle while all environments compute."""
+    """Limits of a run with engines, which are idle while all environments or agents compute."""
     if idle is not None and rollout.multi_turn.enable:
         idle = max(idle, 2 * rollout.multi_turn.step_timeout)
+    if idle is not None and rollout.gateway.enable:
+        idle = max(idle, 2 * rollout.gateway.timeout)
     return Limits(phase, idle)
 
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from megarl.config import FilterGroupsConfig
 from megarl.data.files import read_arrow, write_arrow
+from megarl.data.sessions import by_request
 from megarl.data.trajectories import expand_prompts, replace_column, take
 from megarl.trainer.stages.groups import Groups, differ, metric_values
 from megarl.trainer.stages.rollouts import greedy_requests
@@ -38,7 +39,7 @@ class InFlightPrompt:
         number: its position in the order in which prompts were drawn.
         version: the weight version when it was sent to the engines.
         prompt: its row of the prompt table, with `uid`.
-        answers: finished trajectories by uid, one row each.
+        answers: finished trajectories by the uid of their request: one row, or those of a session.
     """
 
     uid: str
@@ -128,17 +129,15 @@ class InFlight:
 
     def receive(self, table: pa.Table) -> pa.Table:
         """Store finished trajectories; returns those whose prompts have not been given up."""
-        rows = []
-        for row, (uid, prompt_uid) in enumerate(
-            zip(table["uid"].to_pylist(), table["prompt_uid"].to_pylist(), strict=True)
-        ):
+        prompts = table["prompt_uid"].to_pylist()
+        for uid, session in by_request(table).items():
+            prompt_uid = session["prompt_uid"][0].as_py()
             if prompt_uid in self.given_up:
                 continue
             came = self.prompts[prompt_uid].answers
-            assert uid not in came, f"trajectory {uid} came twice"
-            came[uid] = table.slice(row, 1)
-            rows.append(row)
-        return take(table, rows)
+            assert uid not in came, f"the trajectories of {uid} came twice"
+            came[uid] = session
+        return take(table, [row for row, prompt in enumerate(prompts) if prompt not in self.given_up])
 
     def finished(self) -> list[InFlightPrompt]:
         """Prompts whose responses are all generated and not scored yet."""
@@ -191,7 +190,7 @@ class InFlight:
         groups.add(concat_scored([group.scored for group in chosen]))
         metrics |= groups.metrics()
         if self.options.enable:
-            every = concat_scored([group.scored for group in [*chosen, *dropped]])
+            every = concat_scored([group.scored for group in [*chosen, *dropped]]).sessions()
             metrics["filter_groups/dropped"] = float(len(dropped))
             metrics["filter_groups/score_before"] = float(every.scores[every.live].mean())
         columns = groups.parts[0].table.column_names

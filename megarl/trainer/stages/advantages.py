@@ -26,6 +26,7 @@ from megarl.algorithms.ragged import segment_sum
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
+from megarl.data.sessions import first_rows, last_rows
 from megarl.data.trajectories import append_column, environment_notes, from_ragged, ragged
 from megarl.trainer.stages.step_scores import flat_steps
 
@@ -86,6 +87,9 @@ def compute_batch_advantages(
 ) -> tuple[pa.Table, dict[str, float]]:
     """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
+    The trajectories of a session are one after the other, as one: the sum of their rewards is compared with those of other sessions, and a
+    critic's returns go on from one to the next.
+
     With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
     are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic.
 
@@ -99,15 +103,17 @@ def compute_batch_advantages(
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
     offsets = torch.from_numpy(ragged(batch, "response_mask")[1])
-    mask, scores = column["response_mask"], torch.tensor(batch["score"].to_numpy())
-    scored = segment_sum(mask, offsets) > 0
+    mask, first, last = column["response_mask"], first_rows(batch), last_rows(batch)
+    of_sessions = torch.cat([offsets[torch.from_numpy(first)], offsets[-1:]])
+    scores = torch.tensor(batch["score"].to_numpy()[last])
+    scored = segment_sum(mask, of_sessions) > 0
     metrics: dict[str, float] = {}
     if "old_log_probs" in column and not algorithm.rollout_correction.bypass_mode:
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
         metrics |= found
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
-    rewards, found = _token_rewards(scores, column, mask, offsets, algorithm, kl, batch.num_rows)
+    rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, len(first))
     metrics |= found
     steps = flat_steps(batch, offsets)
     if steps is not None:
@@ -119,8 +125,9 @@ def compute_batch_advantages(
         rewards = rewards + place_steps(*steps, mask, offsets)
     baselines = None
     if "baseline_score" in batch.column_names:
-        baselines = torch.tensor(batch["baseline_score"].to_numpy())
-    uids, weights = batch["prompt_uid"].to_pylist(), algorithm.reward_weights or {}
+        baselines = torch.tensor(batch["baseline_score"].to_numpy()[last])
+    prompts, weights = batch["prompt_uid"].to_pylist(), algorithm.reward_weights or {}
+    uids = [prompts[row] for row in last]
     parts = None
     if weights:
         names = [f"reward_part/{name}" for name in weights]
@@ -129,15 +136,15 @@ def compute_batch_advantages(
             raise ValueError(
                 f"algorithm.reward_weights: the trajectories have no column {', '.join(missing)}"
             )
-        parts = torch.tensor(np.stack([batch[name].to_numpy() for name in names], axis=1))
+        parts = torch.tensor(np.stack([batch[name].to_numpy()[last] for name in names], axis=1))
         spread = part_spread(parts[scored], [uid for uid, there in zip(uids, scored, strict=True) if there])
         metrics |= {f"reward/{name}_std": value for name, value in zip(weights, spread, strict=True)}
-    turns = turns_of(batch, offsets)
+    turns = turns_of(batch, offsets) if len(first) == batch.num_rows else None
     if algorithm.adv_estimator == "gigpo" and turns is not None:
         metrics["critic/shared_states"] = shared_states(mask, offsets, turns, uids)
     result = compute_advantages(
         algorithm.adv_estimator,
-        AdvantageBatch(rewards, mask, offsets, column.get("values"), uids, baselines, parts, turns),
+        AdvantageBatch(rewards, mask, of_sessions, column.get("values"), uids, baselines, parts, turns),
         AdvantageOptions(
             algorithm.gamma,
             algorithm.lam,
@@ -147,13 +154,14 @@ def compute_batch_advantages(
             algorithm.step_advantage_weight,
         ),
     )
-    truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"].to_pylist()])
+    reasons = batch["finish_reason"].to_pylist()
+    truncated = torch.tensor([reasons[row] == "length" for row in last])
     metrics |= batch_metrics(
         scores[scored],
         rewards,
         result.advantages,
         mask,
-        offsets,
+        of_sessions,
         truncated,
         result.returns,
         column.get("values"),

@@ -16,7 +16,7 @@ from megarl.config import FilterGroupsConfig
 from megarl.data.trajectories import list_lengths, replace_column
 from megarl.trainer.stages.scoring import OVERLONG_PENALTY, Scored, concat_scored, group_numbers
 
-_FOR_METRICS = ("prompt_uid", "score", "response_mask", OVERLONG_PENALTY)
+_FOR_METRICS = ("uid", "prompt_uid", "score", "response_mask", OVERLONG_PENALTY)
 
 
 @dataclass
@@ -97,12 +97,12 @@ class Groups:
     def prompt_scores(self) -> tuple[list[str], np.ndarray]:
         """Of every trajectory that was generated and scored: its prompt's uid in the data, its score [trajectories]."""
         every = concat_scored(self.parts)
-        every = every.take(np.flatnonzero(every.live))
+        every = every.take(np.flatnonzero(every.live)).sessions()
         return [self.names[uid] for uid in every.table["prompt_uid"].to_pylist()], every.scores
 
     def metrics(self) -> dict[str, float]:
         """The rewards' metrics of all generated trajectories, and the counts of dropped groups."""
-        every = concat_scored(self.parts)
+        every = concat_scored(self.parts).sessions()
         metrics = every.metrics()
         if OVERLONG_PENALTY in every.table.column_names:
             penalties = every.table[OVERLONG_PENALTY].to_numpy()

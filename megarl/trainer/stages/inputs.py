@@ -16,6 +16,7 @@ from megarl.config import (
     check_models,
     has_teacher,
     needs_rules,
+    plays_turns,
     position_warnings,
 )
 from megarl.config.schema.commands import TrainerConfig
@@ -123,7 +124,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
     """
     data, models = config.data, load_model_inputs(config)
     tokenizer, optional = models.tokenizer, may_lack(config)
-    plays = config.actor_rollout_ref.rollout.multi_turn.enable
+    plays = plays_turns(config.actor_rollout_ref.rollout)
 
     def check(prompts: pa.Table) -> None:
         # An environment may give all scores; a data source that it does not score is refused when its first trajectory arrives.

@@ -18,6 +18,7 @@ from megarl.config import (
     SamplingConfig,
     TrainConfig,
     needs_rules,
+    plays_turns,
     val_set_sampling,
 )
 from megarl.data.files import resolve_files
@@ -44,10 +45,8 @@ def may_lack(config: TrainConfig | EvalConfig) -> frozenset[str]:
     """
     reward = config.reward
     if not needs_rules(config):
-        multi_turn = isinstance(config, TrainConfig) and config.actor_rollout_ref.rollout.multi_turn.enable
-        return frozenset(
-            (SOURCE_KEY,) if multi_turn else (SOURCE_KEY, ANSWER_KEY)
-        )  # environments read answers
+        plays = isinstance(config, TrainConfig) and plays_turns(config.actor_rollout_ref.rollout)
+        return frozenset((SOURCE_KEY,) if plays else (SOURCE_KEY, ANSWER_KEY))  # environments read answers
     is_one_for_all = (
         config.custom_reward_function.path is not None or reward.rule is not None or reward.gsm8k_rule_reward
     )
@@ -69,6 +68,8 @@ def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> d
         keywords["truncation"] = data.truncation
         keywords["filter_overlong_prompts"] = data.filter_overlong_prompts
         keywords["keep_messages"] = data.return_raw_input_ids
+    else:
+        keywords["keep_messages"] = several_turns
     return keywords
 
 

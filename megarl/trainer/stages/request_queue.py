@@ -36,6 +36,7 @@ from typing import Generic, TypeVar
 import pyarrow as pa
 
 from megarl.cluster import WorkerGroup, WorkerLost
+from megarl.data.sessions import num_sessions, request_of
 from megarl.data.trajectories import list_lengths, take
 from megarl.rollout.engine import Drafting, EngineCapacity, SamplingParams
 from megarl.trainer.run.run import Run
@@ -218,7 +219,7 @@ class RequestQueue:
         tables = [answer.table for answer in answers.values() if answer.table is not None]
         for table in tables:
             for uid in table["uid"].to_pylist():
-                self.engine_of.pop(uid, None)
+                self.engine_of.pop(request_of(uid), None)
         self._note(answers)
         if tables or not self.engine_of:
             self.last = time.monotonic()
@@ -237,7 +238,8 @@ class RequestQueue:
             self.drafting += answer.drafting
         self.waiting = {engine: answer.waiting for engine, answer in answers.items()}
         self.landed = {
-            engine: 0 if answer.table is None else answer.table.num_rows for engine, answer in answers.items()
+            engine: 0 if answer.table is None else num_sessions(answer.table)
+            for engine, answer in answers.items()
         }
 
     def _lose(self, run: Run, failure: WorkerLost) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 
 from megarl.cluster import WorkerGroup
 from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
+from megarl.data.sessions import first_rows, request_of
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import Drafting, SamplingParams
 from megarl.trainer.run.run import Run
@@ -23,7 +25,7 @@ Finished = Callable[[pa.Table], None]
 def roll_out(
     run: Run, engines: WorkerGroup, prompts: pa.Table, config: TrainConfig, seed: int, finished: Finished
 ) -> tuple[pa.Table, float, Drafting]:
-    """A step's trajectories: `rollout.n` for each prompt, in the prompts' order; the seconds in which an engine had no request
+    """A step's trajectories: those of `rollout.n` requests for each prompt, in the prompts' order; the seconds in which an engine had no request
     during it, as the mean over all engines; and what became of drafted tokens.
 
     ReMax's baseline is the score of the prompt's greedy answer: the greedy answers follow after all samples.
@@ -95,7 +97,7 @@ def answer_all(
         dealt = queue.deal(waiting, count)
         waiting = waiting[sum(map(len, dealt)) :]
         for table in queue.exchange(run, [joined(parts, own) for own in dealt]):
-            came.update(table["uid"].to_pylist())
+            came.update(map(request_of, table["uid"].to_pylist()))
             finished(table)
             tables.append(table)
         count = len(uids) - len(came) - len(queue.engine_of)
@@ -107,10 +109,13 @@ def answer_all(
 
 
 def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:
-    """The rows of a table in the order of `uids`, which are theirs, in memory of `blocks`."""
-    at = {uid: row for row, uid in enumerate(table["uid"].to_pylist())}
-    assert len(at) == table.num_rows == len(uids), f"{table.num_rows} trajectories for {len(uids)} requests"
-    return take(table, np.array([at[uid] for uid in uids], dtype=np.int64), blocks)
+    """The rows of a table in the order of `uids`, which are their requests', in memory of `blocks`."""
+    first = first_rows(table)
+    bounds = np.append(first, table.num_rows).tolist()
+    names = table["uid"].to_pylist()
+    at = {request_of(names[start]): range(start, end) for start, end in itertools.pairwise(bounds)}
+    assert len(at) == len(first) == len(uids), f"{len(first)} sessions for {len(uids)} requests"
+    return take(table, np.array([row for uid in uids for row in at[uid]], dtype=np.int64), blocks)
 
 
 _SAMPLING = (

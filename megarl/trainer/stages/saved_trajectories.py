@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from megarl.config import DataConfig
+from megarl.data.sessions import num_sessions
 from megarl.data.trajectories import (
     CARRIED,
     TRAJECTORY_SCHEMA,
@@ -53,9 +54,10 @@ def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
 def check_sizes(table: pa.Table, path: str | Path, data: DataConfig, n: int) -> None:
     """ValueError: the trajectories from `path` are not those of a step with `data` and `n` responses to a prompt: too many,
     too few, or too long."""
-    if table.num_rows != data.train_batch_size * n:
+    found = num_sessions(table)
+    if found != data.train_batch_size * n:
         raise ValueError(
-            f"{path} has {table.num_rows} trajectories; data.train_batch_size x actor_rollout_ref.rollout.n is "
+            f"{path} has {found} trajectories; data.train_batch_size x actor_rollout_ref.rollout.n is "
             f"{data.train_batch_size} x {n}"
         )
     longest = int(sequence_lengths(table).max())

@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -18,6 +18,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import DataConfig, OverlongBufferConfig
+from megarl.data.sessions import first_rows, last_rows
 from megarl.data.trajectories import (
     append_column,
     environment_notes,
@@ -84,11 +85,17 @@ class Scored:
             [self.errors[row] for row in rows],
         )
 
+    def sessions(self) -> Scored:
+        """One row of each session, its last."""
+        last = last_rows(self.table)
+        return self if len(last) == self.table.num_rows else self.take(last)
+
     def metrics(self) -> dict[str, float]:
         """The means of the reward's numbers, and how many rewards failed."""
-        there = {name: values[~np.isnan(values)] for name, values in self.numbers.items()}
+        one = self.sessions()
+        there = {name: values[~np.isnan(values)] for name, values in one.numbers.items()}
         means = {f"reward/{name}": float(values.mean()) for name, values in there.items() if len(values)}
-        return {"reward/failed": float(self.failed.sum()), **means}
+        return {"reward/failed": float(one.failed.sum()), **means}
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,11 @@ class Rewards:
     def submit(self, table: pa.Table) -> None:
         """Request the scores of finished trajectories; returns at once.
 
-        Trajectories that their environment has scored are left out.
+        Trajectories that their environment has scored are left out. Of a session the last trajectory is scored.
         """
         if self.rule_weight:
-            rows = np.flatnonzero(np.isnan(environment_scores(table)))
+            last = last_rows(table)
+            rows = last[np.isnan(environment_scores(table)[last])]
             if len(rows):
                 self.scorer.submit(make_samples(take(table, rows), self.tokenizer))
 
@@ -144,10 +152,10 @@ class Rewards:
             scores = self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
         weight = 1.0 if by_model is None else self.rule_weight
         table = with_step_scores(table, scores, self.tokenizer, weight)
-        scored = join_scores(table, scores)
+        scored = join_scores(table, of_sessions(table, scores))
         if by_model is not None:
             scored = mix_scores(scored, by_model, self.rule_weight, self.model_weight)
-        self._report(scored, when)
+        self._report(scored.sessions(), when)
         return scored
 
     def _report(self, scored: Scored, when: str) -> None:
@@ -235,6 +243,17 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
     preds = [None if score is None else score.notes.get("pred") for score in found]
     failed = np.array([error is not None for error in errors], dtype=np.bool_)
     return Scored(append_column(without_tokens(table, failed), "score", values), numbers, preds, errors)
+
+
+def of_sessions(table: pa.Table, scores: Mapping[str, Score]) -> dict[str, Score]:
+    """The score of each row's session, which its last row has (by uid)."""
+    uids, first, last = table["uid"].to_pylist(), first_rows(table), last_rows(table)
+    return {
+        uids[row]: scores[uids[end]]
+        for start, end in zip(first.tolist(), last.tolist(), strict=True)
+        if uids[end] in scores
+        for row in range(start, end + 1)
+    }
 
 
 def _of_steps(score: Score) -> dict[str, float]:

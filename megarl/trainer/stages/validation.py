@@ -101,7 +101,7 @@ def validate(
         scored = concat_scored(parts)
         refuse_if_all_failed(scored)
         answers[val_set.file] = scored.table
-        found = {**answer_metrics(scored, val_set.sampling), **scored.metrics()}
+        found = {**answer_metrics(scored.sessions(), val_set.sampling), **scored.metrics()}
         metrics |= {f"{val_set.prefix}{name}": value for name, value in found.items()}
     means = [metrics[f"{val_set.prefix}score/mean"] for val_set in sets]
     return answers, {**metrics, "score/mean": float(np.mean(means))}

@@ -7,7 +7,8 @@ rank of each data parallel rank and are put into the table's order. Importable w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -28,12 +29,14 @@ from megarl.data.balance import (
     sums_of,
 )
 from megarl.data.routing import ROUTED_EXPERTS, list_of_binary
+from megarl.data.sessions import num_sessions, request_of
 from megarl.data.trajectories import (
     Blocks,
     append_column,
     from_ragged,
     list_lengths,
     ragged,
+    replace_column,
     sequence_lengths,
     take,
 )
@@ -162,23 +165,59 @@ class Plans:
         shared = None
         if batching.share_prompts:
             shared = shared_tokens(ragged(table, "prompt_ids")[0], list_lengths(table, "prompt_ids"))
-        read = (lengths.tobytes(), b"" if shared is None else shared.tobytes())
+        number = _num_mini_batches(table, batching)
+        read = (lengths.tobytes(), b"" if shared is None else shared.tobytes(), str(number).encode())
         if read != self.read:
             self.read, self.made = read, {}
         key = (layout.dp, _schedule_multiple(layout), batching, seed if batching.shuffle else 0)
         if key not in self.made:
-            self.made[key] = _plan(lengths, shared, layout, batching, seed)
+            self.made[key] = _plan(lengths, shared, layout, batching, seed, number)
         return self.made[key]
 
 
 def _plan(
-    lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, batching: MicroBatching, seed: int
+    lengths: np.ndarray,
+    shared: np.ndarray | None,
+    layout: ParallelLayout,
+    batching: MicroBatching,
+    seed: int,
+    num_mini_batches: int | None = None,
 ) -> Plan:
     limits = asdict(batching) | {"num_dp": layout.dp, "seed": seed, "multiple_of": _schedule_multiple(layout)}
     pair_share = limits.pop("pair_share")
     del limits["share_prompts"], limits["token_multiple"]
-    together = None if shared is None else plan_groups(lengths, shared, pair_share=pair_share, **limits)
-    return together or plan_mini_batches(lengths, costs=sequence_costs(lengths, pair_share), **limits)
+    if shared is not None and num_mini_batches is None:
+        together = plan_groups(lengths, shared, pair_share=pair_share, **limits)
+        if together is not None:
+            return together
+    costs = sequence_costs(lengths, pair_share)
+    return plan_mini_batches(lengths, costs=costs, num_mini_batches=num_mini_batches, **limits)
+
+
+def _num_mini_batches(table: pa.Table, batching: MicroBatching) -> int | None:
+    """Of trajectories of sessions, which `mini_batch_size` counts; None: each trajectory is a session, or there is one mini-batch."""
+    if batching.mini_batch_size >= table.num_rows or "uid" not in table.column_names:
+        return None
+    sessions = num_sessions(table)
+    return None if sessions == table.num_rows else -(-sessions // batching.mini_batch_size)
+
+
+def with_idle_rows(batch: pa.Table, layouts: Iterable[ParallelLayout]) -> pa.Table:
+    """Trajectories of sessions, filled up with copies of the shortest one without a live token, so that every layout can plan them: there may
+    be any number of them. The copies count to the last session.
+    """
+    unit = math.lcm(*(rows_to_share(1, layout) for layout in layouts))
+    missing = -batch.num_rows % unit
+    if not missing:
+        return batch
+    idle = take(batch, [int(sequence_lengths(batch).argmin())] * missing)
+    last = request_of(batch["uid"][batch.num_rows - 1].as_py())
+    names = pa.array([f"{last}.idle{number}" for number in range(missing)], pa.string())
+    mask, offsets = ragged(idle, "response_mask")
+    idle = replace_column(
+        replace_column(idle, "uid", names), "response_mask", from_ragged(mask & False, offsets)
+    )
+    return pa.concat_tables([batch, idle]).combine_chunks()
 
 
 def forward_plan(

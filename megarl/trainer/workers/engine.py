@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import pyarrow as pa
 
 from megarl.cluster.ranks import RankInfo
 from megarl.data.routing import RoutingShape
-from megarl.data.trajectories import build_trajectories, take
+from megarl.data.sessions import request_of, requested
+from megarl.data.trajectories import build_trajectories
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
+from megarl.trainer.workers.agents import Agents, AgentsSpec
 from megarl.trainer.workers.dispatch import TRAINING, Landed
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
 from megarl.weight_sync.packets import Address, SyncShare
@@ -38,13 +40,13 @@ class _Requests:
         busy: as the flight's, at the last call.
     """
 
-    flight: Flight[Generation]
+    flight: Flight[list[Generation]]
     signs: float
     launched: dict[str, tuple[pa.Table, int]] = field(default_factory=dict)
     waited: float = 0.0
     busy: float = 0.0
 
-    def launch(self, requests: pa.Table, coroutines: list[Coroutine[Any, Any, Generation]]) -> None:
+    def launch(self, requests: pa.Table, coroutines: list[Coroutine[Any, Any, list[Generation]]]) -> None:
         uids = requests["uid"].to_pylist()
         twice = [uid for uid in uids if uid in self.launched]
         assert not twice and len({*uids}) == len(uids), f"requests were launched twice: {twice or uids}"
@@ -52,17 +54,18 @@ class _Requests:
         self.flight.add(coroutines)
 
     def trajectories(
-        self, generations: Sequence[Generation], routing: RoutingShape | None
+        self, finished: Iterable[Sequence[Generation]], routing: RoutingShape | None
     ) -> pa.Table | None:
-        """The trajectories of finished requests, which it forgets; None: there are none."""
+        """The trajectories of finished requests, one or several of each, which it forgets; None: there are none."""
         found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
-        for generation in generations:
-            requests, row = self.launched.pop(generation.uid)
+        for generations in finished:
+            requests, row = self.launched.pop(request_of(generations[0].uid))
             _, rows, own = found.setdefault(id(requests), (requests, [], []))
-            rows.append(row)
-            own.append(generation)
+            rows += [row] * len(generations)
+            own += generations
         tables = [
-            build_trajectories(take(requests, rows), own, routing) for requests, rows, own in found.values()
+            build_trajectories(requested(requests, rows, [one.uid for one in own]), own, routing)
+            for requests, rows, own in found.values()
         ]
         return pa.concat_tables(tables).combine_chunks() if tables else None
 
@@ -70,8 +73,10 @@ class _Requests:
 class EngineWorker:
     """One engine, or a further node's part of one: of `info.parts` processes this is number `info.part`."""
 
-    def __init__(self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | None = None) -> None:
-        """`turns`: how multi-turn trajectories are generated; None: trajectories have one turn."""
+    def __init__(
+        self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | AgentsSpec | None = None
+    ) -> None:
+        """`turns`: how trajectories of several turns are generated; None: trajectories have one turn."""
         self.info = info
         # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
@@ -79,9 +84,11 @@ class EngineWorker:
             config = replace(config, nodes=info.parts, node=info.part, address=address(info))
         self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)
         self.engine.start()
-        self.players: Players | None = None
+        self.players: Players | Agents | None = None
         self._of: dict[str, _Requests] = {}
-        if info.part == 0 and turns is not None:
+        if info.part == 0 and isinstance(turns, AgentsSpec):
+            self.players = Agents(turns, self.engine, config.stop_token_ids)
+        elif info.part == 0 and turns is not None:
             self.players = Players(turns, self.engine.answer, config.stop_token_ids)
 
     def land(
@@ -104,7 +111,9 @@ class EngineWorker:
             own.launch(requests, self._answers(requests, sampling))
         generations = own.flight.take(seconds)
         own.waited += time.monotonic() - begun
-        if generations or own.signs != self.engine.last_sign or not len(own.flight):
+        # While agents and environments compute, the engine may have nothing to do.
+        at_rest = not self.engine.num_requests
+        if generations or own.signs != self.engine.last_sign or at_rest:
             own.signs, own.waited = self.engine.last_sign, 0.0
         if own.waited > self.engine.config.request_timeout:
             raise EngineError(
@@ -130,16 +139,22 @@ class EngineWorker:
             self._of[of] = _Requests(self.engine.flight(), self.engine.last_sign)
         return self._of[of]
 
-    def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
-        """A coroutine for each of the requests, in their order."""
+    def _answers(
+        self, requests: pa.Table, sampling: SamplingParams
+    ) -> list[Coroutine[Any, Any, list[Generation]]]:
+        """A coroutine for each of the requests, in their order; it returns the request's trajectories."""
+        if isinstance(self.players, Agents):  # their prompts are what the agents ask
+            return self.players.answers(requests, sampling, self.engine.weight_version)
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
         for uid, ids in zip(uids, prompts, strict=True):
             self.engine.check_request(uid, ids, sampling)
-        if self.players is None:
-            return [self.engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)]
-        version, tasks = self.engine.weight_version, self.players.tasks(requests)
-        play = self.players.player.play
-        return [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
+        if self.players is not None:
+            return self.players.answers(requests, sampling, self.engine.weight_version)
+
+        async def answer(uid: str, ids: list[int]) -> list[Generation]:
+            return [await self.engine.answer(uid, ids, sampling)]
+
+        return [answer(uid, ids) for uid, ids in zip(uids, prompts, strict=True)]
 
     def write_inboxes(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> list[Path]:
         """Write a file for each TP rank of this process with the packets that it takes from other ranks; returns the files."""

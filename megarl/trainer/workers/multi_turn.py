@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import MultiTurnConfig
@@ -17,6 +18,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS
 from megarl.environments import find_environment
 from megarl.environments.environment import Task
+from megarl.rollout.engine import Generation, SamplingParams
 from megarl.rollout.turns import Answer, Player
 from megarl.util.plugins import load_plugins
 
@@ -66,23 +68,35 @@ class Players:
         self._tokenizer = load_tokenizer(model.tokenizer_path, model.trust_remote_code)
         self.player = Player(make, multi_turn, self._tokenizer, answer, stop_token_ids, spec.template_kwargs)
 
-    def tasks(self, requests: pa.Table) -> list[Task]:
-        """The environments' tasks, one for each request (see `expand_prompts`)."""
-        columns = ("uid", "prompt_ids", "data_source", "ground_truth", "extra_info")
-        kept = (_json_column(requests, name) for name in (MESSAGES, TEMPLATE_KWARGS))
-        rows = zip(*(requests[name].to_pylist() for name in columns), *kept, strict=True)
-        return [
-            Task(
-                uid=uid,
-                prompt=self._tokenizer.decode(ids, skip_special_tokens=True),
-                messages=messages,
-                data_source=source,
-                ground_truth=truth,
-                extra_info=json.loads(extra) if extra else {},
-                template_kwargs=keywords,
-            )
-            for uid, ids, source, truth, extra, messages, keywords in rows
-        ]
+    def answers(
+        self, requests: pa.Table, sampling: SamplingParams, version: int
+    ) -> list[Coroutine[Any, Any, list[Generation]]]:
+        """A coroutine for each of the requests, which plays it; `version`: of the engine's weights."""
+
+        async def play(task: Task, ids: list[int]) -> list[Generation]:
+            return [await self.player.play(task, ids, sampling, version)]
+
+        tasks = tasks_of(requests, self._tokenizer)
+        return [play(task, ids) for task, ids in zip(tasks, requests["prompt_ids"].to_pylist(), strict=True)]
+
+
+def tasks_of(requests: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
+    """The tasks of environments or agents, one for each request (see `expand_prompts`)."""
+    columns = ("uid", "prompt_ids", "data_source", "ground_truth", "extra_info")
+    kept = (_json_column(requests, name) for name in (MESSAGES, TEMPLATE_KWARGS))
+    rows = zip(*(requests[name].to_pylist() for name in columns), *kept, strict=True)
+    return [
+        Task(
+            uid=uid,
+            prompt=tokenizer.decode(ids, skip_special_tokens=True),
+            messages=messages,
+            data_source=source,
+            ground_truth=truth,
+            extra_info=json.loads(extra) if extra else {},
+            template_kwargs=keywords,
+        )
+        for uid, ids, source, truth, extra, messages, keywords in rows
+    ]
 
 
 def _json_column(requests: pa.Table, name: str) -> list[Any]:

@@ -1,0 +1,76 @@
+"""Checks of agents as programs: section rollout.gateway."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.checks.values import given_keys
+from megarl.config.schema.commands import EvalConfig, TrainConfig
+from megarl.config.schema.rollout import GatewayConfig
+
+_NO_SESSIONS = {
+    "remax": "compares with greedy answers, and a session has no greedy answer of its own",
+    "gigpo": "compares the states of an environment, of which an agent tells nothing",
+}
+
+
+def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    """Of a resolved configuration."""
+    trains = isinstance(config, TrainConfig)
+    rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
+    prefix = "actor_rollout_ref.rollout.gateway" if trains else "rollout.gateway"
+    gateway = rollout.gateway
+    if not gateway.enable:
+        if given := given_keys(gateway):
+            names = ", ".join(f"{prefix}.{name}" for name in given)
+            yield f"{names}: without {prefix}.enable=true there are no agents"
+        return
+    yield from _agent_problems(prefix, gateway)
+    if rollout.multi_turn.enable:
+        yield f"{prefix}.enable=true and multi_turn.enable=true: an agent or an environment plays the turns; choose one"
+    if not gateway.models or not all(gateway.models):
+        yield f"{prefix}.models={list(gateway.models)}: agents need a name to ask by, such as policy"
+    if isinstance(config, TrainConfig):
+        yield from _training_problems(prefix, config)
+
+
+def _agent_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
+    if bool(gateway.command) == (gateway.agent is not None):
+        yield f"{prefix}.command (a program and its arguments) or {prefix}.agent (FILE.py:FUNCTION): give one of them"
+    for name in ("agent", "score"):
+        value = getattr(gateway, name)
+        if value is None:
+            continue
+        file, _, function = value.rpartition(":")
+        if not file.endswith(".py") or not function.isidentifier():
+            yield f"{prefix}.{name}={value!r} must be FILE.py:FUNCTION"
+        elif not Path(file).expanduser().is_file():
+            yield f"{prefix}.{name}: the file {file} does not exist (working directory {Path.cwd()})"
+
+
+def _training_problems(prefix: str, config: TrainConfig) -> Iterator[str]:
+    estimator, phase = config.algorithm.adv_estimator, config.trainer.phase_timeout
+    if estimator in _NO_SESSIONS:
+        yield (
+            f"{prefix}.enable=true with algorithm.adv_estimator={estimator!r}, which {_NO_SESSIONS[estimator]}; use grpo"
+        )
+    if config.reward_model.enable:
+        yield (
+            f"{prefix}.enable=true with reward_model.enable=true: a reward model would score each path of a session; have the agent ask it, and "
+            "post the score"
+        )
+    if config.reward_model.overlong_buffer.enable:
+        yield (
+            f"{prefix}.enable=true with reward_model.overlong_buffer.enable=true: a session has no one length; have the agent count, and post "
+            "a lower score"
+        )
+    if config.data.ref_prompt_key is not None:
+        yield (
+            f"{prefix}.enable=true with data.ref_prompt_key={config.data.ref_prompt_key}: the prompts are the agent's, and the reference would "
+            "read another; leave one out"
+        )
+    timeout = config.actor_rollout_ref.rollout.gateway.timeout
+    if phase is not None and timeout >= phase:
+        yield (
+            f"{prefix}.timeout={timeout:g} must be less than trainer.phase_timeout={phase:g}, after which a run that waits for agents counts "
+            "as broken"
+        )

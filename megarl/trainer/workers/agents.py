@@ -1,0 +1,182 @@
+"""Agents of a run: the specification from the configuration, and the gateway with its agents in an engine's process.
+
+The gateway of an engine listens in the engine's process, on the engine's event loop, and its agents are processes on the same machine.
+So all requests of a session go to the engine that has its prefix, and none passes the controller. The loop runs while the controller
+waits for trajectories; between two phases of generation agents wait for their answers.
+
+Guarantees, each asserted by a test:
+
+- an agent that asks nothing, or fails before it asks, costs its own sample: one masked token, and its error;
+- agents end with the process of their engine, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import uvicorn
+
+from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
+from megarl.cluster.ranks import node_address
+from megarl.config import ModelPathConfig, RolloutConfig
+from megarl.config.schema.rollout import GatewayConfig
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.environment import Task
+from megarl.gateway.agents import AgentRunner
+from megarl.gateway.call import find_function
+from megarl.gateway.reader import TurnReader
+from megarl.gateway.server import listen, make_app
+from megarl.gateway.service import Gateway, Limits
+from megarl.rollout.engine import EngineError, Generation, SamplingParams
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.trainer.workers.multi_turn import tasks_of
+from megarl.util.plugins import load_plugins
+
+LOGS = "agents"  # folder of a run for what its agents print
+
+
+@dataclass(frozen=True)
+class AgentsSpec:
+    """The settings with which an engine's process runs agents.
+
+    Attributes:
+        command: of an agent.
+        logs: folder, as an absolute path.
+    """
+
+    gateway: GatewayConfig
+    model: ModelPathConfig
+    command: tuple[str, ...]
+    logs: str
+    plugins: tuple[str, ...] = ()
+
+
+def agents_spec(
+    rollout: RolloutConfig, model: ModelPathConfig, folder: str, plugins: tuple[str, ...]
+) -> AgentsSpec | None:
+    """The settings of section `rollout.gateway` (resolved and checked); None where it is not enabled.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    gateway = rollout.gateway
+    if not gateway.enable:
+        return None
+    command = gateway.command
+    if gateway.agent is not None:
+        find_function(gateway.agent, "rollout.gateway.agent")
+        file, _, function = gateway.agent.rpartition(":")
+        path = str(Path(file).expanduser().resolve())
+        command = (sys.executable, "-m", "megarl.gateway.call", path, function)
+    if gateway.score is not None:
+        find_function(gateway.score, "rollout.gateway.score")
+        file, _, function = gateway.score.rpartition(":")
+        gateway = replace(gateway, score=f"{Path(file).expanduser().resolve()}:{function}")
+    files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
+    logs = Path(folder).expanduser().resolve() / LOGS
+    return AgentsSpec(gateway, model, command, str(logs), files)
+
+
+class Agents:
+    """Runs the agents of one engine's requests."""
+
+    def __init__(self, spec: AgentsSpec, engine: SGLangEngine, stop_token_ids: tuple[int, ...]) -> None:
+        """Listens from now on. `stop_token_ids`: those of the engine that are not the model's own ends."""
+        load_plugins(spec.plugins)
+        settings = spec.gateway
+        assert spec.model.tokenizer_path is not None, "resolved"
+        self._tokenizer = load_tokenizer(spec.model.tokenizer_path, spec.model.trust_remote_code)
+        reader = TurnReader(self._tokenizer, settings.tool_parser, settings.reasoning_parser)
+        # The runner ends sessions, and an answer may wait until the models have learnt.
+        limits = Limits(requests=settings.max_requests, request_seconds=math.inf, idle_seconds=math.inf)
+        gateway = Gateway(
+            engine,
+            self._tokenizer,
+            reader,
+            settings.models,
+            SamplingParams(),
+            limits,
+            fixed_sampling=True,
+            stop_token_ids=stop_token_ids,
+        )
+        host = node_address() if settings.host == "cluster" else settings.host
+        listener = listen(host, 0)
+        config = uvicorn.Config(
+            make_app(gateway, secrets.token_urlsafe(24)), log_level="warning", lifespan="off"
+        )
+        self._server = _Server(config)
+
+        async def serve() -> asyncio.Task[None]:
+            return asyncio.create_task(self._server.serve([listener]))
+
+        self._serving = engine.run(serve())
+        score = None if settings.score is None else find_function(settings.score, "rollout.gateway.score")
+        marks = {name: value for name, value in os.environ.items() if name.startswith(MARK_PREFIX)}
+        shown = f"[{host}]" if ":" in host else host
+        self._runner = AgentRunner(
+            gateway,
+            f"http://{shown}:{listener.getsockname()[1]}",
+            spec.command,
+            Path(spec.logs),
+            seconds=settings.timeout,
+            concurrency=settings.concurrency,
+            environment={**marks, **KEEP_ENVIRON, **_texts(settings.environment)},
+            score=score,
+            keep_logs=settings.keep_logs,
+        )
+
+    def answers(
+        self, requests: pa.Table, sampling: SamplingParams, version: int | None
+    ) -> list[Coroutine[Any, Any, list[Generation]]]:
+        """A coroutine for each of the requests, which runs its agent; `version`: of the engine's weights."""
+        tasks, prompts = tasks_of(requests, self._tokenizer), requests["prompt_ids"].to_pylist()
+        assert version is not None, "requests come when weights are there"
+        return [self._play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
+
+    async def _play(
+        self, task: Task, ids: list[int], sampling: SamplingParams, version: int
+    ) -> list[Generation]:
+        if self._serving.done():
+            raise EngineError(f"the gateway has ended: {self._serving.exception()}")
+        made, error = await self._runner.play(task, sampling)
+        return made or [_nothing(f"{task.uid}.0", ids, version, error or "it asked the policy nothing")]
+
+
+class _Server(uvicorn.Server):
+    """A server in a process whose signals are others'."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _nothing(uid: str, prompt_ids: list[int], version: int, error: str) -> Generation:
+    """The trajectory of an agent that failed before the policy's first turn: a response has at least one token."""
+    return Generation(
+        uid,
+        prompt_ids[-1:],
+        [0.0],
+        "stop",
+        version,
+        response_mask=[False],
+        num_turns=0,
+        environment_notes=json.dumps({"numbers": {"num_turns": 0.0}, "error": error}),
+    )
+
+
+def _texts(values: Mapping[str, Any] | None) -> dict[str, str]:
+    return {name: str(value) for name, value in (values or {}).items()}

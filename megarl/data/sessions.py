@@ -11,6 +11,8 @@ Guarantees, each asserted by a test:
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 
@@ -45,8 +47,7 @@ def by_request(table: pa.Table) -> dict[str, pa.Table]:
     bounds = np.append(first_rows(table), table.num_rows).tolist()
     uids = table["uid"].to_pylist()
     return {
-        request_of(uids[start]): table.slice(start, end - start)
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        request_of(uids[start]): table.slice(start, end - start) for start, end in itertools.pairwise(bounds)
     }
 
 

@@ -220,6 +220,57 @@ def test_an_environment_is_named(train, evaluation, tmp_path):
     check_config(evaluation(*unknown, f"plugins=[{tmp_path}/mine.py]"))  # it may be that file's
 
 
+GATEWAY = f"{ROLLOUT}.gateway"
+
+
+def test_agents(train, evaluation, tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text("")
+    enabled = [
+        f"{GATEWAY}.enable=true",
+        f"{GATEWAY}.agent={agent}:play",
+        "algorithm.adv_estimator=grpo",
+        "critic=null",
+    ]
+    enabled += [f"{ROLLOUT}.n=2"]
+    check_config(train(*enabled))
+    check_config(evaluation("rollout.gateway.enable=true", "rollout.gateway.command=[agent, --fast]"))
+    (line,) = problems(train(f"{GATEWAY}.timeout=5"))
+    assert line == f"{GATEWAY}.timeout: without {GATEWAY}.enable=true there are no agents"
+    (line,) = problems(evaluation("rollout.gateway.enable=true"))
+    assert line.endswith("give one of them")
+    (line,) = problems(train(*enabled, f"{GATEWAY}.command=[agent]"))
+    assert line.endswith("give one of them")
+    (line,) = problems(train(*enabled, f"{GATEWAY}.score={tmp_path}/none.py:score"))
+    assert f"{tmp_path}/none.py does not exist" in line
+    (line,) = problems(train(*enabled, f"{GATEWAY}.score={agent}"))
+    assert line.endswith("must be FILE.py:FUNCTION")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.adv_estimator=remax"], "use grpo"),
+        (["trainer.phase_timeout=600"], "timeout=600 must be less than trainer.phase_timeout=600"),
+        (["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2"], "no one length"),
+        ([f"{GATEWAY}.models=[]"], "need a name"),
+        (
+            [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"],
+            "an agent or an environment",
+        ),
+    ],
+)
+def test_what_agents_cannot_have(train, overrides, told):
+    enabled = [
+        f"{GATEWAY}.enable=true",
+        f"{GATEWAY}.command=[agent]",
+        "algorithm.adv_estimator=grpo",
+        "critic=null",
+    ]
+    (line,) = problems(train(*enabled, f"{ROLLOUT}.n=2", *overrides))
+    assert told in line
+
+
 def test_keys_of_turns_that_there_are_not_are_refused(train):
     config = train(f"{ROLLOUT}.multi_turn.max_user_turns=2", f"{ROLLOUT}.multi_turn.options={{role: user}}")
     (line,) = problems(config)

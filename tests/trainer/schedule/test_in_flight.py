@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.config import FilterGroupsConfig
+from megarl.data.sessions import requested
 from megarl.data.trajectories import replace_column
 from megarl.trainer.schedule.in_flight import InFlight, load_in_flight, save_in_flight
 from megarl.trainer.stages.scoring import Scored, concat_scored, join_scores
@@ -47,6 +48,23 @@ def finish(state: InFlight, asked) -> None:
 def keep(state: InFlight, values=lambda name: [1.0, 0.0]) -> None:
     groups = state.finished()
     state.keep(groups, scores_of(groups, values))
+
+
+def test_a_session_is_one_answer_however_many_trajectories_it_has() -> None:
+    state = made(num_prompts=1)
+    state.ask(prompts("q"), 0)
+    (asked,) = state.prompts.values()
+    (requests,) = asked.requests(2, greedy=False)
+    names = requests["uid"].to_pylist()
+    rows = [0, 0, 1]  # the first session's two paths, and the second's
+    table = answer(requested(requests, rows, [f"{names[0]}.0", f"{names[0]}.1", f"{names[1]}.0"]))
+    kept = state.receive(table.slice(0, 2))
+    assert kept.num_rows == 2 and not state.finished()
+    state.receive(table.slice(2))
+    assert state.finished() == [asked] and asked.table()["uid"].to_pylist() == table["uid"].to_pylist()
+    state.keep([asked], join_scores(asked.table(), {}))
+    groups, _ = state.take(0)
+    assert groups.batch().num_rows == 3 and groups.prompt_scores() == (["q", "q"], pytest.approx([0, 0]))
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])

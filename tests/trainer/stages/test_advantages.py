@@ -27,6 +27,7 @@ def a_batch(**columns) -> pa.Table:
         "old_log_probs": np.full(total, -1.0, np.float32),
     }
     own = {
+        "uid": ["p/0", "p/1", "q/0", "q/1"],
         "prompt_uid": ["p", "p", "q", "q"],
         "finish_reason": ["stop", "stop", "length", "stop"],
         "score": pa.array([1.0, 0.0, 0.0, 3.0], pa.float32()),
@@ -65,6 +66,42 @@ def test_a_trajectory_whose_reward_failed_takes_no_part() -> None:
     assert advantages_of(table) == [1, 1, -1, 0, 0, 0, 0]
     assert metrics["critic/score/mean"] == 1.0  # of 1, 0, 2
     assert metrics["critic/rewards/min"] == 0.0 and metrics["critic/rewards/mean"] == 1.0
+
+
+def test_trajectories_of_a_session_are_compared_as_one() -> None:
+    """q/0 has two paths: its reward is that of the last one, and both have its advantage."""
+    paths = {"uid": ["p/0", "q/0.0", "q/0.1", "q/1.0"], "prompt_uid": ["p", "q", "q", "q"]}
+    batch = a_batch(**paths, score=pa.array([1.0, 4.0, 4.0, 1.0], pa.float32()))
+    table, metrics = compute_batch_advantages(
+        batch, AlgorithmConfig(adv_estimator="rloo"), FixedKLController(0.1)
+    )
+    assert advantages_of(table) == [0, 0, 3, 3, 3, -3, -3]
+    assert ragged(table, "token_level_rewards")[0].tolist() == [0, 1, 0, 0, 4, 0, 1]
+    assert metrics["critic/score/mean"] == 2.0 and metrics["response_length/mean"] == 7 / 3
+
+
+def test_a_critics_returns_go_on_from_path_to_path() -> None:
+    values = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], np.float32)
+    kept = {"prompt_uid": ["p", "q", "q", "r"], "score": pa.array([1.0, 3.0, 3.0, 1.0], pa.float32())}
+    algorithm = AlgorithmConfig(adv_estimator="gae", gamma=0.9, lam=0.8, whiten_advantages=False)
+    paths = a_batch(uid=["p/0", "q/0.0", "q/0.1", "r/0"], **kept)
+    found, _ = compute_batch_advantages(
+        append_column(paths, "values", (values, OFFSETS)), algorithm, FixedKLController(0.1)
+    )
+    # The same tokens as the responses of three trajectories.
+    bounds = OFFSETS[[0, 1, 3, 4]]
+    lists = ("response_ids", "response_mask", "rollout_log_probs", "old_log_probs")
+    alone = pa.table(
+        {"uid": ["p/0", "q/0", "r/0"], "prompt_uid": ["p", "q", "r"], "finish_reason": ["stop"] * 3}
+        | {"score": pa.array([1.0, 3.0, 1.0], pa.float32())}
+        | {name: from_ragged(ragged(paths, name)[0], bounds) for name in lists}
+    )
+    expected, _ = compute_batch_advantages(
+        append_column(alone, "values", (values, bounds)), algorithm, FixedKLController(0.1)
+    )
+    for name in ("advantages", "returns"):
+        assert ragged(found, name)[0].tolist() == ragged(expected, name)[0].tolist()
+        assert np.array_equal(ragged(found, name)[1], OFFSETS)
 
 
 def test_remax_takes_the_greedy_answers_score() -> None:

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.config import OverlongBufferConfig
-from megarl.data.trajectories import expand_prompts, ragged, take, validate_trajectories
+from megarl.data.trajectories import expand_prompts, ragged, replace_column, take, validate_trajectories
 from megarl.trainer.stages import scoring
 from megarl.trainer.stages.reward_model import ModelScores
 from megarl.trainer.stages.rollouts import greedy_requests
@@ -41,6 +41,26 @@ def test_scores_find_their_rows_whatever_finished_first(tmp_path):
     assert found.table["uid"].to_pylist() == table["uid"].to_pylist()
     assert found.metrics() == {"reward/failed": 0.0, "reward/words": 2.0}
     assert not asked.run.said and not list(tmp_path.iterdir())
+
+
+def paths(*uids):
+    """Trajectories of sessions, of 1, 2, 3, ... words."""
+    table = answer(expand_prompts(prompts(*(f"p{number}" for number in range(len(uids)))), 1))
+    return replace_column(table, "uid", pa.array(uids))
+
+
+def test_a_session_has_one_score_that_of_its_last_trajectory(tmp_path):
+    table = paths("a/0.0", "a/0.1", "a/1.0", "b/0")
+    asked = rewards(
+        tmp_path, lambda sample: score(sample.uid, None if sample.uid == "a/1.0" else 3.0, acc=0.5)
+    )
+    asked.submit(table)
+    assert [sample.uid for batch in asked.scorer.batches for sample in batch] == ["a/0.1", "a/1.0", "b/0"]
+    found = asked.collect(table, "step 1", None)
+    assert found.scores.tolist() == [3, 3, 0, 3] and found.failed.tolist() == [False, False, True, False]
+    assert found.sessions().table["uid"].to_pylist() == ["a/0.1", "a/1.0", "b/0"]
+    assert found.metrics()["reward/failed"] == 1.0
+    assert len((tmp_path / scoring.ERRORS_FILE).read_text().splitlines()) == 1
 
 
 def test_samples_are_texts_of_the_trajectory(tmp_path):

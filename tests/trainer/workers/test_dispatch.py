@@ -5,7 +5,15 @@ import pyarrow as pa
 import pytest
 
 from megarl.algorithms.aggregate import LossCounts
-from megarl.data.trajectories import Generation, build_trajectories, expand_prompts, ragged
+from megarl.data.sessions import num_sessions
+from megarl.data.trajectories import (
+    Generation,
+    build_trajectories,
+    expand_prompts,
+    ragged,
+    replace_column,
+    sequence_lengths,
+)
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.workers.dispatch import (
     MicroBatching,
@@ -15,6 +23,7 @@ from megarl.trainer.workers.dispatch import (
     merge_columns,
     packing_metrics,
     update_plan,
+    with_idle_rows,
 )
 
 
@@ -43,6 +52,37 @@ def test_every_row_is_planned_once_in_each_epoch_and_counted():
         [4, 5, 6, 7],
     ] * 2
     assert counts == [LossCounts(10, 4), LossCounts(26, 4)] * 2
+
+
+def sessions(*paths: int) -> pa.Table:
+    """So many trajectories for each session, of 1, 2, 3, ... tokens."""
+    table = batch([*range(1, sum(paths) + 1)])
+    uids = [f"p{one}/0.{path}" for one, number in enumerate(paths) for path in range(number)]
+    return replace_column(table, "uid", pa.array(uids))
+
+
+@pytest.mark.parametrize("paths", [(1, 1, 1, 2), (3, 1, 1, 1), (2, 2, 2, 3), (5, 1, 1, 1), (1, 2, 1, 9)])
+@pytest.mark.parametrize("layout", [ParallelLayout(world=2), ParallelLayout(world=4, pp=2, vpp=2)])
+@pytest.mark.parametrize("rows_each", [None, 1])
+def test_any_number_of_trajectories_of_sessions_can_be_planned(paths, layout, rows_each):
+    """Mini-batches are as many as their sessions say, and idle rows train nothing."""
+    table = sessions(*paths)
+    filled = with_idle_rows(table, [layout, ParallelLayout(world=1)])
+    names = ["uid", "response_ids", "response_mask"]
+    assert filled.slice(0, table.num_rows).select(names) == table.select(names)
+    assert num_sessions(filled) == len(paths)
+    assert not any(mask for row in filled["response_mask"].to_pylist()[table.num_rows :] for mask in row)
+    # The longest fills a micro-batch alone.
+    longest = int(max(sequence_lengths(table))) if rows_each is None else None
+    size = 2 if layout.dp * (layout.pp if layout.vpp else 1) <= 2 else len(paths)
+    cut = MicroBatching(mini_batch_size=size, max_tokens=longest, micro_batch_size=rows_each, epochs=2)
+    plan, counts = update_plan(filled, layout, cut, seed=0)
+    assert len(plan) == 2 * len(paths) // size
+    for epoch in (plan[: len(plan) // 2], plan[len(plan) // 2 :]):
+        rows = sorted(row for shares in epoch for share in shares for micro in share for row in micro)
+        assert rows == list(range(filled.num_rows))
+    assert sum(one.trajectories for one in counts) == 2 * table.num_rows
+    assert with_idle_rows(table, [ParallelLayout(world=1)]) is table
 
 
 def test_old_log_probs_are_computed_in_the_micro_batches_of_the_first_epoch():

@@ -1,0 +1,158 @@
+"""A run's agents in an engine's process, in front of a policy whose words are written down. Agents are processes of Python functions."""
+
+import asyncio
+import json
+import os
+import time
+
+import pytest
+
+from megarl.config import ModelPathConfig
+from megarl.config.schema.rollout import GatewayConfig, RolloutConfig
+from megarl.data.trajectories import expand_prompts
+from megarl.rollout.completions import Flight
+from megarl.rollout.engine import SamplingParams
+from megarl.trainer.workers.agents import Agents, agents_spec
+from tests.gateway.conftest import sglang_parsers  # noqa: F401
+from tests.gateway.policy import WrittenPolicy
+from tests.gateway.published import published
+from tests.trainer.trajectories import prompts
+
+AGENT = """
+import json, os, time, urllib.request
+
+def ask(*messages):
+    body = {"model": "policy", "messages": messages, "temperature": 0.1}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+USER = {"role": "user", "content": "Rain?"}
+
+def play(task):
+    first = ask(USER)
+    if task["uid"] == "a/1":
+        ask(USER, first, {"role": "user", "content": "Sure?"})
+        ask(USER, first, {"role": "user", "content": "Really?"})
+    print(os.environ["MEGARL_RANK"], os.environ["TOOL_KEY"])
+    return 0.5
+
+async def idle(task):
+    if task["uid"] == "a/1":
+        raise ConnectionError("no tool")
+
+def slow(task):
+    ask(USER)
+    open(task["extra_info"]["file"], "w").close()
+    time.sleep(1.0)
+
+def score(task, session):
+    return len(session.tree.turns) + len(task.ground_truth) / 100
+"""
+
+
+SAMPLING = SamplingParams()
+
+
+class Engine(WrittenPolicy):
+    """With a loop that stands still between calls, as an engine's."""
+
+    def run(self, coroutine):
+        return self.loop.run_until_complete(coroutine)
+
+
+@pytest.fixture
+def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
+    """agents(function, settings) -> play(sampling, extra_info), which gives the trajectories of each of two requests of prompt a."""
+    monkeypatch.setenv("MEGARL_RANK", "mark")
+    monkeypatch.setattr("megarl.trainer.workers.agents.load_tokenizer", lambda *_: published("qwen2_5"))
+    (tmp_path / "agent.py").write_text(AGENT)
+    loop = asyncio.new_event_loop()
+
+    def start(function, **settings):
+        engine = Engine(published("qwen2_5"), ["It rains."])
+        engine.loop = loop
+        gateway = GatewayConfig(
+            enable=True, agent=f"{tmp_path}/agent.py:{function}", environment={"TOOL_KEY": 7}, **settings
+        )
+        model = ModelPathConfig(path="unread", tokenizer_path="unread")
+        spec = agents_spec(RolloutConfig(gateway=gateway), model, str(tmp_path / "run"), ())
+        made = Agents(spec, engine, ())
+
+        def play(sampling=SAMPLING, meanwhile=lambda: None, **extra):
+            asked = expand_prompts(prompts("a"), 2)
+            column = asked.schema.get_field_index("extra_info")
+            asked = asked.set_column(column, asked.schema.field(column), [[json.dumps(extra)] * 2])
+            flight = Flight(loop)
+            flight.add(made.answers(asked, sampling, 7))
+            played = []
+            while len(flight):
+                played += flight.take(0.2)
+                meanwhile()
+            played.sort(key=lambda own: own[0].uid)
+            return engine, played
+
+        return play
+
+    yield start
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def notes(trajectory):
+    return json.loads(trajectory.environment_notes)
+
+
+def test_functions_are_agents_and_their_sessions_are_trajectories(agents, tmp_path):
+    engine, (single, double) = agents("play", keep_logs=True)(SamplingParams(temperature=0.7, seed=5))
+    assert [one.uid for one in (*single, *double)] == ["a/0.0", "a/1.0", "a/1.1"]
+    assert {one.environment_score for one in (*single, *double)} == {0.5}
+    assert notes(double[0]) == {"numbers": {"num_turns": 3.0}, "error": None}
+    live = sum(sum(one.response_mask) for one in double)
+    assert live == sum(len(asked.ids) for asked in engine.asked if asked.uid.startswith("a/1#"))
+    # Sampled as the run says, whatever an agent asks for.
+    assert {(one.temperature, one.seed) for one in engine.sampled} == {(0.7, 5)}
+    assert (tmp_path / "run/agents/a-1.log").read_text() == "mark 7\n"
+
+
+def test_an_agent_that_asks_nothing_costs_its_own_sample(agents, tmp_path):
+    _, ((nothing,), (failed,)) = agents("idle")()
+    for one in (nothing, failed):
+        assert not any(one.response_mask) and len(one.response_ids) == 1 and one.weight_version == 7
+    assert notes(nothing)["error"] == "it asked the policy nothing"
+    assert "ConnectionError: no tool" in notes(failed)["error"]
+    assert [file.name for file in (tmp_path / "run/agents").iterdir()] == ["a-1.log"]
+
+
+def test_a_function_scores_sessions(agents, tmp_path):
+    _, ((single,), double) = agents("play", score=f"{tmp_path}/agent.py:score")()
+    assert single.environment_score == 1.1 and {one.environment_score for one in double} == {3.1}
+
+
+def test_time_in_which_nothing_is_generated_does_not_count(agents, tmp_path, monkeypatch):
+    """The loop stands still for an hour."""
+    file, clock = tmp_path / "asked", [0.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic():
+            return time.monotonic() + clock[0]
+
+    def pause():
+        if file.exists():
+            clock[0] = 3600.0
+
+    monkeypatch.setattr("megarl.gateway.agents.time", Clock)
+    _, played = agents("slow", timeout=60)(meanwhile=pause, file=str(file))
+    assert clock == [3600.0] and [notes(one)["error"] for (one,) in played] == [None, None]
+
+
+def test_a_function_that_is_missing_is_told_before_the_run(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    gateway = GatewayConfig(enable=True, agent=f"{tmp_path}/agent.py:plya")
+    with pytest.raises(ValueError, match="has no function plya"):
+        agents_spec(RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), str(tmp_path), ())
+    assert "MEGARL_RANK" not in os.environ

@@ -33,6 +33,7 @@ from typing import Any
 
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
+from megarl.gateway.sandbox import Sandbox
 from megarl.gateway.service import Gateway, Session
 from megarl.rollout.engine import SamplingParams
 
@@ -63,6 +64,7 @@ class AgentRunner:
         environment: Mapping[str, str] | None = None,
         score: Score | None = None,
         keep_logs: bool = True,
+        sandbox: Sandbox | None = None,
     ) -> None:
         """
         Args:
@@ -73,9 +75,10 @@ class AgentRunner:
             environment: further variables of the command's.
             score: the rewards; None: those that the agents post.
             keep_logs: false: logs of agents that did not fail are removed.
+            sandbox: what agents see; None: all that this process sees.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
-        self._keep_logs = keep_logs
+        self._keep_logs, self._sandbox = keep_logs, sandbox
         self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
         self._places = asyncio.Semaphore(concurrency)
 
@@ -128,9 +131,12 @@ class AgentRunner:
             place, file = Path(folder, "work"), Path(folder, "task.json")
             place.mkdir()
             file.write_text(json.dumps(_told(task)), encoding="utf-8")
+            command = self._command
+            if self._sandbox is not None:
+                command = self._sandbox.command(command, Path(folder))
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command,
+                    *command,
                     cwd=place,
                     env=self._variables(session, place, file),
                     stdin=asyncio.subprocess.DEVNULL,

@@ -24,6 +24,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from anyio import CancelScope
@@ -122,6 +123,14 @@ def listen(host: str, port: int) -> socket.socket:
     # Accepted sockets inherit it. asyncio sets it where the socket names its protocol alone, which these do not; and without it the second
     # part of an answer waits 40 ms for the client to acknowledge the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def listen_locally(path: Path) -> socket.socket:
+    """A Unix socket that listens."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(128)
     return listener
 
 

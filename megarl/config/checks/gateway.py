@@ -25,12 +25,25 @@ def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
             yield f"{names}: without {prefix}.enable=true there are no agents"
         return
     yield from _agent_problems(prefix, gateway)
+    yield from _sandbox_problems(prefix, gateway)
     if rollout.multi_turn.enable:
         yield f"{prefix}.enable=true and multi_turn.enable=true: an agent or an environment plays the turns; choose one"
     if not gateway.models or not all(gateway.models):
         yield f"{prefix}.models={list(gateway.models)}: agents need a name to ask by, such as policy"
     if isinstance(config, TrainConfig):
         yield from _training_problems(prefix, config)
+
+
+def _sandbox_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
+    if gateway.sandbox == "none":
+        if given := given_keys(gateway, ("readable", "memory_mb")):
+            names = ", ".join(f"{prefix}.{name}" for name in given)
+            yield f"{names} has no effect without {prefix}.sandbox=namespaces"
+    elif gateway.host != "127.0.0.1":
+        yield f"{prefix}.host={gateway.host!r} with {prefix}.sandbox={gateway.sandbox}: the sandbox is on the engine's machine; leave host out"
+    for folder in gateway.readable:
+        if not Path(folder).expanduser().is_dir():
+            yield f"{prefix}.readable: {folder} is no folder (working directory {Path.cwd()})"
 
 
 def _agent_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:

@@ -75,6 +75,18 @@ class GatewayConfig:
         "127.0.0.1",
     )
     environment: dict[str, Any] | None = option("Further environment variables of agents, by name.", None)
+    sandbox: str = option(
+        "namespaces: agents run in Linux namespaces: they read the system's folders, Python's and those of readable, write into a folder of "
+        "their own, and reach no network but the gateway. none: they have the network and the rights of the run's user.",
+        "none",
+        choices=("none", "namespaces"),
+    )
+    readable: tuple[str, ...] = option(
+        "Further folders that agents in a sandbox may read, besides that of the agent's file.", ()
+    )
+    memory_mb: int | None = option(
+        "MiB of data that a process of an agent in a sandbox may have; null: any.", None, ge=16
+    )
     keep_logs: bool = option("Keep what agents print, a file each; false: of those that failed alone.", False)
 
 

@@ -8,6 +8,7 @@ import ctypes
 import os
 import stat
 import struct
+from collections.abc import Sequence
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
     0x00020000,
@@ -45,19 +46,23 @@ def enter() -> None:
             file.write(text)
 
 
-def make_root(folders: list[str]) -> None:
-    """Replace the root folder by one in which only `folders` (and the targets of /lib and the like) can be read."""
+def make_root(folders: Sequence[str], writable: Sequence[str] = ()) -> None:
+    """Replace the root folder by one in which only `folders` (and the targets of /lib and the like) can be read.
+
+    Args:
+        writable: those of the folders that can be written into, besides /tmp, which is empty.
+    """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     # Before the folders: one of them may lie in /tmp.
     os.mkdir(f"{_MOUNT_POINT}/tmp")
     _mount("tmpfs", f"{_MOUNT_POINT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_TMP_BYTES},mode=1777")
-    for path in [*_system_folders(), *folders]:
+    for path in [*_system_folders(), *sorted(folders, key=len)]:  # those that have others within them first
         if os.path.islink(path):  # /lib -> usr/lib
             if not os.path.lexists(_MOUNT_POINT + path):
                 os.symlink(os.readlink(path), _MOUNT_POINT + path)
-        elif not os.path.exists(_MOUNT_POINT + path):  # else it is within another one
-            os.makedirs(_MOUNT_POINT + path)
+        elif path in writable or not os.path.exists(_MOUNT_POINT + path):  # else it is within another one
+            os.makedirs(_MOUNT_POINT + path, exist_ok=True)
             _mount(path, _MOUNT_POINT + path, None, _MS_BIND | _MS_REC, None)
     for name in _DEVICES:
         with contextlib.suppress(FileExistsError):
@@ -74,7 +79,8 @@ def make_root(folders: list[str]) -> None:
     _check(_libc.umount2(b"/old", _MNT_DETACH), "umount", "/old")
     os.rmdir("/old")
     _change_mounts("/", _AT_RECURSIVE, set_attributes=_ATTR_RDONLY | _ATTR_NOSUID)
-    _change_mounts("/tmp", 0, clear_attributes=_ATTR_RDONLY)
+    for path in ("/tmp", *writable):
+        _change_mounts(path, 0, clear_attributes=_ATTR_RDONLY)
     os.chdir("/tmp")
 
 

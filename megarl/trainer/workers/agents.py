@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +37,8 @@ from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
 from megarl.gateway.call import find_function
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.server import listen, make_app
+from megarl.gateway.sandbox import Sandbox
+from megarl.gateway.server import listen, listen_locally, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -52,12 +54,14 @@ class AgentsSpec:
 
     Attributes:
         command: of an agent.
+        readable: folders that an agent in a sandbox may read.
         logs: folder, as an absolute path.
     """
 
     gateway: GatewayConfig
     model: ModelPathConfig
     command: tuple[str, ...]
+    readable: tuple[str, ...]
     logs: str
     plugins: tuple[str, ...] = ()
 
@@ -76,19 +80,21 @@ def agents_spec(
     gateway = rollout.gateway
     if not gateway.enable:
         return None
-    command = gateway.command
+    command, readable = gateway.command, gateway.readable
     if gateway.agent is not None:
         find_function(gateway.agent, "rollout.gateway.agent")
         file, _, function = gateway.agent.rpartition(":")
         path = str(Path(file).expanduser().resolve())
         command = (sys.executable, "-m", "megarl.gateway.call", path, function)
+        readable = (*readable, str(Path(path).parent))
     if gateway.score is not None:
         find_function(gateway.score, "rollout.gateway.score")
         file, _, function = gateway.score.rpartition(":")
         gateway = replace(gateway, score=f"{Path(file).expanduser().resolve()}:{function}")
     files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
     logs = Path(folder).expanduser().resolve() / LOGS
-    return AgentsSpec(gateway, model, command, str(logs), files)
+    seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
+    return AgentsSpec(gateway, model, command, seen, str(logs), files)
 
 
 class Agents:
@@ -114,14 +120,21 @@ class Agents:
             stop_token_ids=stop_token_ids,
         )
         host = node_address() if settings.host == "cluster" else settings.host
-        listener = listen(host, 0)
+        listeners = [listen(host, 0)]
+        port = listeners[0].getsockname()[1]
         config = uvicorn.Config(
             make_app(gateway, secrets.token_urlsafe(24)), log_level="warning", lifespan="off"
         )
         self._server = _Server(config)
 
+        sandbox = None
+        if settings.sandbox != "none":
+            local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
+            listeners.append(listen_locally(local))
+            sandbox = Sandbox(str(local), port, spec.readable, settings.memory_mb)
+
         async def serve() -> asyncio.Task[None]:
-            return asyncio.create_task(self._server.serve([listener]))
+            return asyncio.create_task(self._server.serve(listeners))
 
         self._serving = engine.run(serve())
         score = None if settings.score is None else find_function(settings.score, "rollout.gateway.score")
@@ -129,7 +142,7 @@ class Agents:
         shown = f"[{host}]" if ":" in host else host
         self._runner = AgentRunner(
             gateway,
-            f"http://{shown}:{listener.getsockname()[1]}",
+            f"http://{shown}:{port}",
             spec.command,
             Path(spec.logs),
             seconds=settings.timeout,
@@ -137,6 +150,7 @@ class Agents:
             environment={**marks, **KEEP_ENVIRON, **_texts(settings.environment)},
             score=score,
             keep_logs=settings.keep_logs,
+            sandbox=sandbox,
         )
 
     def answers(

@@ -10,6 +10,7 @@ import pytest
 from megarl.config import ModelPathConfig
 from megarl.config.schema.rollout import GatewayConfig, RolloutConfig
 from megarl.data.trajectories import expand_prompts
+from megarl.rewards.sandbox.sandbox import best_isolation
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.workers.agents import Agents, agents_spec
@@ -46,6 +47,29 @@ def slow(task):
     ask(USER)
     open(task["extra_info"]["file"], "w").close()
     time.sleep(1.0)
+
+def jailed(task):
+    facts = {}
+    for name, path in (("home", "/root/x"), ("code", task["extra_info"]["code"] + "/x"), ("own", "x"), ("tmp", "/tmp/x")):
+        try:
+            open(path, "w").close()
+            facts[name] = True
+        except OSError:
+            facts[name] = False
+    import socket
+    try:
+        socket.create_connection(("1.1.1.1", 80), 2)
+        facts["network"] = True
+    except OSError:
+        facts["network"] = False
+    facts["secret"] = os.path.exists(task["extra_info"]["secret"])
+    facts["processes"] = os.path.exists("/proc/1/environ")
+    print(json.dumps(facts))
+    ask(USER)
+    try:
+        bytearray(1 << 28)
+    except MemoryError:
+        return 0.25
 
 def score(task, session):
     return len(session.tree.turns) + len(task.ground_truth) / 100
@@ -148,6 +172,21 @@ def test_time_in_which_nothing_is_generated_does_not_count(agents, tmp_path, mon
     monkeypatch.setattr("megarl.gateway.agents.time", Clock)
     _, played = agents("slow", timeout=60)(meanwhile=pause, file=str(file))
     assert clock == [3600.0] and [notes(one)["error"] for (one,) in played] == [None, None]
+
+
+def test_an_agent_in_a_sandbox_reaches_the_gateway_alone(agents, tmp_path, tmp_path_factory):
+    if best_isolation() != "namespaces":
+        pytest.skip("this system gives ordinary processes no namespaces")
+    secret = tmp_path_factory.mktemp("other") / "secret"
+    secret.write_text("x")
+    play = agents("jailed", sandbox="namespaces", memory_mb=200, keep_logs=True)
+    _, played = play(code=str(tmp_path), secret=str(secret))
+    for (one,) in played:
+        assert notes(one)["error"] is None and one.environment_score == 0.25 and all(one.response_mask)
+    facts = json.loads((tmp_path / "run/agents/a-0.log").read_text())
+    assert facts == {
+        "home": False, "code": False, "own": True, "tmp": True, "network": False, "secret": False, "processes": False
+    }  # fmt: skip
 
 
 def test_a_function_that_is_missing_is_told_before_the_run(tmp_path):

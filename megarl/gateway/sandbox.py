@@ -111,7 +111,7 @@ def main() -> None:
 def _become(command: Sequence[str], place: str) -> None:
     try:
         os.chdir(place)
-        os.execvp(command[0], command)
+        os.execvp(command[0], [*command])
     except OSError as error:
         _fail(f"{command[0]}: {error.strerror}")
 

@@ -179,30 +179,47 @@ class SamplingParams:
 
 
 @dataclass
-class Drafting:
-    """What became of drafted tokens.
+class EngineCounts:
+    """What an engine's requests were, and what became of drafted tokens.
 
     Attributes:
+        prompt_tokens, cached_tokens: of all prompts, and those of them that were found in the cache; a turn's prompt is all that came before it.
         passes: of the model, in each of which a request's drafted tokens were checked, over all requests.
         tokens: that came of them: the drafted ones that were accepted, and one after these in each pass.
     """
 
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     passes: int = 0
     tokens: int = 0
 
     def count(self, answer: Mapping[str, Any]) -> None:
         """Count an answer of SGLang's. The first token of each comes from the prompt's pass."""
-        passes = answer["meta_info"].get("spec_verify_ct", 0)
+        told = answer["meta_info"]
+        self.prompt_tokens += told["prompt_tokens"]
+        self.cached_tokens += told["cached_tokens"]
+        passes = told.get("spec_verify_ct", 0)
         if passes:
             self.passes += passes
             self.tokens += len(answer["output_ids"]) - 1
 
-    def __add__(self, other: "Drafting") -> "Drafting":
-        return Drafting(self.passes + other.passes, self.tokens + other.tokens)
+    def __add__(self, other: "EngineCounts") -> "EngineCounts":
+        return EngineCounts(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+        )
 
     def metrics(self) -> dict[str, float]:
-        """{"rollout/accept_length": tokens a pass}; {} if there was none."""
-        return {"rollout/accept_length": self.tokens / self.passes} if self.passes else {}
+        """perf/prefix_hits: the part of prompt tokens that was found in the cache; rollout/accept_length: tokens a pass. Each where there is
+        such a number."""
+        found = {}
+        if self.prompt_tokens:
+            found["perf/prefix_hits"] = self.cached_tokens / self.prompt_tokens
+        if self.passes:
+            found["rollout/accept_length"] = self.tokens / self.passes
+        return found
 
 
 @dataclass(frozen=True)

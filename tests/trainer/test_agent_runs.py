@@ -47,7 +47,7 @@ def run(task, tmp_path_factory):
         *(f"actor_rollout_ref.actor.megatron.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")),
         f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.n={SAMPLES}", f"{rollout}.gateway.enable=true",
         f"{rollout}.gateway.agent={folder}/agent.py:play", f"{rollout}.gateway.models=[tiny]",
-        f"{rollout}.gateway.concurrency=8",
+        f"{rollout}.gateway.concurrency=8", timeout=600,
     )  # fmt: skip
     out = folder / "out"
     files = [f"step-{number:06d}" for number in range(1, STEPS + 1)]

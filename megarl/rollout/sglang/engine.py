@@ -36,9 +36,9 @@ from megarl.models.layers import is_mixture
 from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 from megarl.rollout.engine import (
     AdapterConfig,
-    Drafting,
     EngineCapacity,
     EngineConfig,
+    EngineCounts,
     EngineError,
     Generation,
     NoValidWeightsError,
@@ -138,7 +138,7 @@ class SGLangEngine(SGLangPart):
         self._groups = RequestGroups(config.attention_data_parallel_size)
         self._routing = captured_routing(config.model_path) if config.return_routed_experts else None
         self._ends: frozenset[int] = frozenset()
-        self._drafting = Drafting()
+        self._counts = EngineCounts()
 
     @property
     def weight_version(self) -> int | None:
@@ -251,14 +251,14 @@ class SGLangEngine(SGLangPart):
                         heard,
                     )
                     self._last_answer = time.monotonic()
-                    self._drafting.count(answer)
+                    self._counts.count(answer)
                     generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
                 if generation is not None:
                     return generation
 
-    def take_drafting(self) -> Drafting:
-        """What became of drafted tokens since the last call."""
-        taken, self._drafting = self._drafting, Drafting()
+    def take_counts(self) -> EngineCounts:
+        """Of requests since the last call."""
+        taken, self._counts = self._counts, EngineCounts()
         return taken
 
     def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
-from megarl.rollout.engine import Drafting
+from megarl.rollout.engine import EngineCounts
 from megarl.trainer.loops.driver import LearningState, Metrics, epochs
 from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
@@ -116,13 +116,13 @@ def answer(
     """`collect` without a sync, with the weights in the engines."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
-    noise, idle, drafting = noise_seed(config.actor_rollout_ref.rollout, step), 0.0, Drafting()
+    noise, idle, counts = noise_seed(config.actor_rollout_ref.rollout, step), 0.0, EngineCounts()
     while not groups.complete:
         with phase("generate"):
             asked = groups.distinct(next(prompts))
-            answers, idled, drafted = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+            answers, idled, counted = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
         idle += idled
-        drafting += drafted
+        counts += counted
         by_model = rewards.ask_model(roles, answers, phase)
         with run.timed("reward"):
             scored = rewards.collect(answers, f"step {step}", by_model)
@@ -133,7 +133,7 @@ def answer(
         "perf/generate_tokens_per_s": groups.generated_tokens / seconds,
         "perf/engines_idle": idle / seconds,
     }
-    return groups, groups.metrics() | speed | drafting.metrics()
+    return groups, groups.metrics() | speed | counts.metrics()
 
 
 def learn(

@@ -82,7 +82,7 @@ class Streamed(Batches):
         groups, taken = in_flight.take(step)
         idle, generated = self.queue.take_idle()
         taken["perf/engines_idle"] = idle / max(generated, 1e-9)
-        taken |= self.queue.take_drafting().metrics()
+        taken |= self.queue.take_counts().metrics()
         table = groups.batch()
         first, last = (table[name].to_numpy() for name in ("weight_version", "last_weight_version"))
         staleness = {

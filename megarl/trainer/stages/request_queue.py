@@ -38,7 +38,7 @@ import pyarrow as pa
 from megarl.cluster import WorkerGroup, WorkerLost
 from megarl.data.sessions import num_sessions, request_of
 from megarl.data.trajectories import list_lengths, take
-from megarl.rollout.engine import Drafting, EngineCapacity, SamplingParams
+from megarl.rollout.engine import EngineCapacity, EngineCounts, SamplingParams
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.dispatch import TRAINING, Landed
 
@@ -87,7 +87,7 @@ class RequestQueue:
         lost: ranks of engines that are gone.
         seconds: of generation since `take_idle`.
         busy: seconds in which an engine had an unfinished request, over all engines.
-        drafting: what became of drafted tokens, over all engines.
+        counts: of its requests, over all engines.
         last: when a trajectory last came, by `time.monotonic`.
     """
 
@@ -100,7 +100,7 @@ class RequestQueue:
     lost: set[int] = field(default_factory=set)
     seconds: float = 0.0
     busy: float = 0.0
-    drafting: Drafting = field(default_factory=Drafting)
+    counts: EngineCounts = field(default_factory=EngineCounts)
     last: float = 0.0
     _counted: float = 0.0
 
@@ -235,7 +235,7 @@ class RequestQueue:
         # Requests that wait for new weights between two phases count as unfinished, too: these seconds are not ours.
         self.busy += sum(min(answer.busy, passed) for answer in answers.values())
         for answer in answers.values():
-            self.drafting += answer.drafting
+            self.counts += answer.counts
         self.waiting = {engine: answer.waiting for engine, answer in answers.items()}
         self.landed = {
             engine: 0 if answer.table is None else num_sessions(answer.table)
@@ -270,9 +270,9 @@ class RequestQueue:
         self.seconds = self.busy = 0.0
         return max(0.0, seconds - busy / self.engines.world_size), seconds
 
-    def take_drafting(self) -> Drafting:
-        """What became of drafted tokens since the last call."""
-        taken, self.drafting = self.drafting, Drafting()
+    def take_counts(self) -> EngineCounts:
+        """Of requests since the last call."""
+        taken, self.counts = self.counts, EngineCounts()
         return taken
 
 

@@ -12,7 +12,7 @@ from megarl.cluster import WorkerGroup
 from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
 from megarl.data.sessions import first_rows, request_of
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
-from megarl.rollout.engine import Drafting, SamplingParams
+from megarl.rollout.engine import EngineCounts, SamplingParams
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.request_queue import Part, RequestQueue, by_prompt, joined
 
@@ -24,9 +24,9 @@ Finished = Callable[[pa.Table], None]
 
 def roll_out(
     run: Run, engines: WorkerGroup, prompts: pa.Table, config: TrainConfig, seed: int, finished: Finished
-) -> tuple[pa.Table, float, Drafting]:
+) -> tuple[pa.Table, float, EngineCounts]:
     """A step's trajectories: those of `rollout.n` requests for each prompt, in the prompts' order; the seconds in which an engine had no request
-    during it, as the mean over all engines; and what became of drafted tokens.
+    during it, as the mean over all engines; and counts of the engines' requests.
 
     ReMax's baseline is the score of the prompt's greedy answer: the greedy answers follow after all samples.
 
@@ -82,7 +82,7 @@ def generate(
 
 def answer_all(
     run: Run, engines: WorkerGroup, parts: Sequence[Part], finished: Finished
-) -> tuple[pa.Table, float, Drafting]:
+) -> tuple[pa.Table, float, EngineCounts]:
     """As `roll_out`, for requests that are sampled differently, part by part.
 
     Engines get prompts as they have room (request_queue.py), also those of engines that are lost.
@@ -105,7 +105,7 @@ def answer_all(
             waiting = by_prompt(parts, lambda uid: uid not in came and uid not in queue.engine_of)
     queue.close(run)
     table = in_order(pa.concat_tables(tables), uids, run.blocks)
-    return table, queue.take_idle()[0], queue.take_drafting()
+    return table, queue.take_idle()[0], queue.take_counts()
 
 
 def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:

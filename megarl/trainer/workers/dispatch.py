@@ -41,7 +41,7 @@ from megarl.data.trajectories import (
     take,
 )
 from megarl.layout.grid import ParallelLayout
-from megarl.rollout.engine import Drafting
+from megarl.rollout.engine import EngineCounts
 
 TRAINING = "training"  # whose requests an engine has: those that training has in flight from call to call
 NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with a model
@@ -339,13 +339,13 @@ class Landed:
         table: trajectories that have finished; None: there are none.
         waiting: requests that it has and has not begun to decode: they wait for a place, for room in the cache or for their prompt.
         busy: seconds since the last call in which it had an unfinished request.
-        drafting: what became of drafted tokens since the last call.
+        counts: of its requests since the last call.
     """
 
     table: pa.Table | None
     waiting: int
     busy: float
-    drafting: Drafting = field(default_factory=Drafting)
+    counts: EngineCounts = field(default_factory=EngineCounts)
 
 
 def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:

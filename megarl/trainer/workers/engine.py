@@ -122,7 +122,7 @@ class EngineWorker:
             )
         before, own.busy = own.busy, own.flight.busy
         table = own.trajectories(generations, self.engine.routing)
-        return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_drafting())
+        return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_counts())
 
     def in_flight(self, of: str = TRAINING) -> list[str]:
         """The uids of requests that were launched and have not landed."""

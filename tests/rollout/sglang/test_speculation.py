@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.tiny_model import make_tiny_model
-from megarl.rollout.engine import Drafting, EngineConfig, SamplingParams, SpeculationConfig
+from megarl.rollout.engine import EngineConfig, EngineCounts, SamplingParams, SpeculationConfig
 from tests.rollout.conftest import CONTEXT, TP, Model, make_qwen2
 from tests.rollout.invariance import OBSTACLE, needs_compiler, needs_invariance
 from tests.rollout.runner import EngineProcess
@@ -67,9 +67,9 @@ def test_responses_have_the_bits_that_they_have_without(engine, drafting, sync, 
     for sampling in SAMPLINGS:
         expected = answers(engine, sampling)
         assert answers(drafting, sampling) == expected
-        drafting.call("take_drafting")
+        drafting.call("take_counts")
         assert answers(drafting, sampling) == expected
-        found = drafting.call("take_drafting")
+        found = drafting.call("take_counts")
         assert found.tokens == sum(len(ids) - 1 for ids, *_ in expected)
         assert found.tokens > 1.5 * found.passes, (sampling, found)
 
@@ -156,7 +156,7 @@ def test_latent_attention_and_experts_give_the_same_bits(tmp_path, family: str, 
         engine = EngineProcess(config, tmp_path / f"{number}.log").start()
         try:
             answers = engine.call("generate", prompts, [f"p{row}/0" for row in range(12)], sampling)
-            drafted = engine.call("take_drafting")
+            drafted = engine.call("take_counts")
         finally:
             engine.close()
         found.append([(g.response_ids, g.log_probs) for g in answers])
@@ -192,7 +192,7 @@ def test_sampled_tokens_are_distributed_as_the_models(few_tokens, tmp_path) -> N
         sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=length, seed=9, ignore_eos=True)
         uids = [f"p/{row}" for row in range(NUM_DRAWS)]
         found = engine.call("generate", [prompt] * NUM_DRAWS, uids, sampling)
-        drafted = engine.call("take_drafting")
+        drafted = engine.call("take_counts")
     finally:
         engine.close()
     assert drafted.tokens == 2 * NUM_DRAWS and drafted.tokens > 1.1 * drafted.passes, drafted
@@ -216,12 +216,14 @@ def test_sampled_tokens_are_distributed_as_the_models(few_tokens, tmp_path) -> N
 
 
 def test_what_was_drafted_is_counted() -> None:
-    counted = Drafting()
-    counted.count({"meta_info": {"spec_verify_ct": 3}, "output_ids": [1] * 9})
-    counted.count({"meta_info": {}, "output_ids": [1]})  # of the prompt's pass alone
-    assert counted == Drafting(passes=3, tokens=8)
-    assert (counted + Drafting(1, 4)).metrics() == {"rollout/accept_length": 3.0}
-    assert Drafting().metrics() == {}
+    counted = EngineCounts()
+    told = {"prompt_tokens": 10, "cached_tokens": 6}
+    counted.count({"meta_info": {"spec_verify_ct": 3, **told}, "output_ids": [1] * 9})
+    counted.count({"meta_info": told, "output_ids": [1]})  # of the prompt's pass alone
+    assert counted == EngineCounts(20, 12, passes=3, tokens=8)
+    found = (counted + EngineCounts(20, 0, 1, 4)).metrics()
+    assert found == {"perf/prefix_hits": 0.3, "rollout/accept_length": 3.0}
+    assert EngineCounts().metrics() == {}
 
 
 def checked(engine, tokens, positions, drawn):

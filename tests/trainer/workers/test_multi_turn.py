@@ -24,7 +24,7 @@ from megarl.data.trajectories import (
     write_trajectories,
 )
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import Drafting, Generation, SamplingParams
+from megarl.rollout.engine import EngineCounts, Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
@@ -58,8 +58,8 @@ class FakeEngine:
     def flight(self):
         return Flight(self.loop)
 
-    def take_drafting(self):
-        return Drafting()
+    def take_counts(self):
+        return EngineCounts()
 
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)

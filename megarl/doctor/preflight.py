@@ -51,6 +51,7 @@ from megarl.data.sft import chat_columns, chat_of_row, text_of_row
 from megarl.data.tokenizer import tokenizer_files
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
+from megarl.gateway.call import find_function
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.weight_files import stored_tensors
 from megarl.trainer.roles.adapters import adapter_problems
@@ -144,11 +145,16 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def check_environment(config: TrainConfig | EvalConfig) -> None:
-    """Check that the environment exists and takes the options; users' plugins have been imported.
+    """Check that the environment exists and takes the options, or that agents are there; users' plugins have been imported.
 
     Raises:
-        ValueError: see `find_environment`.
+        ValueError: see `find_environment` and `find_function`.
     """
+    gateway = _policy(config).rollout.gateway
+    if gateway.enable:
+        for key, name in (("agent", gateway.agent), ("score", gateway.score)):
+            if name is not None:
+                find_function(name, f"rollout.gateway.{key}")
     multi_turn = _policy(config).rollout.multi_turn
     if multi_turn.enable and multi_turn.environment is not None:
         find_environment(multi_turn.environment, multi_turn.options or {})

@@ -5,17 +5,18 @@ answer that never comes, costs that trajectory alone.
 
 Must not know of tokens' log-probs, engines, Ray or Megatron: it is given text, and gives text or chat messages.
 
-Files: `environment` is the interface and the registry, `calculator` is a tool. `find_environment` looks a name up.
+Files: `environment` is the interface and the registry, `calculator` is a tool, `openenv` asks an OpenEnv server. `find_environment` looks a name
+up.
 """
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.environments import calculator
+from megarl.environments import calculator, openenv
 from megarl.environments.environment import ENVIRONMENTS, Environment
 
-BUILT_IN = (calculator.Calculator,)  # registered by being imported
+BUILT_IN = (calculator.Calculator, openenv.OpenEnv)  # registered by being imported
 
 
 def find_environment(name: str, options: Mapping[str, Any]) -> type[Environment]:

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.schema import option, section
 from megarl.config.schema.models import DTYPES
 
-ENVIRONMENTS = ("calculator",)
+ENVIRONMENTS = ("calculator", "openenv")
 _NO_OTHER_ENGINE = dict.fromkeys(
     ("vllm", "hf", "trtllm", "naive"), "megarl generates with SGLang: write sglang, or leave the key out"
 )
@@ -22,7 +22,8 @@ class MultiTurnConfig:
 
     enable: bool = option("An environment answers the policy, in training, validation and evaluation.", False)
     environment: str | None = option(
-        "The environment's name: calculator, or one that a file of plugins registers.", None
+        "The environment's name: calculator, openenv (an OpenEnv server), or one that a file of plugins registers.",
+        None,
     )
     options: dict[str, Any] | None = option("What each of its objects is made with.", None)
     max_assistant_turns: int | None = option("Most turns of the policy; null: as tokens allow.", None, ge=1)
@@ -75,6 +76,10 @@ class GatewayConfig:
         "127.0.0.1",
     )
     environment: dict[str, Any] | None = option("Further environment variables of agents, by name.", None)
+    pass_env: tuple[str, ...] = option(
+        "Names of variables of the run's own environment that agents have, too, such as keys of their tools.",
+        (),
+    )
     sandbox: str = option(
         "namespaces: agents run in Linux namespaces: they read the system's folders, Python's and those of readable, write into a folder of "
         "their own, and reach no network but the gateway. none: they have the network and the rights of the run's user.",

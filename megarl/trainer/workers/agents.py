@@ -138,7 +138,11 @@ class Agents:
 
         self._serving = engine.run(serve())
         score = None if settings.score is None else find_function(settings.score, "rollout.gateway.score")
-        marks = {name: value for name, value in os.environ.items() if name.startswith(MARK_PREFIX)}
+        passed = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(MARK_PREFIX) or name in settings.pass_env
+        }
         shown = f"[{host}]" if ":" in host else host
         self._runner = AgentRunner(
             gateway,
@@ -147,7 +151,7 @@ class Agents:
             Path(spec.logs),
             seconds=settings.timeout,
             concurrency=settings.concurrency,
-            environment={**marks, **KEEP_ENVIRON, **_texts(settings.environment)},
+            environment={**passed, **KEEP_ENVIRON, **_texts(settings.environment)},
             score=score,
             keep_logs=settings.keep_logs,
             sandbox=sandbox,

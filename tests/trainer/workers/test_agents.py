@@ -36,7 +36,7 @@ def play(task):
     if task["uid"] == "a/1":
         ask(USER, first, {"role": "user", "content": "Sure?"})
         ask(USER, first, {"role": "user", "content": "Really?"})
-    print(os.environ["MEGARL_RANK"], os.environ["TOOL_KEY"])
+    print(os.environ["MEGARL_RANK"], os.environ["TOOL_LEVEL"], os.environ["TOOL_KEY"], "OTHER_KEY" in os.environ)
     return 0.5
 
 async def idle(task):
@@ -89,7 +89,8 @@ class Engine(WrittenPolicy):
 @pytest.fixture
 def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
     """agents(function, settings) -> play(sampling, extra_info), which gives the trajectories of each of two requests of prompt a."""
-    monkeypatch.setenv("MEGARL_RANK", "mark")
+    for name, value in (("MEGARL_RANK", "mark"), ("TOOL_KEY", "k"), ("OTHER_KEY", "o")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("megarl.trainer.workers.agents.load_tokenizer", lambda *_: published("qwen2_5"))
     (tmp_path / "agent.py").write_text(AGENT)
     loop = asyncio.new_event_loop()
@@ -98,7 +99,11 @@ def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
         engine = Engine(published("qwen2_5"), ["It rains."])
         engine.loop = loop
         gateway = GatewayConfig(
-            enable=True, agent=f"{tmp_path}/agent.py:{function}", environment={"TOOL_KEY": 7}, **settings
+            enable=True,
+            agent=f"{tmp_path}/agent.py:{function}",
+            environment={"TOOL_LEVEL": 7},
+            pass_env=("TOOL_KEY",),
+            **settings,
         )
         model = ModelPathConfig(path="unread", tokenizer_path="unread")
         spec = agents_spec(RolloutConfig(gateway=gateway), model, str(tmp_path / "run"), ())
@@ -139,7 +144,7 @@ def test_functions_are_agents_and_their_sessions_are_trajectories(agents, tmp_pa
     assert live == sum(len(asked.ids) for asked in engine.asked if asked.uid.startswith("a/1#"))
     # Sampled as the run says, whatever an agent asks for.
     assert {(one.temperature, one.seed) for one in engine.sampled} == {(0.7, 5)}
-    assert (tmp_path / "run/agents/a-1.log").read_text() == "mark 7\n"
+    assert (tmp_path / "run/agents/a-1.log").read_text() == "mark 7 k False\n"
 
 
 def test_an_agent_that_asks_nothing_costs_its_own_sample(agents, tmp_path):

@@ -176,11 +176,7 @@ class WorkerGroup:
         Raises:
             WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up, or one of another group died.
         """
-        old = self.processes_of(rank)
-        for process in old:
-            if process.pid:  # a stopped process does not listen to Ray
-                on_node(process.node_id, _KILL_SECONDS, kill_marked, process.mark, process.pid)
-        self._end(old, _EXIT_SECONDS)
+        self.end(rank)
         self._restarts[rank] += 1
         numbers = range(rank * self.parts, (rank + 1) * self.parts)
         for number in numbers:
@@ -189,6 +185,14 @@ class WorkerGroup:
         for number in numbers:
             self.started[number] = self._start(number)
         return [self.started[number] for number in numbers]
+
+    def end(self, rank: int) -> None:
+        """End a rank's processes, in whatever state they are."""
+        old = self.processes_of(rank)
+        for process in old:
+            if process.pid:  # a stopped process does not listen to Ray
+                on_node(process.node_id, _KILL_SECONDS, kill_marked, process.mark, process.pid)
+        self._end(old, _EXIT_SECONDS)
 
     def shutdown(self) -> None:
         """Ends all processes with all that they started; may be called again, or after the group has failed.
@@ -267,7 +271,9 @@ class WorkerGroup:
             )
         missing = MissingReporter(self._pool.say, "to come up", len(refs))
         groups = [*self._watched_groups, self]
-        facts: list[ProcessFacts] = wait(refs, groups, self._pool.setup_seconds, self._watch, self, missing)
+        facts: list[ProcessFacts] = wait(
+            refs, groups, self._pool.setup_seconds, self._watch, (self,), missing
+        )
         for number, fact in zip(numbers, facts, strict=True):
             self.processes[number] = replace(self.processes[number], **vars(fact))
 

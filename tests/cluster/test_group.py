@@ -282,10 +282,10 @@ def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
     """Also in a group that can be spared, whose other ranks go on."""
     group = start_group("engine", 2, devices_per_rank=2, parts=2)
     os.kill(group.pids[3], signal.SIGKILL)
-    assert wait([group.call_rank(0, "echo")], [group], spare=group) == [(0, (), {})]
+    assert wait([group.call_rank(0, "echo")], [group], spares=[group]) == [(0, (), {})]
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died") as caught:
-        wait([group.call_rank(1, "hang_if", 1)], [group], spare=group)
+        wait([group.call_rank(1, "hang_if", 1)], [group], spares=[group])
     assert caught.value.rank == 1 and time.monotonic() - begun < 10
 
 

@@ -250,6 +250,7 @@ class Pace:
 
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
+LATE = "late"  # the field of lines that belong to an earlier line of their step
 TENSORBOARD_FOLDER = "tensorboard"
 SAMPLE_CHARACTERS = 300  # of a prompt or response on the console
 # The numbers of the console line: label, metrics (the first one that a step has is shown), format.
@@ -324,7 +325,7 @@ class RunLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
-        values = self._write(step, metrics)
+        values = self._write(step, metrics, {})
         self._newest = max(self._newest, step)
         for tracker in self._trackers:
             tracker.log(step, values)
@@ -369,18 +370,19 @@ class RunLogger:
         samples = {tag: rows for tag, rows in samples.items() if rows}
         for tag, rows in samples.items():
             self._show(step, tag, rows)
-        values = self._write(step, metrics)
+        values = self._write(step, metrics, {LATE: True})
         for tracker in self._trackers:
             tracker.log_late(step, max(self._newest, step), values, samples)
         if self._to_console:
             self._say("  ".join([f"validation after step {step}", *_figures(values)]))
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Into the file and TensorBoard's; returns them as floats."""
+    def _write(self, step: int, metrics: Mapping[str, float], marks: Mapping[str, bool]) -> dict[str, float]:
+        """Into the file, with further fields, and TensorBoard's; returns them as floats."""
         values = {name: float(value) for name, value in metrics.items()}
         line = {
             "step": step,
             "time": time.time(),
+            **marks,
             **{name: _json_number(value) for name, value in values.items()},
         }
         _append(self.folder / METRICS_FILE, (json.dumps(line, allow_nan=False) + "\n").encode())
@@ -431,8 +433,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
         raise ValueError(f"there are no metrics at {path}")
     rows: dict[int, dict[str, float]] = {}
     for _, row in _complete_lines(path):
+        step, late = row["step"], row.pop(LATE, False)
         values = {name: value if name == "step" else float(value) for name, value in row.items()}
-        rows[row["step"]] = values | rows.get(row["step"], {})
+        rows[step] = values | rows.get(step, {}) if late else values
     return list(rows.values())
 
 

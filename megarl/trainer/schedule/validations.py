@@ -98,6 +98,10 @@ class EnginesLost(Exception):
     """No engine is left that has the weights of a validation."""
 
 
+class _ToldToEnd(Exception):
+    """The run was told to end, so that it does not wait for a validation."""
+
+
 @dataclass(frozen=True)
 class NoRestarts:
     """In the thread of a validation nothing is restarted, because the actor may have other weights by then."""
@@ -151,17 +155,24 @@ class ConcurrentValidations(Validations):
     report: Callable[[Validated], None]
     learnt: Callable[[int, Metrics], None]
     open: int | None = None
-    _background: Background[Validated] = field(default_factory=lambda: Background(THREAD), init=False)
+    _background: Background[Validated] | None = field(default=None, init=False)
 
     def begin(self, step: int) -> Metrics:
-        """As `Validations.begin`, after the validation before it; returns when the engines have the weights."""
-        if self.open is not None:
-            with self.run.timed("validate_wait"):
-                self._take(f"that after step {step} takes its place")
+        """As `Validations.begin`, after the validation before it; returns when the engines have the weights. A run that is told to end begins
+        none: the one that continues does."""
+        try:
+            self._refuse_if_ending()
+            if self.open is not None:
+                with self.run.timed("validate_wait"):
+                    self._take(f"that after step {step} takes its place")
+        except _ToldToEnd:
+            self.abandon()
+            self.open = step
+            return {}
         return self._start(step)
 
     def poll(self, step: int) -> Metrics:
-        if self.open is None or not self._background.is_done:
+        if self.open is None or self._background is None or not self._background.is_done:
             return {}
         if self._take(_REPEATED.format(step)):
             return {}
@@ -183,17 +194,25 @@ class ConcurrentValidations(Validations):
         self._start(done)
 
     def finish(self) -> None:
-        """Wait for the last validation, and report it."""
-        while self.open is not None:
-            last = self.run.at_step if self.run.at_step is not None else self.open
-            with self.run.status(f"waiting for the validation after step {self.open}"):
-                taken = self._take(_REPEATED.format(last))
+        """Wait for the last validation, and report it; a run that is told to end does not."""
+        while (step := self.open) is not None:
+            last = self.run.at_step if self.run.at_step is not None else step
+            try:
+                self._refuse_if_ending()
+                with self.run.status(f"waiting for the validation after step {step}"):
+                    taken = self._take(_REPEATED.format(last))
+            except _ToldToEnd:
+                self.abandon()
+                self.run.say(f"the run was told to end: the validation after step {step} is left out")
+                return
             if not taken:
                 self._start(last)
 
     def abandon(self) -> None:
         """End the thread; the results of a validation in progress are lost."""
-        self._background.end()
+        background, self._background, self.open = self._background, None, None
+        if background is not None:
+            background.end()
 
     def state_dict(self) -> dict[str, Any]:
         return {"open": self.open}
@@ -205,18 +224,26 @@ class ConcurrentValidations(Validations):
         with self.roles.memory.held("eval_sync"):
             synced = sync_eval_weights(self.run, self.roles, step + 1)
         self.open, self._background = step, Background(THREAD)
-        self._background.start(partial(self._validate, self._view(step), step))
+        self._background.start(partial(self._validate, self._view(self._background, step), step))
         return synced
+
+    def _refuse_if_ending(self) -> None:
+        if self.run.preemption.requested is not None:
+            raise _ToldToEnd
+
+    def _look(self) -> None:
+        self.run.wait([])
+        self._refuse_if_ending()
 
     def _take(self, remedy: str) -> bool:
         """Wait for the results, and report them; returns False if they were lost with the engines.
 
         remedy: for the user, what is done about that.
         """
-        assert self.open is not None
+        assert self._background is not None
         step, self.open = self.open, None
         try:
-            found = self._background.result(look=lambda: self.run.wait([]))
+            found = self._background.result(self._look)
         except EnginesLost as lost:
             self.run.say(f"the validation after step {step} has lost its engines: {remedy}. {lost}")
             return False
@@ -239,9 +266,9 @@ class ConcurrentValidations(Validations):
             answers,
         )
 
-    def _view(self, step: int) -> Run:
+    def _view(self, background: Background[Validated], step: int) -> Run:
         """The run as the thread sees it: it watches its own engines, ends when it is told to, and times its own phases."""
-        run, own, background = self.run, self.roles.eval, self._background
+        run, own = self.run, self.roles.eval
         assert run.watch is not None and own is not None
         return RunView.of(
             run,

@@ -362,13 +362,17 @@ def engine_owners(
     buffers = (SLOTS * (rollout.sync_bucket_mb << 20),)
     if pool != policy.actor.resource_pool:
         found.append(Owner("rollout_sync_buffers", "rollout", pool, buffers, frozenset({"sync"})))
-    if validates_concurrently(
-        config
-    ):  # the same engines on their own devices, which hold all of it in every phase
+    if validates_concurrently(config):  # the same engines on their own devices, which nothing leaves
         own = config.trainer.eval_resource_pool
         assert own is not None, "resolved"
-        parts = {"weights": weights, "kv_cache": cache, "sync_buffers": buffers[0]}
-        found += [Owner(f"{EVAL}_{name}", EVAL, own, (size,), None) for name, size in parts.items()]
+        found += [
+            Owner(f"{EVAL}_{part}", EVAL, own, (size,), phases)
+            for part, size, phases in (
+                ("weights", weights, None),
+                ("kv_cache", cache, None),
+                ("sync_buffers", buffers[0], frozenset({"sync"})),
+            )
+        ]
     return found, layout.dp * tokens, token
 
 

@@ -110,7 +110,9 @@ def start_roles(
         )
     roles = Roles(actor, engines, facts, critic, ref, reward_model, memory, restarts, of_eval)
     memory.recover = restarts.replace_lost
-    run.restarts = restarts if restarts.max_restarts else None
+    if restarts.max_restarts:
+        run.restarts = restarts
+        run.spares.append(engines)
     return roles
 
 
@@ -311,6 +313,7 @@ def start_engines(
             watched_groups=run.groups,
             watch=run.watch,
             fork_server=run.fork_servers.get(ENGINE_PROCESSES),
+            spared_groups=run.spares,  # one of the other role may be lost while an engine is restarted
         )
     )
 

@@ -423,6 +423,7 @@ def _refuse_keys_of_the_loop(config: TrainConfig) -> None:
         "trainer.best_metric": trainer.best_metric is not None,
         "trainer.max_restarts": trainer.max_restarts != 0,
         "trainer.val_before_train": trainer.val_before_train,
+        "trainer.eval_mode": trainer.eval_mode != "blocking",
         "trainer.mode": trainer.mode != "sync",
         "trainer.rollout_only": trainer.rollout_only,
         "trainer.train_only": trainer.train_only,

@@ -65,6 +65,7 @@ class WorkerGroup:
         watch: Watch | None = None,
         around: str | None = None,
         fork_server: str | None = None,
+        spared_groups: Sequence["WorkerGroup"] = (),
     ) -> None:
         """Starts the processes and returns when all have reported; their constructors still run then.
 
@@ -85,6 +86,7 @@ class WorkerGroup:
             around: "package.module:function", imported in the ranks: called with a method's name it returns a context manager, which
                 each call of that method runs in.
             fork_server: the socket of a fork server with the imports of these ranks; ranks with a GPU do not use it.
+            spared_groups: those of `watched_groups` whose dead processes do not matter meanwhile; the sequence may grow later.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.
@@ -102,7 +104,7 @@ class WorkerGroup:
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
         self._worker = (worker_class, init_kwargs, around)
         self._pool, self._watched_groups, self._watch = pool, watched_groups, watch
-        self._fork_server = fork_server
+        self._fork_server, self._spared_groups = fork_server, spared_groups
         self._restarts = [0] * world_size
         self._calls: dict[tuple[Any, ...], Any] = {}  # see `_named`
         # All processes are created before any is awaited, so that they come up at the same time. Constructors start last, when every
@@ -176,11 +178,7 @@ class WorkerGroup:
         Raises:
             WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up, or one of another group died.
         """
-        old = self.processes_of(rank)
-        for process in old:
-            if process.pid:  # a stopped process does not listen to Ray
-                on_node(process.node_id, _KILL_SECONDS, kill_marked, process.mark, process.pid)
-        self._end(old, _EXIT_SECONDS)
+        self.end(rank)
         self._restarts[rank] += 1
         numbers = range(rank * self.parts, (rank + 1) * self.parts)
         for number in numbers:
@@ -189,6 +187,14 @@ class WorkerGroup:
         for number in numbers:
             self.started[number] = self._start(number)
         return [self.started[number] for number in numbers]
+
+    def end(self, rank: int) -> None:
+        """End a rank's processes, in whatever state they are."""
+        old = self.processes_of(rank)
+        for process in old:
+            if process.pid:  # a stopped process does not listen to Ray
+                on_node(process.node_id, _KILL_SECONDS, kill_marked, process.mark, process.pid)
+        self._end(old, _EXIT_SECONDS)
 
     def shutdown(self) -> None:
         """Ends all processes with all that they started; may be called again, or after the group has failed.
@@ -266,8 +272,8 @@ class WorkerGroup:
                 process.actor.setup.remote(process.title, process.log_path, env | self._env, needs_port)
             )
         missing = MissingReporter(self._pool.say, "to come up", len(refs))
-        groups = [*self._watched_groups, self]
-        facts: list[ProcessFacts] = wait(refs, groups, self._pool.setup_seconds, self._watch, self, missing)
+        groups, spares = [*self._watched_groups, self], [*self._spared_groups, self]
+        facts: list[ProcessFacts] = wait(refs, groups, self._pool.setup_seconds, self._watch, spares, missing)
         for number, fact in zip(numbers, facts, strict=True):
             self.processes[number] = replace(self.processes[number], **vars(fact))
 

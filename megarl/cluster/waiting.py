@@ -7,7 +7,7 @@ Guarantees:
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
   peer"), these after all other exceptions, and the earliest of them first; where ranks waited in vain for others, the others are named;
 - an exception ends the wait although other ranks still run;
-- in a group that can be spared, a process that is not waited for may be dead;
+- in groups that can be spared, a process that is not waited for may be dead;
 - where a rank has several processes, it is lost with any of them.
 
 How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a SIGKILL, Ray 2.60),
@@ -78,7 +78,7 @@ def wait(
     groups: Sequence[Watched],
     timeout: float | None = None,
     watch: Watch | None = None,
-    spare: Watched | None = None,
+    spares: Collection[Watched] = (),
     missing: Callable[[Sequence[RankProcess]], None] = lambda processes: None,
     busy: Collection[str] = (),
 ) -> list[Any]:
@@ -88,7 +88,7 @@ def wait(
         refs: calls, as `call` and `call_each` of these groups return them; empty: only check that all processes are well.
         timeout: seconds; None waits for ever (deaths still end it).
         watch: looks for processes that hang; None: no such check.
-        spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
+        spares: those of the groups whose processes may be dead unless `refs` are calls of them.
         missing: called again and again with the processes that have not answered yet.
         busy: marks of ranks that should be working also when they have answered: `watch` looks at them as at those that are waited for.
 
@@ -101,7 +101,7 @@ def wait(
     pending: list[ray.ObjectRef] = list(
         dict.fromkeys(ref.ref if isinstance(ref, RelayedAnswer) else ref for ref in refs)
     )
-    processes = _processes(pending, groups, spare)
+    processes = _processes(pending, groups, spares)
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[ray.ObjectRef, Any] = {}
     while True:
@@ -139,16 +139,16 @@ def _value(ref: ray.ObjectRef) -> Any:
 
 
 def _processes(
-    sources: Sequence[ray.ObjectRef], groups: Sequence[Watched], spare: Watched | None
+    sources: Sequence[ray.ObjectRef], groups: Sequence[Watched], spares: Collection[Watched]
 ) -> Processes:
-    """The processes of `groups`, which must include all callees of `sources`; of `spare` only the ranks of `sources`."""
+    """The processes of `groups`, which must include all callees of `sources`; of `spares` only the ranks of `sources`."""
     processes = {process.actor._actor_id: process for group in groups for process in group.watched}
     called = {_actor_id(source) for source in sources}
     strangers = called - set(processes)
     assert not strangers, (
         f"some calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
     )
-    spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
+    spared = {process.actor._actor_id for group in spares for process in group.processes}
     ranks = {_rank_of(processes[key]) for key in called}
     return {
         key: process for key, process in processes.items() if key not in spared or _rank_of(process) in ranks

@@ -33,6 +33,7 @@ from megarl.config.model_fit import (
     position_warnings,
 )
 from megarl.config.resolve import (
+    eval_rollout,
     evaluates,
     full_kl_in_loss,
     full_kl_in_reward,
@@ -49,6 +50,7 @@ from megarl.config.resolve import (
     reference_is_actor,
     resolve,
     top_k_in_loss,
+    validates_concurrently,
 )
 from megarl.config.schema.algorithm import (
     AlgorithmConfig,
@@ -130,6 +132,7 @@ __all__ = [
     "check_model",
     "check_models",
     "config_problems",
+    "eval_rollout",
     "evaluates",
     "fit_problems",
     "full_kl_in_loss",
@@ -158,4 +161,5 @@ __all__ = [
     "trajectories_per_step",
     "updates_per_step",
     "val_set_sampling",
+    "validates_concurrently",
 ]

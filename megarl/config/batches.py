@@ -9,13 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
 
-from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, reference_in_actor
+from megarl.config.resolve import (
+    GLOBAL_POOL,
+    eval_rollout,
+    needs_reference,
+    pool_devices,
+    reference_in_actor,
+    validates_concurrently,
+)
 from megarl.config.schema.commands import (
     ActorConfig,
     CriticConfig,
     MegatronConfig,
     PoolConfig,
     RefConfig,
+    RolloutConfig,
     TrainConfig,
 )
 from megarl.config.schema.rewards import RewardModelConfig
@@ -68,6 +76,17 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True)
+class EnginesPlan:
+    """Engines that generate no trajectories to train on."""
+
+    pool: str
+    engines: int
+    tp: int
+    devices: int
+    ep: int = 1
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """`megarl train`: a step generates, and trains on, `trajectories_per_step` trajectories."""
 
@@ -87,6 +106,7 @@ class BatchPlan:
     rollout: RolloutPlan
     reward_model: RolePlan | None = None  # None: the run has none
     reward_model_micro_batch: str | None = None  # "2048 tokens" or "8 trajectories", at most
+    eval_engines: EnginesPlan | None = None  # of concurrent validation; None: there are none
 
 
 @dataclass(frozen=True)
@@ -153,7 +173,9 @@ def batch_summary(plan: BatchPlan | TuningBatchPlan) -> str:
 
 def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
     noun, engines = "trajectories", plan.rollout
-    rows = [("actor", *_role_cells(plan.actor), *_update_cells(plan.actor_update, noun))]
+    rows: list[tuple[str, ...]] = [
+        ("actor", *_role_cells(plan.actor), *_update_cells(plan.actor_update, noun))
+    ]
     if plan.critic is not None and plan.critic_update is not None:
         rows.append(("critic", *_role_cells(plan.critic), *_update_cells(plan.critic_update, noun)))
     if plan.ref is not None:
@@ -162,10 +184,16 @@ def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
     if plan.reward_model is not None:
         size = f"max {plan.reward_model_micro_batch}"
         rows.append(("reward model", *_role_cells(plan.reward_model), "", size))
-    experts = f" (ep{engines.ep})" if engines.ep > 1 else ""
-    layout = f"{engines.engines} {'engine' if engines.engines == 1 else 'engines'} x tp{engines.tp}{experts}"
     most = f"max {engines.trajectories_per_engine} an engine"
-    return [*rows, ("rollout", engines.pool, str(engines.devices), layout, most, "")]
+    rows.append(("rollout", engines.pool, str(engines.devices), _layout_cell(engines), most, ""))
+    if (own := plan.eval_engines) is not None:
+        rows.append(("validation", own.pool, str(own.devices), _layout_cell(own), "", ""))
+    return rows
+
+
+def _layout_cell(engines: RolloutPlan | EnginesPlan) -> str:
+    experts = f" (ep{engines.ep})" if engines.ep > 1 else ""
+    return f"{engines.engines} {'engine' if engines.engines == 1 else 'engines'} x tp{engines.tp}{experts}"
 
 
 def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Path:
@@ -213,6 +241,15 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
         )
         if reward.enable
         else None,
+        eval_engines=_engines(eval_rollout(config)) if validates_concurrently(config) else None,
+    )
+
+
+def _engines(rollout: RolloutConfig) -> EnginesPlan:
+    assert rollout.resource_pool is not None and rollout.num_engines is not None, "resolved"
+    tp = rollout.tensor_model_parallel_size
+    return EnginesPlan(
+        rollout.resource_pool, rollout.num_engines, tp, rollout.num_engines * tp, rollout.expert_parallel_size
     )
 
 

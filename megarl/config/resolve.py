@@ -5,6 +5,7 @@ from typing import TypeVar, cast
 
 from megarl.config.schema.algorithm import COVARIANCE_LOSSES, OWN_AGGREGATION
 from megarl.config.schema.commands import (
+    CONCURRENT,
     POLICY,
     STREAMED,
     ActorConfig,
@@ -22,7 +23,7 @@ from megarl.config.schema.commands import (
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.supervised import TuningConfig, TuningTrainerConfig, learns_rankings
 
-GLOBAL_POOL = "global"
+GLOBAL_POOL, EVAL_POOL = "global", "eval"
 # A micro-batch whose size is not given holds this multiple of the tokens that it must hold, up to so many tokens.
 CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 
@@ -192,6 +193,26 @@ def plays_turns(rollout: RolloutConfig) -> bool:
     return rollout.multi_turn.enable or rollout.gateway.enable
 
 
+def validates_concurrently(config: TrainConfig) -> bool:
+    """Whether validations have engines of their own, and training goes on meanwhile."""
+    return config.trainer.eval_mode == CONCURRENT
+
+
+def eval_rollout(config: TrainConfig) -> RolloutConfig:
+    """The section `rollout` of these engines (of a resolved configuration): that of the rollouts, on their own pool, where nothing else
+    needs memory, and as many engines as it holds."""
+    assert config.resource_pools is not None and config.trainer.eval_resource_pool is not None, "resolved"
+    pool = config.trainer.eval_resource_pool
+    alone = replace(
+        config.actor_rollout_ref.rollout,
+        resource_pool=pool,
+        num_engines=None,
+        nodes_per_engine=None,
+        free_cache_engine=False,
+    )
+    return _with_engines(alone, config.resource_pools.get(pool))
+
+
 def needs_rules(config: TrainConfig | EvalConfig) -> bool:
     """Whether scores are made by rules or the user's reward function, alone or together with a reward model's."""
     return not (
@@ -215,6 +236,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     rollout = replace(policy.rollout, resource_pool=policy.rollout.resource_pool or actor.resource_pool)
     folder = trainer.default_local_dir or _run_folder(trainer)
     staleness = 1 if trainer.mode in STREAMED else None
+    concurrent, pool_of_eval = validates_concurrently(config), trainer.eval_resource_pool
     return replace(
         config,
         data=replace(
@@ -238,6 +260,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
             default_local_dir=folder,
             rollout_data_dir=trainer.rollout_data_dir or f"{folder}/rollouts",
             max_staleness=staleness if trainer.max_staleness is None else trainer.max_staleness,
+            eval_resource_pool=EVAL_POOL if pool_of_eval is None and concurrent else pool_of_eval,
         ),
     )
 

@@ -8,6 +8,7 @@ Where a model and the rollout engines share devices, each phase of a step has it
     evaluate_models   the weights of actor, reference and critic
     update            weights, gradients and optimizer states of actor and critic, one after the other where they
                       share devices; of the reference too, where the loss has the exact KL to it
+    eval_sync         the actor's weights (the engines of concurrent validation have devices of their own)
     save_<role>       the weights and optimizer states of a role, which a checkpoint takes from there
 
 Adapters go with the weights that they are on, a shared critic's with the actor's weights.
@@ -43,6 +44,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "update_actor": ALL_OF["actor"],
     "save_actor": tuple(name for name in ALL_OF["actor"] if name != "actor_gradients"),
     "save_critic": tuple(name for name in ALL_OF["critic"] if name != "critic_gradients"),
+    "eval_sync": ("actor_weights", "actor_adapters"),
     "export": ("actor_weights", "actor_adapters"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from megarl.config import TrainConfig
+from megarl.config import RolloutConfig, TrainConfig, eval_rollout, validates_concurrently
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.engine import engine_adapter_bytes
 from megarl.costs.floors import at_peaks
@@ -14,7 +14,7 @@ from megarl.costs.phases import frees_engines
 from megarl.costs.speed import Machine
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
 from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision
-from megarl.plan.memory import MemoryPlan, memory_json, served_bytes
+from megarl.plan.memory import EVAL, MemoryPlan, memory_json, served_bytes
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 from megarl.plan.sync import LINK_WORDS, PlanReport, configured_sync, report, size_text
 from megarl.trainer.roles.adapters import served_adapters
@@ -84,15 +84,18 @@ class JobPlan:
 
     def held(self, phase: str) -> dict[tuple[str, int], dict[str, int]]:
         """(pool, number of a device) -> bytes of each owner there."""
-        rollout, found = self.config.actor_rollout_ref.rollout, {}
-        served = rollout.num_engines * rollout.tensor_model_parallel_size
+        found = {}
+        served = {
+            role: engines.num_engines * engines.tensor_model_parallel_size
+            for role, engines in self._engines()
+        }
         for name, pool in self.memory.pools.items():
             count = pool.nnodes * pool.n_gpus_per_node
             for number in range(count):
                 found[name, number] = {
                     owner.name: owner.at(phase)[number * len(owner.stages) // count]
                     for owner in self.memory.owners
-                    if owner.pool == name and (owner.role != "rollout" or number < served)
+                    if owner.pool == name and number < served.get(owner.role, count)
                 }
         return found
 
@@ -106,9 +109,16 @@ class JobPlan:
         per_node = self.memory.pools[pool].n_gpus_per_node
         policy = self.config.actor_rollout_ref
         place = coords_of(self.actor_layout, number) if pool == policy.actor.resource_pool else None
-        engines = engine_layout(policy.rollout)
-        serves = pool == policy.rollout.resource_pool and number < engines.num_ranks
+        on = next((rollout for _, rollout in self._engines() if rollout.resource_pool == pool), None)
+        engines = None if on is None else engine_layout(on)
+        serves = engines is not None and number < engines.num_ranks
         return Device(pool, number, per_node, place, number // engines.tp if serves else None)
+
+    def _engines(self) -> Iterator[tuple[str, RolloutConfig]]:
+        """The sections of all engines, by role."""
+        yield "rollout", self.config.actor_rollout_ref.rollout
+        if validates_concurrently(self.config):
+            yield EVAL, eval_rollout(self.config)
 
     @property
     def actor_layout(self) -> ParallelLayout:

@@ -22,6 +22,7 @@ from megarl.config import (
     reference_in_actor,
     reference_is_actor,
     resolve,
+    validates_concurrently,
 )
 from megarl.config.loading.hub import fetch_models
 from megarl.config.resolve import GLOBAL_POOL, least_tokens
@@ -53,6 +54,7 @@ from megarl.trainer.roles.adapters import served_adapters
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket
+EVAL = "eval"  # the role of the engines of concurrent validation
 GIB = 1 << 30
 
 
@@ -131,7 +133,7 @@ class MemoryPlan:
 
     def without_engines(self) -> MemoryPlan:
         """The same for engines that have devices of their own, which are not planned."""
-        owners = tuple(owner for owner in self.owners if owner.role != "rollout")
+        owners = tuple(owner for owner in self.owners if owner.role not in ("rollout", EVAL))
         return replace(self, owners=owners, kv_tokens=self.longest, kv_token_bytes=0, kv_groups=1)
 
     @property
@@ -227,7 +229,8 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
         if role.section.resource_pool == pool
     ]
     rollout, model, engine = config.actor_rollout_ref.rollout, inputs.model, None
-    if rollout.resource_pool == pool:
+    validates = validates_concurrently(config) and config.trainer.eval_resource_pool == pool
+    if rollout.resource_pool == pool or validates:
         layout = engine_layout(rollout)
         requests, cut = rollout.max_num_seqs // layout.dp, layout.tp // layout.dp
         drafted = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens
@@ -237,7 +240,10 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
     # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
     actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)
     apart = rollout.resource_pool != actors
-    exchanges = int(pool == actors and (apart or several > 1)) + int(apart and engine is not None)
+    exchanges = int(pool == actors and (apart or several > 1)) + int(
+        validates or (apart and engine is not None)
+    )
+    exchanges += int(pool == actors and validates_concurrently(config))
     return _reserved(layouts, engine, exchanges)
 
 
@@ -353,9 +359,20 @@ def engine_owners(
         for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))
     ]
     # Engines with devices of their own receive into slots of their own; others read the trainer's.
+    buffers = (SLOTS * (rollout.sync_bucket_mb << 20),)
     if pool != policy.actor.resource_pool:
-        buffers = (SLOTS * (rollout.sync_bucket_mb << 20),)
         found.append(Owner("rollout_sync_buffers", "rollout", pool, buffers, frozenset({"sync"})))
+    if validates_concurrently(config):  # the same engines on their own devices, which nothing leaves
+        own = config.trainer.eval_resource_pool
+        assert own is not None, "resolved"
+        found += [
+            Owner(f"{EVAL}_{part}", EVAL, own, (size,), phases)
+            for part, size, phases in (
+                ("weights", weights, None),
+                ("kv_cache", cache, None),
+                ("sync_buffers", buffers[0], frozenset({"sync"})),
+            )
+        ]
     return found, layout.dp * tokens, token
 
 

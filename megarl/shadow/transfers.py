@@ -30,6 +30,7 @@ from megarl.plan.sync import configured_sync
 from megarl.shadow.tracker import Made, Tracker
 from megarl.trainer.roles.adapters import served_adapters
 from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.dispatch import ENGINES
 from megarl.trainer.workers.model import ModelWorker
 from megarl.weight_sync.links import Token
 from megarl.weight_sync.packets import PacketSpec, Slice, SyncShare, aligned
@@ -202,13 +203,13 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     )
     with tracker.phase("sync"), tempfile.TemporaryDirectory() as folder:
         outbox = _CountedOutbox(share, folder, "127.0.0.1", platform.device().type, 1.0)
-        worker.outbox = outbox
+        worker.outboxes[ENGINES] = outbox
         held = {ENGINE: None} if policy.rollout.sync_skip_unchanged else None
         sent = worker.send_weights(1, held, merged=adapters is None)
         if held is not None:
             worker.send_weights(2, {ENGINE: 1}, merged=adapters is None)
         outbox.close()
-        worker.outbox = None
+        worker.outboxes.clear()
         gc.collect()
     slices = [sum(len(spec.slices) for spec in specs) for specs in buckets]
     return Sent(sent.bytes_sent, list(zip(slices, outbox.launches, strict=False)))

@@ -282,11 +282,22 @@ def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
     """Also in a group that can be spared, whose other ranks go on."""
     group = start_group("engine", 2, devices_per_rank=2, parts=2)
     os.kill(group.pids[3], signal.SIGKILL)
-    assert wait([group.call_rank(0, "echo")], [group], spare=group) == [(0, (), {})]
+    assert wait([group.call_rank(0, "echo")], [group], spares=[group]) == [(0, (), {})]
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died") as caught:
-        wait([group.call_rank(1, "hang_if", 1)], [group], spare=group)
+        wait([group.call_rank(1, "hang_if", 1)], [group], spares=[group])
     assert caught.value.rank == 1 and time.monotonic() - begun < 10
+
+
+def test_a_rank_is_restarted_while_one_of_a_spared_group_is_dead(start_group) -> None:
+    """As engines of two roles, each of which is restarted in its own time."""
+    first, both = start_group("eval", 1), []
+    second = start_group("engine", 1, watched_groups=both, spared_groups=both)
+    both += [first, second]
+    os.kill(first.pids[0], signal.SIGKILL)
+    alive_after(first.pids, 5)
+    wait(second.restart(0), both, 60, spares=[first])
+    assert wait(second.call("echo", 5), both, spares=[first]) == [(0, (5,), {})]
 
 
 def test_a_part_is_on_one_machine() -> None:

@@ -111,10 +111,10 @@ def test_a_rank_that_may_be_spared(start_group):
     """Its end is told to a wait for it alone."""
     engines, actor = start_group("engine", 2), start_group("actor", 1)
     os.kill(engines.pids[1], signal.SIGKILL)
-    assert wait(actor.call("hang_if", 5), [engines, actor], spare=engines) == [0]
-    assert wait([engines.call_rank(0, "hang_if", 5)], [engines, actor], spare=engines) == [0]
+    assert wait(actor.call("hang_if", 5), [engines, actor], spares=[engines]) == [0]
+    assert wait([engines.call_rank(0, "hang_if", 5)], [engines, actor], spares=[engines]) == [0]
     with pytest.raises(RuntimeError, match=r"engine rank 1 .* died"):
-        wait(engines.call("hang_if", 5), [engines, actor], spare=engines)
+        wait(engines.call("hang_if", 5), [engines, actor], spares=[engines])
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

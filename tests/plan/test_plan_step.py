@@ -257,6 +257,27 @@ def test_collecting_and_learning_at_the_same_time(capsys) -> None:
     )
 
 
+def test_engines_of_concurrent_validation(capsys) -> None:
+    """They are on devices of their own, where they hold in every phase what the rollouts' engines hold when they generate."""
+    pools = "resource_pools={train: {n_gpus_per_node: 8}, eval: {n_gpus_per_node: 2}}"
+    own = [
+        pools,
+        "trainer.eval_mode=concurrent",
+        "trainer.nnodes=2",
+        "actor_rollout_ref.actor.resource_pool=train",
+    ]
+    own += ["critic.resource_pool=train"]
+    alone, found = planned(capsys, PPO, "--without-sync"), planned(capsys, PPO, *own, "--without-sync")
+    assert (alone["devices"], found["devices"]) == (8, 10)
+    assert found["step"]["seconds"] == pytest.approx(
+        alone["step"]["seconds"]
+    )  # a validation is no part of it
+    phases = found["memory"]["phases"]
+    for part in ("weights", "kv_cache"):
+        assert {phase[f"eval_{part}"] for phase in phases.values()} == {phases["generate"][f"rollout_{part}"]}
+    assert "eval_weights" not in alone["memory"]["phases"]["generate"]
+
+
 def test_engines_that_serve_adapters_get_these_alone(capsys) -> None:
     """Of rank 32 on every linear layer of Qwen2.5-72B, cut over 8 devices."""
     pools = [

@@ -37,15 +37,21 @@ def test_slots_of_the_same_sizes_are_the_same_memory():
 
 def test_an_actor_keeps_its_slots_when_it_is_connected_anew(tmp_path):
     """As after the death of an engine, which never gives back what it had opened."""
-    actor = SimpleNamespace(outbox=None, slots=Slots("cpu"), info=SimpleNamespace(scratch=str(tmp_path)))
+    actor = SimpleNamespace(outboxes={}, slots={}, info=SimpleNamespace(scratch=str(tmp_path)))
     addresses, memory = [], []
     for _ in range(2):
         addresses.append(ActorWorker.open_outbox(actor, share(1000), "127.0.0.1", 30.0))
-        memory.append([slot.data_ptr() for slot in actor.outbox._slots])
+        memory.append([slot.data_ptr() for slot in actor.outboxes["rollout"]._slots])
     assert addresses[0] != addresses[1]
     assert memory[0] == memory[1] and len(memory[0]) == 1
-    actor.outbox.close()
-    actor.slots.close()
+    # Engines of another role map other slots, and their connection leaves the first one as it is.
+    addresses.append(ActorWorker.open_outbox(actor, share(1000), "127.0.0.1", 30.0, "eval"))
+    assert len({*addresses}) == 3
+    assert actor.outboxes["eval"]._slots[0].data_ptr() != memory[0][0]
+    assert not actor.outboxes["rollout"]._closed
+    for role in ("rollout", "eval"):
+        actor.outboxes[role].close()
+        actor.slots[role].close()
 
 
 def take_version(inbox: Inbox, version: int, found: list[torch.Tensor]) -> None:

@@ -13,7 +13,14 @@ from megarl.config.engine_options import engine_option_problems
 from megarl.config.megatron_options import megatron_option_problems
 from megarl.config.pipeline_layout import pipeline_layout_problems
 from megarl.config.problems import did_you_mean
-from megarl.config.resolve import GLOBAL_POOL, megatron_sections, needs_reference, pool_devices
+from megarl.config.resolve import (
+    GLOBAL_POOL,
+    eval_rollout,
+    megatron_sections,
+    needs_reference,
+    pool_devices,
+    validates_concurrently,
+)
 from megarl.config.schema.commands import (
     POLICY,
     ActorConfig,
@@ -49,7 +56,7 @@ def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
         given["critic"] = written.critic.resource_pool
     if written.reward_model.enable:
         given["reward_model"] = written.reward_model.resource_pool
-    actor_pool = config.actor_rollout_ref.actor.resource_pool
+    actor_pool, of_eval = config.actor_rollout_ref.actor.resource_pool, trainer.eval_resource_pool
     for role, name in given.items():
         if name is not None and name not in pools:
             hint = did_you_mean(name, pools)
@@ -60,7 +67,7 @@ def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
             f"{GLOBAL_POOL}: one of {', '.join(pools)}"
         )
     for name in pools:
-        if actor_pool is not None and name != actor_pool and name not in given.values():
+        if actor_pool is not None and name not in (actor_pool, of_eval, *given.values()):
             yield f"resource_pools.{name} is used by no role; name it as a resource_pool or leave it out"
     for name, pool in pools.items():
         for size in ("nnodes", "n_gpus_per_node"):
@@ -325,6 +332,11 @@ def _budget_problems(key: str, tokens: int, config: TrainConfig | EvalConfig) ->
 
 def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Of a resolved configuration: the engines fit the devices of their pool, and a trajectory an engine."""
+    if isinstance(config, TrainConfig) and validates_concurrently(config):
+        name = config.trainer.eval_resource_pool
+        if (own := (config.resource_pools or {}).get(name or "")) is not None and own.n_gpus_per_node > 0:
+            per_node = f"resource_pools.{name}.n_gpus_per_node={own.n_gpus_per_node}"
+            yield from _node_problems(f"{POLICY}.rollout", eval_rollout(config), own, per_node)
     if isinstance(config, TrainConfig):
         key, rollout = f"{POLICY}.rollout", config.actor_rollout_ref.rollout
         pool = (config.resource_pools or {}).get(rollout.resource_pool or "")

@@ -12,7 +12,7 @@ import yaml
 
 from megarl.config.checks.values import given_keys
 from megarl.config.loading import to_dict
-from megarl.config.resolve import megatron_sections
+from megarl.config.resolve import megatron_sections, validates_concurrently
 from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig, TrainerConfig
 from megarl.config.schema.run import SavingConfig
 from megarl.config.schema.supervised import TuningConfig
@@ -38,6 +38,7 @@ def run_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     if isinstance(config, TrainConfig):
         yield from _offline_problems(config)
         yield from _mode_problems(config)
+        yield from _eval_mode_problems(config)
         has_validation = has_validation or bool(config.data.val_sets)
         if config.trainer.val_before_train and not has_validation:
             yield "trainer.val_before_train=true needs data.val_files"
@@ -82,6 +83,44 @@ def _mode_problems(config: TrainConfig) -> Iterator[str]:
                 f"{role}.resource_pool={pool!r} is also that of {', '.join(shared)}: with {mode} both work at the same time; name "
                 "another pool of resource_pools, such as {train: {n_gpus_per_node: 4}, rollout: {n_gpus_per_node: 4}}"
             )
+
+
+def _eval_mode_problems(config: TrainConfig) -> Iterator[str]:
+    """Of validation that training does not wait for."""
+    trainer, pools = config.trainer, config.resource_pools or {}
+    pool, mode = trainer.eval_resource_pool, "trainer.eval_mode=concurrent"
+    if not validates_concurrently(config):
+        if pool is not None:
+            yield (
+                f"trainer.eval_resource_pool={pool!r}: trainer.eval_mode={trainer.eval_mode} validates with the engines of the rollouts; leave "
+                "it out, or set trainer.eval_mode=concurrent"
+            )
+        return
+    if trainer.test_freq <= 0 and not trainer.val_before_train:
+        yield f"{mode}: nothing is validated; set trainer.test_freq, or leave it out"
+    roles = {key: section.resource_pool for key, section in megatron_sections(config).items()}
+    roles[f"{POLICY}.rollout"] = config.actor_rollout_ref.rollout.resource_pool
+    shared = [role for role, name in roles.items() if name == pool]
+    advice = "such as resource_pools={train: {n_gpus_per_node: 7}, eval: {n_gpus_per_node: 1}}"
+    if pool not in pools:
+        yield (
+            f"{mode} needs devices of its own, the pool trainer.eval_resource_pool={pool!r}, which is none of {', '.join(pools)}; add it, {advice}"
+        )
+    elif shared:
+        yield (
+            f"trainer.eval_resource_pool={pool!r} is also that of {', '.join(shared)}: with {mode} both work at the same time; name another "
+            f"pool, {advice}"
+        )
+    if config.reward_model.enable:
+        yield (
+            f"{mode} with reward_model.enable=true: training and validation would ask the reward model at the same time, and its ranks would get "
+            "their calls in different orders; set trainer.eval_mode=blocking, or score by rules, a function or reward.rule=llm_judge"
+        )
+    if trainer.best_metric is not None:
+        yield (
+            f"trainer.best_metric={trainer.best_metric!r} with {mode}: when a result comes, training has changed the weights that it is of; leave "
+            "one of them out (trainer.save_freq=trainer.test_freq keeps the weights of every validation)"
+        )
 
 
 def _offline_problems(config: TrainConfig) -> Iterator[str]:
@@ -175,7 +214,12 @@ _FIXED: tuple[tuple[str, str], ...] = (
     (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
 )  # fmt: skip
 # Values that runs had before these keys existed.
-_BEFORE = {"trainer.mode": "sync", "trainer.max_staleness": None}
+_BEFORE = {
+    "trainer.mode": "sync",
+    "trainer.max_staleness": None,
+    "trainer.eval_mode": "blocking",
+    "trainer.eval_resource_pool": None,
+}
 
 
 def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:

@@ -45,6 +45,8 @@ POLICY = "actor_rollout_ref"
 """The section of the policy: actor, rollout engines and reference."""
 MODES = ("sync", "partial_rollouts", "one_step_off", "fully_async")
 STREAMED = ("partial_rollouts", "fully_async")  # their responses go on from step to step
+CONCURRENT = "concurrent"
+EVAL_MODES = ("blocking", CONCURRENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +281,17 @@ class CriticConfig:
 @dataclass(frozen=True, kw_only=True)
 class _TrainerKeys(RunConfig):
     val_before_train: bool = option("Validate before the first step.", False)
+    eval_mode: str = option(
+        "blocking: training waits for each validation. concurrent: training waits only while engines in a pool of their own "
+        "(eval_resource_pool) take the weights; these answer while it goes on, and the results belong to the step whose weights they used.",
+        "blocking",
+        choices=EVAL_MODES,
+    )
+    eval_resource_pool: str | None = option(
+        "eval_mode=concurrent: where these engines live, as many as it holds, with the settings of actor_rollout_ref.rollout; no other role "
+        "may have it. null: the pool named eval.",
+        None,
+    )
     logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     log_val_generations: int = option(
         "Answers of each validation, and of the first step, that tensorboard, wandb, mlflow, swanlab and trackio are given to show; "

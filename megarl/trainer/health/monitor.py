@@ -73,6 +73,15 @@ class HealthMonitor:
             if kind == "stagnation"
             or (len(self.in_a_row[kind]) >= health.patience and beyond_noise(self.in_a_row[kind]))
         ]
+        return self._due(step, lasting)
+
+    def check_validation(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """As `check`, of the metrics of a validation alone, which came after those of its step."""
+        self.history.add(step, metrics)
+        return self._due(step, find(self.config, self.controls, metrics, self.history))
+
+    def _due(self, step: int, lasting: list[Finding]) -> list[Finding]:
+        health = self.config.health
         for finding in lasting:
             if finding.kind in health.early_stop:
                 self.stop = f"{finding.message} (health.early_stop has {finding.kind})"
@@ -143,10 +152,7 @@ def watch(
     found = repetition_metrics(batch)
     findings = monitor.check(step, {**metrics, **found})
     actions = monitor.act(findings)
-    for finding in findings:
-        run.say(f"health: step {step}: {finding.message}. {finding.advice}")
-        seen = {name: getattr(finding, name) for name in ("kind", "value", "message", "advice")}
-        _write(run.folder, step, seen)
+    _tell(run, step, findings)
     for action in actions:
         run.say(f"health: step {step}: changed {action} (health.auto_action)")
         _write(run.folder, step, {"kind": "action", "message": action})
@@ -154,6 +160,19 @@ def watch(
         run.say(f"health: step {step}: stopping: {monitor.stop}")
         _write(run.folder, step, {"kind": "stop", "message": monitor.stop})
     return {**found, "health/findings": float(len(findings)), "health/actions": float(len(actions))}
+
+
+def watch_validation(run: Run, monitor: HealthMonitor, step: int, metrics: Mapping[str, float]) -> None:
+    """Check the results of a validation that came after its step, and report the findings; the next step stops the run if they do."""
+    if monitor.config.health.enable:
+        _tell(run, step, monitor.check_validation(step, metrics))
+
+
+def _tell(run: Run, step: int, findings: list[Finding]) -> None:
+    for finding in findings:
+        run.say(f"health: step {step}: {finding.message}. {finding.advice}")
+        seen = {name: getattr(finding, name) for name in ("kind", "value", "message", "advice")}
+        _write(run.folder, step, seen)
 
 
 def repetition_metrics(batch: pa.Table) -> dict[str, float]:

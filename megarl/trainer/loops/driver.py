@@ -2,7 +2,7 @@
 
     with run.step                  seconds and metrics, logged at its end
         guard: the step's work     a number that is not finite ends the step or the run
-        validate                   every `test_freq` steps, and after the last
+        validate                   every `test_freq` steps, and after the last; in other steps poll: results of one that training did not wait for
         memory, check              what the devices held; the run's health
     made                           with all metrics, before the checkpoint
     checkpoints.after              if one is due, or the run is told to end
@@ -54,6 +54,7 @@ class Driver:
         last: the last step; None: it is not known.
         guard: a context manager around a step's work, given the step and its metrics.
         validate: metrics of held-out data after a step; None: there is none.
+        poll: in steps without a validation: metrics of one that began in an earlier step.
         memory: reports the memory of the devices.
         check: metrics of a step's health, given the step, its metrics and its batch.
         made: called with a step's metrics after they are logged.
@@ -65,6 +66,7 @@ class Driver:
     last: int | None = None
     guard: Callable[[int, Metrics], AbstractContextManager[None]] = lambda step, metrics: nullcontext()
     validate: Callable[[int], Metrics] | None = None
+    poll: Callable[[int], Metrics] = lambda step: {}
     test_freq: int = -1
     memory: DeviceMemory | None = None
     check: Callable[[int, Metrics, pa.Table], Metrics] = lambda step, metrics, batch: {}
@@ -91,6 +93,8 @@ class Driver:
                 batch = work(step, metrics)
             if due(self.test_freq, step, self.last):
                 self.add_validation(step, metrics)
+            else:
+                metrics |= self.poll(step)
             if self.memory is not None:
                 metrics |= self.memory.report()
             if batch is not None:
@@ -145,6 +149,7 @@ class LearningState:
         roles: Roles,
         last: int | None = None,
         validate: Callable[[int], Metrics] | None = None,
+        poll: Callable[[int], Metrics] = lambda step: {},
     ) -> Driver:
         """The driver of a policy's training."""
         return Driver(
@@ -152,6 +157,7 @@ class LearningState:
             last,
             guard=partial(finite_step, run, config.trainer.on_nonfinite, self.controls),
             validate=validate,
+            poll=poll,
             test_freq=config.trainer.test_freq,
             memory=roles.memory,
             check=partial(watch, run, self.monitor),

@@ -12,15 +12,18 @@ from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.rollout.engine import EngineCounts
+from megarl.trainer.health.monitor import watch_validation
 from megarl.trainer.loops.driver import LearningState, Metrics, epochs
 from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.checkpoints import VALIDATIONS
 from megarl.trainer.run.earlier_runs import set_aside_earlier_run
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.schedule.modes import make_batches
+from megarl.trainer.schedule.validations import Validated, open_validations
 from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
@@ -72,10 +75,11 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     prompts = epochs(inputs.loader)
     collectors = partial(collect, config, prompts), partial(answer, config, prompts)
     batches = make_batches(config, run, roles, rewards, inputs.num_steps, prompts, *collectors)
-    state = LearningState.start(
-        config, run, roles, inputs.num_steps, inputs.ptx, {"data": inputs.loader}, batches.folders
-    )
-    done = state.checkpoints.resume()
+    blocking = partial(sync_and_validate, config, run, roles, inputs, rewards)
+    report = partial(report_validation, config, run, inputs)
+
+    def learnt(step: int, metrics: Metrics) -> None:
+        watch_validation(run, state.monitor, step, metrics)
 
     def work(step: int, metrics: Metrics) -> pa.Table:
         collected = batches.of(step)
@@ -89,15 +93,19 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
         inputs.loader.report(collected.prompt_uids, collected.scores)
         return batch
 
-    validation = (
-        partial(sync_and_validate, config, run, roles, inputs, rewards) if inputs.validation else None
-    )
-    driver = state.driver(config, run, roles, inputs.num_steps, validation)
-    if config.trainer.val_before_train and not done:
-        with run.step(0) as metrics:
-            driver.add_validation(0, metrics)
-            state.monitor.history.add(0, metrics)
-    driver.drive(range(done + 1, inputs.num_steps + 1), work)
+    with open_validations(config, run, roles, inputs.validation, blocking, report, learnt) as validations:
+        parts = {"data": inputs.loader, VALIDATIONS: validations}
+        state = LearningState.start(config, run, roles, inputs.num_steps, inputs.ptx, parts, batches.folders)
+        done = state.checkpoints.resume()
+        validations.resume(done)
+        begin = validations.begin if inputs.validation else None
+        driver = state.driver(config, run, roles, inputs.num_steps, begin, validations.poll)
+        if config.trainer.val_before_train and not done:
+            with run.step(0) as metrics:
+                driver.add_validation(0, metrics)
+                state.monitor.history.add(0, metrics)
+        driver.drive(range(done + 1, inputs.num_steps + 1), work)
+        validations.finish()
 
 
 def collect(
@@ -189,6 +197,16 @@ def sync_and_validate(
     metrics = {f"val/{name}": value for name, value in metrics.items()}
     # A step reports the sync of its own rollouts; step 0 has none, and this is the run's first sync.
     return metrics if step else metrics | synced
+
+
+def report_validation(config: TrainConfig, run: Run, inputs: TrainInputs, found: Validated) -> None:
+    """Log the results of a validation that training did not wait for, under the step of its weights."""
+    number = config.trainer.log_val_generations
+    samples = {}
+    for name, table in found.answers.items():
+        run.save_trajectories(table, name, found.step)
+        samples[f"{name}/generations"] = sample_rows(table, inputs.tokenizer, number)
+    run.logger.log_late(found.step, found.metrics, samples)
 
 
 def show_samples(run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table, number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,9 @@ from megarl.config import (
     PoolConfig,
     RolloutConfig,
     TrainConfig,
+    eval_rollout,
     needs_reference,
+    validates_concurrently,
 )
 from megarl.costs.phases import frees_engines
 from megarl.layout import RankPlace
@@ -23,7 +25,7 @@ from megarl.models import ModelConfig
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.roles.adapters import served_adapters
-from megarl.trainer.roles.device_memory import device_memory, gpu_pools
+from megarl.trainer.roles.device_memory import DeviceMemory, device_memory, gpu_pools
 from megarl.trainer.roles.engines import fp8_block, reporting_slow_start, rollout_dtype, synced_engine
 from megarl.trainer.roles.model_roles import (
     Role,
@@ -34,14 +36,15 @@ from megarl.trainer.roles.model_roles import (
     start_reward_model,
 )
 from megarl.trainer.roles.restarts import EngineRestarts
-from megarl.trainer.roles.types import Roles
-from megarl.trainer.roles.weight_sync import connect, sync_weights
+from megarl.trainer.roles.types import EvalEngines, Roles
+from megarl.trainer.roles.weight_sync import connect, sync_eval_weights, sync_weights
 from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful
 from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.facts import record_gpus
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.agents import AgentsSpec, agents_spec
+from megarl.trainer.workers.dispatch import ENGINES, EVAL_ENGINES
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
 from megarl.weight_sync.layouts import EngineLayout, best_device_order
 from megarl.weight_sync.sync_plan import SyncPlan
@@ -82,6 +85,9 @@ def start_roles(
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
+        own = None
+        if validates_concurrently(config):
+            own = _start_eval_engines(config, run, model, layout, actor_pool, adapters, predicts)
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, actor_pool)
     # Connecting and syncing are repeated after each engine restart; `roles` exists by then.
@@ -98,9 +104,16 @@ def start_roles(
         join,
         lambda version: sync_weights(run, roles, version),
     )
-    roles = Roles(actor, engines, facts, critic, ref, reward_model, memory, restarts)
+    of_eval = None
+    if own is not None:
+        of_eval = _connect_eval_engines(
+            config, run, actor.group, *own, lambda version: sync_eval_weights(run, roles, version)
+        )
+    roles = Roles(actor, engines, facts, critic, ref, reward_model, memory, restarts, of_eval)
     memory.recover = restarts.replace_lost
-    run.restarts = restarts if restarts.max_restarts else None
+    if restarts.max_restarts:
+        run.restarts = restarts
+        run.spares.append(engines)
     return roles
 
 
@@ -131,13 +144,58 @@ def _synced_engines(
 ) -> WorkerGroup:
     """The engines of a run that syncs them; their memory is released already if it is freed in phases that do not need it."""
     policy = config.actor_rollout_ref
-    turns = turns_spec(policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins)
-    agents = agents_spec(policy.rollout, policy.model, config.trainer.default_local_dir, config.plugins)
-    engines = start_engines(run, policy.rollout, pool, engine, agents or turns, order)
+    engines = start_engines(run, policy.rollout, pool, engine, _turns(config), order)
     if engine.enable_memory_saver:  # before models are loaded onto their devices
         run.wait(engines.started)
         run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
     return engines
+
+
+def _turns(config: TrainConfig) -> TurnsSpec | AgentsSpec | None:
+    policy = config.actor_rollout_ref
+    agents = agents_spec(policy.rollout, policy.model, config.trainer.default_local_dir, config.plugins)
+    return agents or turns_spec(
+        policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins
+    )
+
+
+def _start_eval_engines(
+    config: TrainConfig,
+    run: Run,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    actor_pool: ResourcePool,
+    adapters: LoraConfig | None,
+    predicts: bool,
+) -> tuple[WorkerGroup, SyncPlan]:
+    """The engines of concurrent validation, and the plan of their syncs. They are sent adapters, or merged weights, as the rollouts'
+    engines are, so that a validation has the same numbers with either."""
+    rollout = eval_rollout(config)
+    assert rollout.resource_pool is not None, "resolved"
+    pool = run.pools[rollout.resource_pool]
+    order = engine_devices(rollout, model, layout, actor_pool, pool)
+    engine = synced_engine(config, model, adapters, use_gpu=pool.use_gpu, freed=False)
+    group = start_engines(run, rollout, pool, engine, _turns(config), order, EVAL_ENGINES)
+    return group, sync_plan(rollout, model, layout, actor_pool, pool, order, adapters, predicts)
+
+
+def _connect_eval_engines(
+    config: TrainConfig,
+    run: Run,
+    actor: WorkerGroup,
+    group: WorkerGroup,
+    plan: SyncPlan,
+    sync: Callable[[int], object],
+) -> EvalEngines:
+    """Connect these engines, which have started; `sync`: sends them a version."""
+    join = partial(connect, run, actor, group, plan, config.trainer.collective_timeout)
+    facts = join()
+    most = config.actor_rollout_ref.rollout.max_restarts
+    # No other role is on their devices, and nothing of theirs ever leaves these.
+    memory = DeviceMemory(run, [], {"sync": (), "generate": ()})
+    if most:
+        run.spares.append(group)
+    return EvalEngines(group, facts, EngineRestarts(run, group, most, memory, join, sync))
 
 
 def policy_checkpoints(
@@ -235,6 +293,7 @@ def start_engines(
     engine: EngineConfig,
     turns: TurnsSpec | AgentsSpec | None,
     device_order: Sequence[int] | None = None,
+    role: str = ENGINES,
 ) -> WorkerGroup:
     """Start the rollout engines.
 
@@ -245,7 +304,7 @@ def start_engines(
     tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
     return run.start(
         WorkerGroup(
-            "rollout",
+            role,
             ENGINE,
             pool,
             rollout.num_engines,
@@ -258,6 +317,7 @@ def start_engines(
             watched_groups=run.groups,
             watch=run.watch,
             fork_server=run.fork_servers.get(ENGINE_PROCESSES),
+            spared_groups=run.spares,  # one of the other role may be lost while an engine is restarted
         )
     )
 

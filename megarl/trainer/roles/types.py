@@ -40,11 +40,20 @@ class SyncFacts:
 
 
 @dataclass(frozen=True)
+class EvalEngines:
+    """The engines of concurrent validation, which nothing else uses."""
+
+    group: WorkerGroup
+    sync: SyncFacts
+    restarts: EngineRestarts
+
+
+@dataclass(frozen=True)
 class Roles:
     """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
     `critic.group` where the critic shares the actor's model.
 
-    A run that generates nothing has no engines, and so neither `sync` nor `restarts`.
+    A run that generates nothing has no engines, and so neither `sync` nor `restarts`. `eval`: None where validation has no engines of its own.
     """
 
     actor: Role
@@ -55,3 +64,4 @@ class Roles:
     reward_model: Role | None
     memory: DeviceMemory
     restarts: EngineRestarts | None
+    eval: EvalEngines | None = None

@@ -1,4 +1,4 @@
-"""The actor's weights into all engines: connected once, sent before every rollout.
+"""The actor's weights into all engines: connected once, sent before every rollout; before every validation to engines of its own.
 
 Where engines serve adapters, the weights go with the first version, and again when an engine has lost them.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster import WorkerLost
 from megarl.rollout.engine import SyncReport
 from megarl.trainer.roles.types import SyncFacts, VersionFacts
+from megarl.trainer.workers.dispatch import ENGINES
 from megarl.weight_sync.sender import SendReport
 from megarl.weight_sync.sync_plan import SyncPlan
 
@@ -29,12 +30,13 @@ def connect(run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, 
         timeout: seconds that the two sides wait for each other.
     """
     sources, targets = plan.shares()
+    to = engines.role
     one_machine = len({*actor.hosts, *engines.hosts}) == 1
     hosts = ["127.0.0.1" if one_machine else host for host in actor.hosts]
-    per_rank = [(share, host, timeout) for share, host in zip(sources, hosts, strict=True)]
+    per_rank = [(share, host, timeout, to) for share, host in zip(sources, hosts, strict=True)]
     addresses = run.wait(actor.call_each("open_outbox", per_rank))
     if (hub := addresses[0].hub) is not None:
-        run.wait(actor.call("join_exchange", hub))
+        run.wait(actor.call("join_exchange", hub, to))
     tp, parts = plan.engines.tp, engines.parts
     each = tp // parts
     of_processes = [targets[first : first + each] for first in range(0, len(targets), each)]
@@ -66,7 +68,7 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
     """
     while True:
         try:
-            metrics = _sync_once(run, roles, version)
+            metrics = _sync_once(run, roles.actor.group, roles.engines, roles.sync, version)
         except WorkerLost as failure:
             roles.restarts.replace_lost(failure)
             with roles.memory.held("sync"):
@@ -77,18 +79,42 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
             return metrics
 
 
-def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
-    engines, actor, facts = roles.engines, roles.actor.group, roles.sync
-    with run.timed("sync_begin"):
+def sync_eval_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
+    """Give the engines of concurrent validation, none of which generates, the actor's weights as `version`; those that were lost are
+    replaced before.
+
+    Returns: as `sync_weights`, with names that begin with "eval_sync/".
+    """
+    found, failure = roles.eval, None
+    assert found is not None
+    while True:
+        found.restarts.replace_lost(failure)
+        try:
+            metrics = _sync_once(run, roles.actor.group, found.group, found.sync, version)
+        except WorkerLost as loss:
+            failure = loss
+        else:
+            found.restarts.served(version)
+            run.mark(f"weights {version} for validation")
+            return {f"eval_{name}": value for name, value in metrics.items()}
+
+
+def _sync_once(
+    run: Run, actor: WorkerGroup, engines: WorkerGroup, facts: SyncFacts, version: int
+) -> dict[str, float]:
+    phase = "sync" if engines.role == ENGINES else f"{engines.role}_sync"
+    with run.timed(f"{phase}_begin"):
         held = run.wait(engines.call("begin_update", version))
     held_by_rank = dict(enumerate(engine for engine in held for _ in range(facts.engine_ranks)))
     served = facts.adapters is not None
     complete = not served or None in held
-    with run.timed("sync_send"):
+    with run.timed(f"{phase}_send"):
         known = held_by_rank if facts.skip_unchanged else None
-        sending = actor.call("send_weights", version, known, merged=not served, complete=complete)
+        sending = actor.call(
+            "send_weights", version, known, merged=not served, complete=complete, to=engines.role
+        )
         results = run.wait([*sending, *engines.call("receive_weights", complete)])
-    with run.timed("sync_finish"):
+    with run.timed(f"{phase}_finish"):
         reports = run.wait(engines.call("finish_update"))
     return sync_metrics(facts.complete if complete else facts.adapters, results[: len(sending)], reports)
 

@@ -80,6 +80,7 @@ class Best:
 
 
 STATE_FILE = "run.json"
+VALIDATIONS = "validations"  # a part that checkpoints of earlier versions lack
 HF_FOLDER = "hf"
 _FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
 
@@ -186,7 +187,8 @@ class Checkpoints:
                 with self.held(f"save_{role}"):
                     self.run.wait(group.call("load_checkpoint", str(found.folder / role), role))
             for name, part in self._all_parts().items():
-                part.load_state_dict(saved[name])
+                if name in saved or name != VALIDATIONS:
+                    part.load_state_dict(saved[name])
             for name, own in self.folders.items():
                 own.load(found.folder / name)
         return found.step

@@ -32,6 +32,15 @@ class Endpoint(Tracker):
         # One assignment, since `text` is read in threads of the server.
         self._values = self._values | metrics | {"step": step, "step_end_time_seconds": time.time()}
 
+    def log_late(
+        self,
+        step: int,
+        now: int,
+        metrics: Mapping[str, float],
+        samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> None:
+        self._values = self._values | metrics
+
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prometheus has no texts."""
 

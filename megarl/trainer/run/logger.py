@@ -2,7 +2,8 @@
 
 Guarantees:
 - After `log` returns, the step is on disk.
-- A step is in `metrics.jsonl` once, also when a run is resumed from an earlier step than its last one.
+- A step is in `metrics.jsonl` once, also when a run is resumed from an earlier step than its last one. Results of a step that came when
+  later ones were made have a further line, which `read_metrics` joins to that of their step.
 - Each line of it is strict JSON.
 - A tracker is imported only where the configuration names it.
 """
@@ -18,7 +19,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -59,23 +60,59 @@ class Tracker(ABC):
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Answers of a validation, all with the same columns, under the name `tag`; before the step's metrics."""
 
+    def log_late(
+        self,
+        step: int,
+        now: int,
+        metrics: Mapping[str, float],
+        samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """Further metrics of a step that was logged before, and answers by their names; `now`: the newest step so far."""
+        for tag, rows in samples.items():
+            self.log_samples(step, tag, rows)
+        self.log(step, metrics)
+
     @abstractmethod
     def finish(self, error: BaseException | None) -> None:
         """End the run: as failed where there is an error."""
+
+
+LATE_STEP = "val/step"
 
 
 class WandbTracker(Tracker):
     def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
         self.wandb = module
         self.run = module.init(project=run.project, name=run.name, config=dict(run.config), dir=str(folder))
+        self._late: set[str] = set()  # metrics that are drawn over LATE_STEP
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.run.log({tag: self._table(rows)}, step=step)
+
+    def log_late(
+        self,
+        step: int,
+        now: int,
+        metrics: Mapping[str, float],
+        samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """wandb leaves out what is logged for a step before its newest one: these metrics are logged with that, and drawn over LATE_STEP,
+        which has their own."""
+        if not self._late:
+            self.run.define_metric(LATE_STEP)
+        for name in metrics:
+            if name not in self._late:
+                self.run.define_metric(name, step_metric=LATE_STEP)
+        self._late |= metrics.keys()
+        tables = {tag: self._table(rows) for tag, rows in samples.items()}
+        self.run.log({**metrics, **tables, LATE_STEP: float(step)}, step=now)
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         columns = list(rows[0])
-        table = self.wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
-        self.run.log({tag: table}, step=step)
+        return self.wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
 
     def finish(self, error: BaseException | None) -> None:
         self.run.finish(exit_code=0 if error is None else 1)
@@ -213,6 +250,7 @@ class Pace:
 
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
+LATE = "late"  # the field of lines that belong to an earlier line of their step
 TENSORBOARD_FOLDER = "tensorboard"
 SAMPLE_CHARACTERS = 300  # of a prompt or response on the console
 # The numbers of the console line: label, metrics (the first one that a step has is shown), format.
@@ -226,7 +264,7 @@ FIGURES = (
     ("grad_norm", ("actor/grad_norm", "train/grad_norm"), ".3f"),
     ("lr", ("actor/lr", "train/lr"), ".2e"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
-    ("seconds", ("timing_s/step",), ".1f"),
+    ("seconds", ("timing_s/step", "timing_s/eval"), ".1f"),
 )
 
 
@@ -268,6 +306,7 @@ class RunLogger:
         self._progress = _progress(console or Console(), enabled=self._to_console)
         self._task = self._progress.add_task("train", total=total_steps, completed=max(last_kept, 0), left="")
         self._pace = Pace()
+        self._newest = max(last_kept, 0)
 
     def __enter__(self) -> RunLogger:
         self._progress.start()
@@ -286,15 +325,8 @@ class RunLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
-        values = {name: float(value) for name, value in metrics.items()}
-        line = {
-            "step": step,
-            "time": time.time(),
-            **{name: _json_number(value) for name, value in values.items()},
-        }
-        _append(self.folder / METRICS_FILE, (json.dumps(line, allow_nan=False) + "\n").encode())
-        if self._events is not None:
-            _write_scalars(self._events, step, values)
+        values = self._write(step, metrics, {})
+        self._newest = max(self._newest, step)
         for tracker in self._trackers:
             tracker.log(step, values)
         if step:  # step 0 is the validation before training
@@ -314,14 +346,49 @@ class RunLogger:
         """
         if not rows:
             return
-        if self._events is not None:
-            _write_text(self._events, step, tag, _markdown(rows))
+        self._newest = max(self._newest, step)
         for tracker in self._trackers:
             tracker.log_samples(step, tag, rows)
+        self._show(step, tag, rows)
+
+    def _show(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._events is not None:
+            _write_text(self._events, step, tag, _markdown(rows))
         if self._to_console:
             self._say(f"step {step}: {tag}, one of them:")
             for name, cell in rows[0].items():
                 self._say(f"  {name}: {cut(str(cell), SAMPLE_CHARACTERS)}")
+
+    def log_late(
+        self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """Write further metrics of a step that was logged before, the results of a validation, and show some of its answers.
+
+        Args:
+            samples: by their name, as of `log_samples`.
+        """
+        samples = {tag: rows for tag, rows in samples.items() if rows}
+        for tag, rows in samples.items():
+            self._show(step, tag, rows)
+        values = self._write(step, metrics, {LATE: True})
+        for tracker in self._trackers:
+            tracker.log_late(step, max(self._newest, step), values, samples)
+        if self._to_console:
+            self._say("  ".join([f"validation after step {step}", *_figures(values)]))
+
+    def _write(self, step: int, metrics: Mapping[str, float], marks: Mapping[str, bool]) -> dict[str, float]:
+        """Into the file, with further fields, and TensorBoard's; returns them as floats."""
+        values = {name: float(value) for name, value in metrics.items()}
+        line = {
+            "step": step,
+            "time": time.time(),
+            **marks,
+            **{name: _json_number(value) for name, value in values.items()},
+        }
+        _append(self.folder / METRICS_FILE, (json.dumps(line, allow_nan=False) + "\n").encode())
+        if self._events is not None:
+            _write_scalars(self._events, step, values)
+        return values
 
     def _say(self, line: str) -> None:
         # No markup, no highlighting, no wrapping: the line is the same in a terminal, a file and a scheduler's log.
@@ -329,14 +396,17 @@ class RunLogger:
 
     def _print_line(self, step: int, values: Mapping[str, float], left: str | None) -> None:
         total = "" if self._total_steps is None else f"/{self._total_steps}"
-        parts = [f"step {step}{total}"]
-        for label, names, form in FIGURES:
-            name = next((name for name in names if name in values), None)
-            if name is not None:
-                parts.append(f"{label} {values[name]:{form}}")
+        parts = [f"step {step}{total}", *_figures(values)]
         if left is not None:
             parts.append(f"left {left}")
         self._say("  ".join(parts))
+
+
+def _figures(values: Mapping[str, float]) -> Iterator[str]:
+    for label, names, form in FIGURES:
+        name = next((name for name in names if name in values), None)
+        if name is not None:
+            yield f"{label} {values[name]:{form}}"
 
 
 def cut(text: str, length: int) -> str:
@@ -349,7 +419,8 @@ def cut(text: str, length: int) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The lines of a `metrics.jsonl` (or of the one in a run folder), numbers as floats, `step` as an int.
+    """The steps of a `metrics.jsonl` (or of the one in a run folder), numbers as floats, `step` as an int; a line of late results belongs
+    to the line of its step.
 
     A last line that was cut off when the run was killed is left out.
 
@@ -360,10 +431,12 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"there are no metrics at {path}")
-    return [
-        {name: value if name == "step" else float(value) for name, value in row.items()}
-        for _, row in _complete_lines(path)
-    ]
+    rows: dict[int, dict[str, float]] = {}
+    for _, row in _complete_lines(path):
+        step, late = row["step"], row.pop(LATE, False)
+        values = {name: value if name == "step" else float(value) for name, value in row.items()}
+        rows[step] = values | rows.get(step, {}) if late else values
+    return list(rows.values())
 
 
 def keep_lines(path: Path, last_step: int) -> None:

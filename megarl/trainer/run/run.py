@@ -86,6 +86,9 @@ class Run:
     watch: Watch | None = None  # detects processes that hang
     phase_timeout: float | None = None  # the most seconds of a call
     restarts: Restarts | None = None  # restarts engines that die; None: their death ends the run
+    spares: list[WorkerGroup] = field(
+        default_factory=list
+    )  # further groups whose dead ranks are replaced before they are called
     relays_from: int | None = None  # from so many ranks of a model on, calls go through relays
     store: CheckpointStore | None = None
     resumed: Checkpoint | None = None  # the checkpoint that the run continues from
@@ -142,7 +145,7 @@ class Run:
             RunFailure: names a report of all processes. A dead engine that can be restarted counts only if `refs` are calls of it.
         """
         with self._reporting():
-            return wait(refs, self.watched, self.phase_timeout, self.watch, self._spare, busy=busy)
+            return wait(refs, self.watched, self.phase_timeout, self.watch, self._spares, busy=busy)
 
     def refuse_silence(self, since: float, processes: Sequence[RankProcess]) -> None:
         """Raise if it is longer than `phase_timeout` ago that one of these processes has returned something.
@@ -165,8 +168,8 @@ class Run:
         self.restarts.revive(failure)
 
     @property
-    def _spare(self) -> WorkerGroup | None:
-        return self.restarts.engines if self.restarts is not None else None
+    def _spares(self) -> list[WorkerGroup]:
+        return [*([] if self.restarts is None else [self.restarts.engines]), *self.spares]
 
     @property
     def watched(self) -> list[WorkerGroup]:

@@ -31,7 +31,7 @@ LOOP = "loop"  # name of the main thread; others have their own names
 CONTROLLER, REWARDS = "controller", "rewards"
 STEP = "step"
 # In the order in which they are shown; a role that is not here comes after these.
-_ROLES = (CONTROLLER, "rollout", REWARDS, "reward_model", "actor", "ref", "critic")
+_ROLES = (CONTROLLER, "rollout", "eval", REWARDS, "reward_model", "actor", "ref", "critic")
 _LAST_SECONDS = 1.0  # at the end of a run, which may have ended because a process does not answer
 _PARTS_APART = 1_000_000  # the numbers of threads of two parts of a rank
 # A call that engines get again and again while they generate: shown as one span until a pause.

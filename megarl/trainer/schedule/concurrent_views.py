@@ -178,6 +178,11 @@ class Background(Generic[T]):
         self._thread = threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the task has ended, however it did."""
+        return self._thread is not None and not self._thread.is_alive()
+
     def check(self) -> None:
         """For the main thread, to be called often: raises the exception of the task, if it has failed."""
         if self._failure is not None:

@@ -33,7 +33,7 @@ from megarl.megatron.router_z_loss import RouterZLoss
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
 from megarl.models import read_model_config
-from megarl.trainer.workers.dispatch import EXPERT_VIOLATION, ROUTER_Z_LOSS, ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import ENGINES, EXPERT_VIOLATION, ROUTER_Z_LOSS, ModelSpec, PolicyUpdate
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
@@ -67,8 +67,9 @@ class ActorWorker(ModelWorker):
             moe, layers = self.config.moe, self.config.num_layers
             self.loads = ExpertLoads(unwrap(self.chunks), layers, moe.num_experts)
             self.z_loss = RouterZLoss(unwrap(self.chunks))
-        self.outbox: Outbox | None = None
-        self.slots = Slots(platform.device().type)
+        # By the role of the engines that they lead to. Engines of each map slots of their own.
+        self.outboxes: dict[str, Outbox] = {}
+        self.slots: dict[str, Slots] = {}
         self.reference: list[GPTModel] | None = None
         self.reference_config = self.config
         if reference_path is not None:
@@ -80,7 +81,7 @@ class ActorWorker(ModelWorker):
 
     def memory(self) -> list[dict[str, int]]:
         (found,) = super().memory()
-        return [{**found, "sync_buffers": self.outbox.buffer_bytes if self.outbox is not None else 0}]
+        return [{**found, "sync_buffers": sum(outbox.buffer_bytes for outbox in self.outboxes.values())}]
 
     def compute_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, at the sampling temperature; where the updates are to replay its routers'
@@ -250,37 +251,43 @@ class ActorWorker(ModelWorker):
         gather_parameters(self.chunks)
         return steps
 
-    def open_outbox(self, share: SyncShare, host: str, timeout: float) -> Address:
-        """Prepare to send this rank's share of the weights to the engines; closes an earlier connection.
+    def open_outbox(self, share: SyncShare, host: str, timeout: float, to: str = ENGINES) -> Address:
+        """Prepare to send this rank's share of the weights to engines; closes an earlier connection with these.
 
         Args:
             host: this machine's address.
+            to: the role of the engines.
         """
-        if self.outbox is not None:
-            self.outbox.close()
+        if to in self.outboxes:
+            self.outboxes.pop(to).close()
         device = platform.device().type
-        self.outbox = Outbox(share, self.info.scratch, host, device, timeout, self.slots)
-        return self.outbox.address
+        slots = self.slots.setdefault(to, Slots(device))
+        self.outboxes[to] = Outbox(share, self.info.scratch, host, device, timeout, slots)
+        return self.outboxes[to].address
 
-    def join_exchange(self, hub: tuple[str, int]) -> None:
+    def join_exchange(self, hub: tuple[str, int], to: str = ENGINES) -> None:
         """Set where the ranks that exchange packets meet (`Address.hub`)."""
-        assert self.outbox is not None
-        self.outbox.join(hub)
+        self.outboxes[to].join(hub)
 
     def send_weights(
-        self, version: int, held: dict[int, int | None] | None, *, merged: bool = True, complete: bool = True
+        self,
+        version: int,
+        held: dict[int, int | None] | None,
+        *,
+        merged: bool = True,
+        complete: bool = True,
+        to: str = ENGINES,
     ) -> SendReport:
-        """Send this rank's share.
+        """Send this rank's share to the engines of the role `to`.
 
         Args:
             held: the version that each engine rank holds (None: send unchanged slices, too).
             merged: whether adapters are merged into the weights; else they are sent next to the weights.
             complete: whether weights that are not trained are sent.
         """
-        assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()
         computed = tensors.computed() if isinstance(tensors, ExactWeights) else {}
-        sent = self.outbox.send(version, tensors, held, complete, computed)
+        sent = self.outboxes[to].send(version, tensors, held, complete, computed)
         release(self.chunks)
         return sent
 

@@ -44,6 +44,8 @@ from megarl.layout.grid import ParallelLayout
 from megarl.rollout.engine import EngineCounts
 
 TRAINING = "training"  # whose requests an engine has: those that training has in flight from call to call
+# Roles of engines: those of the rollouts, and those of concurrent validation.
+ENGINES, EVAL_ENGINES = "rollout", "eval"
 NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with a model
 
 

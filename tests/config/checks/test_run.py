@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import SFTConfig, TrainConfig, check_config, load_config, resolve, save_config
+from megarl.config import (
+    SFTConfig,
+    TrainConfig,
+    batch_table,
+    check_config,
+    eval_rollout,
+    load_config,
+    resolve,
+    resolve_batches,
+    save_config,
+)
 from megarl.config.checks.run import changed_keys, refused_changes
 from megarl.config.show import notes
 from tests.config.conftest import problems
@@ -64,6 +74,51 @@ STREAMED = "trainer.mode=fully_async"
     ],
 )  # fmt: skip
 def test_violations_of_modes_whose_responses_go_on(train, overrides: list[str], message: str) -> None:
+    test_violations_of_modes(train, overrides, message)
+
+
+EVAL = "trainer.eval_mode=concurrent"
+WITH_EVAL = [
+    EVAL, "trainer.n_gpus_per_node=5", "resource_pools={global: {n_gpus_per_node: 4}, eval: {n_gpus_per_node: 1}}",
+    "trainer.test_freq=2", f"{POLICY}.rollout.tensor_model_parallel_size=1",
+]  # fmt: skip
+
+
+def test_engines_of_validation_are_as_many_as_their_pool_holds(train) -> None:
+    config = check_config(train(*WITH_EVAL, f"{POLICY}.rollout.num_engines=2"))
+    assert config.trainer.eval_resource_pool == "eval"
+    own = eval_rollout(config)
+    assert (own.resource_pool, own.num_engines, own.nodes_per_engine) == ("eval", 1, 1)
+    assert own.max_num_seqs == config.actor_rollout_ref.rollout.max_num_seqs
+    assert resolve_batches(config).devices == 5
+    assert ("validation", "eval", "1", "1 engine x tp1", "", "") in batch_table(resolve_batches(config))
+    pools = "resource_pools={global: {n_gpus_per_node: 4}, held_out: {n_gpus_per_node: 1}}"
+    overrides = [pools if one.startswith("resource_pools") else one for one in WITH_EVAL]
+    other = check_config(train(*overrides, "trainer.eval_resource_pool=held_out"))
+    assert eval_rollout(other).resource_pool == "held_out"
+    assert resolve(train()).trainer.eval_resource_pool is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.eval_mode=async"], "trainer.eval_mode='async' is unknown; megarl has blocking, concurrent"),
+        (["trainer.eval_resource_pool=global"], "trainer.eval_resource_pool='global': trainer.eval_mode=blocking validates with the engines of the rollouts"),
+        ([EVAL, "trainer.test_freq=2"], f"{EVAL} needs devices of its own, the pool trainer.eval_resource_pool='eval', which is none of global; add it, such as"),
+        ([*WITH_EVAL, "trainer.test_freq=-1"], f"{EVAL}: nothing is validated; set trainer.test_freq"),
+        (
+            [*WITH_EVAL, f"{POLICY}.rollout.resource_pool=eval"],
+            f"trainer.eval_resource_pool='eval' is also that of {POLICY}.rollout: with {EVAL} both work",
+        ),
+        (
+            [*WITH_EVAL, f"{POLICY}.rollout.tensor_model_parallel_size=2"],
+            f"{POLICY}.rollout.tensor_model_parallel_size=2 is more than the 1 devices of resource pool 'eval'",
+        ),
+        ([*WITH_EVAL, "reward_model.enable=true"], f"{EVAL} with reward_model.enable=true: training and validation would ask"),
+        ([*WITH_EVAL, "trainer.best_metric=val/score/mean"], f"trainer.best_metric='val/score/mean' with {EVAL}: when a result comes"),
+    ],
+)  # fmt: skip
+def test_violations_of_concurrent_validation(train, overrides: list[str], message: str) -> None:
     test_violations_of_modes(train, overrides, message)
 
 

@@ -10,7 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
+from megarl.trainer.health.monitor import (
+    HealthMonitor,
+    repetition_metrics,
+    start_monitor,
+    watch,
+    watch_validation,
+)
 from megarl.trainer.stages.advantages import make_controls
 from tests.trainer.healthy import ACTOR, KL_LOSS, KL_REWARD, configuration, monitor
 
@@ -49,6 +55,22 @@ def test_stagnation_counts_validations() -> None:
         metrics = {"val/score/mean": scores[step]} if step in scores else {"actor/entropy": 1.0}
         found += [(step, finding.message) for finding in watcher.check(step, metrics)]
     assert found == [(6, "val/score/mean has not risen above 0.6 (step 2) in 2 validations")]
+    assert watcher.stop is not None and watcher.stop.endswith("(health.early_stop has stagnation)")
+
+
+def test_validations_that_come_later_count_for_their_own_step(tmp_path: Path) -> None:
+    """And leave alone what lasts from step to step."""
+    watcher = monitor("health.stagnation=2", "health.early_stop=[stagnation]", "health.patience=2")
+    run = SimpleNamespace(folder=tmp_path, say=[].append)
+    found = []
+    for step, late in ((1, None), (2, (0, 0.6)), (3, (1, 0.6)), (4, (2, 0.5))):
+        if late is not None:
+            watch_validation(run, watcher, late[0], {"val/score/mean": late[1], "timing_s/eval": 1.0})
+        found += [(step, one.kind) for one in watcher.check(step, {"actor/grad_norm": 500.0})]
+    assert found == [(2, "grad_norm")]
+    assert (watcher.history.best_score, watcher.history.best_step) == (0.6, 0)
+    (line,) = (tmp_path / "health.jsonl").read_text().splitlines()
+    assert (json.loads(line)["step"], json.loads(line)["kind"]) == (2, "stagnation")
     assert watcher.stop is not None and watcher.stop.endswith("(health.early_stop has stagnation)")
 
 

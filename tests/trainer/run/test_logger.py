@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.config.schema.run import DEFAULT_LOGGERS, LOGGERS
 from megarl.config.schema.run import TRACKERS as INSTALLED_BY
+from megarl.trainer.run.endpoint import Endpoint
 from megarl.trainer.run.logger import (
     RECENT,
     TRACKERS,
@@ -269,6 +270,49 @@ def test_wandb(packages: dict[str, ModuleType], tmp_path: Path) -> None:
     assert table.data == [["1+1", "2", 1.0], ["1+2", "4|\n5", 0.0]]
     assert log == ("log", {"data": METRICS, "step": 3})
     assert finish == ("finish", {"exit_code": 0})
+
+
+def test_late_results_belong_to_their_step(packages: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Everywhere; wandb, which takes no earlier step, has them over a step of their own."""
+    out, text = console()
+    endpoint = Endpoint("project", "experiment")
+    with RunLogger(
+        tmp_path, ["console", "tensorboard", *TRACKERS], 4, tracked=RUN, trackers=[endpoint], console=out
+    ) as logger:
+        for step in (2, 3):
+            logger.log(step, {"critic/score/mean": 0.5})
+        logger.log_late(
+            2, {"val/score/mean": 0.25, "timing_s/eval": 9.0}, {"val/generations": ROWS, "none": []}
+        )
+        logger.log(4, {"critic/score/mean": 0.75})
+        logger.log_late(4, {"val/score/mean": 0.5, "timing_s/eval": 8.0}, {})
+    rows = read_metrics(tmp_path)
+    assert [(row["step"], row["critic/score/mean"], row.get("val/score/mean")) for row in rows] == [
+        (2, 0.5, 0.25), (3, 0.5, None), (4, 0.75, 0.5),
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("late")) for line in lines] == [
+        (2, None), (3, None), (2, True), (4, None), (4, True),
+    ]  # fmt: skip
+    assert [row["time"] for row in rows] == [line["time"] for line in lines if "late" not in line]
+    assert scalars(tmp_path, "val/score/mean") == [(2, 0.25), (4, 0.5)]
+    assert scalars(tmp_path, "critic/score/mean") == [(2, 0.5), (3, 0.5), (4, 0.75)]
+    printed = text.getvalue().splitlines()
+    assert "validation after step 2  accuracy 0.250  seconds 9.0" in printed
+    assert "step 2: val/generations, one of them:" in printed
+    found = packages["wandb"].calls[1:-1]
+    assert found[2:5] == [
+        ("define_metric", {"name": "val/step", "step_metric": None}),
+        ("define_metric", {"name": "val/score/mean", "step_metric": "val/step"}),
+        ("define_metric", {"name": "timing_s/eval", "step_metric": "val/step"}),
+    ]
+    assert [call["step"] for kind, call in found if kind == "log"] == [2, 3, 3, 4, 4]
+    late = found[5][1]["data"]
+    assert late.pop("val/generations").columns == ["prompt", "response", "score"]
+    assert late == {"val/score/mean": 0.25, "timing_s/eval": 9.0, "val/step": 2.0}
+    logged = [call for name, call in packages["mlflow"].calls if name == "log_metrics"]
+    assert [call["step"] for call in logged] == [2, 3, 2, 4, 4]
+    assert endpoint._values["step"] == 4 and endpoint._values["val/score/mean"] == 0.5
 
 
 def test_mlflow(packages: dict[str, ModuleType], tmp_path: Path) -> None:

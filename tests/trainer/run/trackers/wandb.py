@@ -25,6 +25,18 @@ class Run:
         assert all(isinstance(value, float | Table) for value in data.values())
         calls.append(("log", {"data": data, "step": step}))
 
+    def define_metric(
+        self,
+        name: str,
+        step_metric: str | None = None,
+        step_sync: bool | None = None,
+        hidden: bool | None = None,
+        summary: str | None = None,
+        goal: str | None = None,
+        overwrite: bool | None = None,
+    ) -> None:
+        calls.append(("define_metric", {"name": name, "step_metric": step_metric}))
+
     def finish(self, exit_code: int | None = None) -> None:
         calls.append(("finish", {"exit_code": exit_code}))
 

@@ -163,6 +163,7 @@ _FIXED: tuple[tuple[str, str], ...] = (
         "the checkpoint has multi-token prediction layers, or has none",
     ),
     (r"(?:.*\.)?megatron\.dtype", "the checkpoint has weights and optimizer states of another kind"),
+    (r"(?:.*\.)?optim\.optimizer", "the checkpoint has the states of another optimizer"),
     (
         r"data\.(?:train_batch_size|gen_batch_size|shuffle|seed|streaming|sampler\..*|mixture\..*|ptx\.batch_size)",
         "the position in the data means other rows",
@@ -175,7 +176,13 @@ _FIXED: tuple[tuple[str, str], ...] = (
     (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
 )  # fmt: skip
 # Values that runs had before these keys existed.
-_BEFORE = {"trainer.mode": "sync", "trainer.max_staleness": None}
+_BEFORE = {
+    "trainer.mode": "sync",
+    "trainer.max_staleness": None,
+    "actor_rollout_ref.actor.optim.optimizer": "adam",
+    "critic.optim.optimizer": "adam",
+    "optim.optimizer": "adam",
+}
 
 
 def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:

@@ -46,6 +46,7 @@ CORE = [
     # 0.19.2 declares Python >= 3.12; on 3.11 its cp311 wheel works and is installed with
     # --ignore-requires-python (requirements/cpu.txt), because pip would take 0.16.1.
     "megatron-core==0.19.2; python_version >= '3.12'",
+    "emerging-optimizers==0.3.0; python_version >= '3.12'",  # Muon; megatron-core imports it where it is
     "psutil==7.2.2",  # megatron-core needs it and does not declare it
     "ray==2.60.0",
     "transformers==5.12.1",

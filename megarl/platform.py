@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -79,6 +80,7 @@ def install() -> None:
     Calls after the first do nothing. Asserts that megatron-core is not imported yet: its modules bind
     `torch.compile` and `torch.cuda` names while they are imported.
     """
+    _complete_typing()
     if is_cuda():
         with compiling_for_any_size():
             importlib.import_module("megatron.core.jit")
@@ -90,6 +92,13 @@ def install() -> None:
     _patch_tensor()
     _patch_collectives()
     _patch_megatron()
+
+
+def _complete_typing() -> None:
+    """Python 3.11's `typing` lacks `override`, the one name of Python 3.12 that emerging-optimizers 0.3.0 (Muon) uses; megatron-core
+    0.19.2 imports that package wherever it is installed."""
+    if sys.version_info < (3, 12):
+        typing.override = importlib.import_module("typing_extensions").override
 
 
 def _nothing() -> Callable[..., None]:
@@ -290,12 +299,15 @@ def _without_compile() -> Iterator[None]:
 
 
 def _stub_triton_kernels() -> None:
-    """The one module of megatron-core 0.19.2 that imports triton unconditionally, where triton is missing.
+    """The modules of megatron-core 0.19.2 and emerging-optimizers 0.3.0 that import triton unconditionally, where triton is missing.
 
-    All others guard the import. Its kernels run on CUDA only, so here only the names must exist.
+    All others guard the import. Their kernels run on CUDA only, so here only the names must exist.
     """
     if importlib.util.find_spec("triton") is not None:
         return
+    kernels = types.ModuleType("emerging_optimizers.triton_kernels")
+    kernels.HAS_TRITON_340 = False
+    sys.modules[kernels.__name__] = kernels
     stub = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
     stub.GLOBAL_BLOCK_SIZE = 1024
     stub.paged_stash_copy_kernel = None

@@ -173,11 +173,36 @@ def fit_problems(
             problems.append(
                 f"{POLICY}.actor.expert_bias_update_rate={rate:g}: the model's routers have no biases; leave it out"
             )
+    if not isinstance(config, EvalConfig):
+        problems += _muon_problems(config, model, critic)
     if model is not None:
         problems += _context_problems(config, model)
         problems += _prediction_problems(config, model)
         problems += _sparse_problems(config, model, critic, reward_model, teacher)
     return problems
+
+
+def _muon_problems(
+    config: TrainConfig | TuningConfig, model: ModelFacts | None, critic: ModelFacts | None
+) -> Iterator[str]:
+    """Of experts with biases, which are no matrices: Megatron's distributed optimizer does not have these next to Muon (0.19.2)."""
+    if isinstance(config, TuningConfig):
+        trained = [("", config.optim, config.megatron, model)]
+    else:
+        actor = config.actor_rollout_ref.actor
+        trained = [(f"{POLICY}.actor.", actor.optim, actor.megatron, model)]
+        if config.critic is not None:
+            assert config.critic.megatron is not None, "resolved"
+            trained.append(("critic.", config.critic.optim, config.critic.megatron, critic))
+    for prefix, optim, megatron, facts in trained:
+        if optim.optimizer != "muon" or facts is None or facts.family != "gpt_oss":
+            continue
+        if megatron.expert_model_parallel_size > 1 and megatron.use_distributed_optimizer:
+            yield (
+                f"{prefix}optim.optimizer=muon: the model's experts have biases, which a distributed optimizer does not have next to Muon "
+                f"with {prefix}megatron.expert_model_parallel_size={megatron.expert_model_parallel_size}; set "
+                f"{prefix}megatron.use_distributed_optimizer=false"
+            )
 
 
 def _sparse_problems(

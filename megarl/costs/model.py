@@ -27,6 +27,7 @@ from megarl.costs.activations import (
     waiting_bytes,
 )
 from megarl.costs.float8 import float8_layers, quantised, weight_copies
+from megarl.costs.muon import busiest, working
 from megarl.costs.shared import EMBEDDING, HEAD, gathered_bytes, unreduced_bytes, whole_bytes
 from megarl.costs.tensors import (
     ModelUse,
@@ -113,14 +114,37 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     trained = RankPass(use, tensors, use.tokens // use.layout.cp, float8)
     evaluated = RankPass(use, tensors, use.evaluated // use.layout.cp, float8)
     kept = stage_bytes(trained, stage) if use.trainable else 0
+    peak = max(_peak(trained, stage), _updating(use, tensors)) if use.trainable else 0
     return StageBytes(
         replace(held, weights=held.weights + buffer_bytes(use, stage)),
         kept=kept,
-        working=_peak(trained, stage) - kept if use.trainable else 0,
+        working=peak - kept,
         evaluating=_evaluating(evaluated, stage),
         merged=_merging(trained) if use.lora.rank and (use.lora.use_dora or not use.fused) else 0,
         gathered=whole_bytes(use, tensors),
     )
+
+
+def _updating(use: ModelUse, tensors: StageTensors) -> int:
+    """Bytes of an optimizer's step in addition to its states, when the passes' are gone."""
+    if use.muon is None:
+        return 0
+    matrices = [tensor.matrix for tensor in tensors.trained if tensor.matrix is not None]
+    return working(matrices, use.muon, use.layout.tp, use.layout.etp)
+
+
+def orthogonalising(
+    use: ModelUse, tables: dict[object, StageTensors] | None = None
+) -> list[tuple[float, float]]:
+    """By pipeline stage, the operations of its busiest rank for Muon's part of an optimizer step, and the bytes that it gathers for it."""
+    assert use.muon is not None
+    layout, found = use.layout, []
+    shared = (layout.dp * layout.cp, layout.expert_dp) if use.distributed else (1, 1)
+    for stage in range(layout.pp):
+        trained = _tensors(use, stage, {} if tables is None else tables).trained
+        matrices = [tensor.matrix for tensor in trained if tensor.matrix is not None]
+        found.append(busiest(matrices, use.muon, layout.tp, layout.etp, shared))
+    return found
 
 
 def _peak(run: RankPass, stage: int) -> int:

@@ -14,6 +14,7 @@ from math import log2
 from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
 from megarl.costs.hardware import Assumptions, Hardware
 from megarl.costs.layer_kernels import between_bytes, launches, quantising_bytes, quantising_launches
+from megarl.costs.muon import MOMENTUM
 from megarl.costs.tensors import CORE_ATTENTION, FULL
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, head_chunk_tokens
@@ -105,6 +106,8 @@ class Passes:
         fsdp: what data and context parallel ranks share by Megatron-FSDP, as megatron's; None: optimizer states alone.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
         float8, bf16_ends: as in `ModelUse`.
+        muon: operations of a rank for Muon's part of an optimizer step, and the bytes that it gathers from tensor parallel peers; the most of
+            any stage. None: AdamW updates everything.
         predicted: layers of multi-token prediction that are trained, after the last one.
         detached: whether their loss has no gradient for the head.
     """
@@ -122,6 +125,7 @@ class Passes:
     float8: bool = False
     bf16_ends: tuple[int, int] = (0, 0)
     fsdp: str | None = None
+    muon: tuple[float, float] | None = None
     predicted: tuple[LayerFlops, ...] = ()
     detached: bool = True
 
@@ -340,14 +344,21 @@ class Passes:
 
     def adam_seconds(self) -> float:
         """Gradients and states read, states and weights written, of a rank's part; where these are on the host, at least as
-        long as they take to come, while others go back."""
+        long as they take to come, while others go back. Of Muon its products too, and what tensor parallel ranks gather for them."""
         layout = self.layout
         dense = max(self.stage_weights(lambda layer: layer.dense)) / layout.tp / (layout.dp * layout.cp)
         experts = max(self.stage_weights(lambda layer: layer.experts)) / (
             layout.ep * layout.etp * layout.expert_dp
         )
-        moved = (dense + experts) * (GRADIENT + 2 * STATES + self.itemsize)
+        states = (
+            STATES if self.muon is None else STATES - MOMENTUM
+        )  # nearly all weights are matrices of layers
+        moved = (dense + experts) * (GRADIENT + 2 * states + self.itemsize)
         seconds = moved / (self.machine.gpu.hbm * self.machine.assumed.hbm)
+        if self.muon is not None:
+            operations, gathered = self.muon
+            seconds += operations / (self.machine.gpu.bf16 * self.machine.assumed.matmul)
+            return seconds + (gathered / self.machine.ring(layout.tp, 1) if gathered else 0.0)
         states = STATES if self.itemsize < 4 else STATES - 4  # float32 weights are their own copies
         return max(seconds, (dense + experts) * states / self.machine.host) if self.on_host else seconds
 

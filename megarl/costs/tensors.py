@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import lcm, prod
 
-from megarl.config.schema.models import LoraConfig
+from megarl.config.schema.models import LoraConfig, MuonConfig
+from megarl.costs.muon import MOMENTUM, Matrix, is_muons, packed
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import (
@@ -79,6 +80,7 @@ class ModelUse:
         fsdp: what data parallel ranks share by Megatron-FSDP (`megarl.megatron.fsdp`); None: without it.
         distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets.
         on_host: whether optimizer states are there (`optimizer_cpu_offload`).
+        muon: what updates matrices; None: AdamW does.
         recompute: None, "selective" or "full". recompute_modules: of "selective".
         fused: whether Transformer Engine's kernels are there.
         float8: whether linear layers compute in float8; bf16_ends: the first and the last layers of which that do not.
@@ -101,6 +103,7 @@ class ModelUse:
     distributed: bool = True
     overlap: bool = False
     on_host: bool = False
+    muon: MuonConfig | None = None
     recompute: str | None = None
     recompute_modules: tuple[str, ...] = CORE_ATTENTION
     chunk_tokens: int | None = None
@@ -146,6 +149,11 @@ class LocalTensor:
     @property
     def chunk(self) -> int:
         return int(self.name.split(":", 1)[0])
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """As Muon has it; None: it has not."""
+        return (self.name, self.shape, self.expert) if is_muons(self.name, self.shape) else None
 
 
 @dataclass(frozen=True)
@@ -331,11 +339,15 @@ def training_bytes(
     if use.fsdp is not None:
         return _shared_bytes(use, tensors)
     frozen = [tensor for tensor in tensors.weights if not tensor.trained]
+    muons = [tensor for tensor in trained if use.muon is not None and tensor.matrix is not None]
     elements = states = sum(tensor.numel for tensor in trained)
+    orthogonalised = sum(tensor.numel for tensor in muons)  # of these elements there is one state
     if use.distributed:  # of the stages, the first alone has buckets
-        buffers = list(_buffers(trained, use.layout, use.overlap and stage == 0))
+        buffers = list(_buffers(trained, use.layout, use.overlap and stage == 0, use.muon is not None))
         elements = sum(buffer.numel for buffer in buffers)
-        states = sum(buffer.elements_of(replica[int(buffer.expert)]) for buffer in buffers)
+        owned = [buffer.elements_of(replica[int(buffer.expert)]) for buffer in buffers]
+        states = sum(owned)
+        orthogonalised = sum(own for own, buffer in zip(owned, buffers, strict=True) if buffer.muon)
     own = itemsize * elements  # trained parameters, with their padding
     if tensors.adapters:
         own = weight_bytes([tensor for tensor in tensors.weights if tensor.trained], itemsize)  # a value head
@@ -343,7 +355,8 @@ def training_bytes(
         weights=weight_bytes(frozen, itemsize, use.base_block) + own,
         adapters=itemsize * elements - own,
         gradients=GRADIENT * elements,
-        optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if use.on_host else states),
+        optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if use.on_host else states)
+        - (MOMENTS - MOMENTUM) * orthogonalised,
         host=_state(itemsize) * states if use.on_host else 0,
     )
 
@@ -429,6 +442,7 @@ class _Buffer:
     ranks: int
     buckets: tuple[tuple[int, int], ...]
     spans: tuple[tuple[int, int], ...]
+    muon: bool = False
 
     @property
     def numel(self) -> int:
@@ -444,14 +458,21 @@ class _Buffer:
         return total
 
 
-def _buffers(trained: Sequence[LocalTensor], layout: ParallelLayout, buckets: bool) -> Iterator[_Buffer]:
+def _buffers(
+    trained: Sequence[LocalTensor], layout: ParallelLayout, buckets: bool, muon: bool
+) -> Iterator[_Buffer]:
     for chunk in sorted({tensor.chunk for tensor in trained}):
         for expert in (False, True):
             tensors = [tensor for tensor in trained if tensor.chunk == chunk and tensor.expert == expert]
-            if tensors:
-                ranks = layout.expert_dp if expert else layout.dp * layout.cp
-                limit = max(40_000_000, 1_000_000 * layout.dp)
-                yield _lay_out(tensors, ranks, limit if buckets and chunk == 0 else None)
+            ranks = layout.expert_dp if expert else layout.dp * layout.cp
+            limit = max(40_000_000, 1_000_000 * layout.dp) if buckets and chunk == 0 else None
+            matrices = [tensor for tensor in tensors if muon and tensor.matrix is not None]
+            if matrices:
+                places = packed([tensor.numel for tensor in matrices], ranks, limit)
+                yield _Buffer(expert, ranks, *map(tuple, places), muon=True)
+            others = [tensor for tensor in tensors if not muon or tensor.matrix is None]
+            if others:
+                yield _lay_out(others, ranks, limit)
 
 
 def _lay_out(tensors: Sequence[LocalTensor], ranks: int, limit: int | None) -> _Buffer:

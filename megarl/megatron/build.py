@@ -22,6 +22,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
@@ -31,6 +32,7 @@ from megarl.megatron.indexer import add_indexers
 from megarl.megatron.layer_spec import forget_routings, layer_modules, layer_spec
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
+from megarl.megatron.muon import mark_matrices, matrix_layout
 from megarl.megatron.parallel import coords
 from megarl.megatron.prediction import PredictingModel, prediction_spec
 from megarl.megatron.sinks import settle_sinks
@@ -110,6 +112,7 @@ def wrap_for_training(
     use_distributed_optimizer: bool = True,
     overrides: Mapping[str, Any] | None = None,
     fsdp: str | None = None,
+    matrices: bool = False,
 ) -> list[DistributedDataParallel]:
     """The chunks with gradient buffers (float32) that are summed over data and context parallel ranks.
 
@@ -121,6 +124,10 @@ def wrap_for_training(
             reads them otherwise calls `gather_parameters` first.
         overrides: further fields of Megatron's DistributedDataParallelConfig.
         fsdp: a level of `megarl.megatron.fsdp`: what data parallel ranks share, whatever the other arguments say; None: without it.
+        matrices: whether the optimizer updates full matrices (`megarl.megatron.muon.whole_matrices`).
+
+    Raises:
+        ValueError: a distributed optimizer cannot have these weights so.
     """
     config = chunks[0].config
     if fsdp is not None:
@@ -136,10 +143,23 @@ def wrap_for_training(
         use_distributed_optimizer=use_distributed_optimizer,
         **(overrides or {}),
     )
+    layouts: list[FullParamLayout | None] = [None] * len(chunks)
+    if matrices:
+        mark_matrices(chunks)
+        if use_distributed_optimizer:
+            layouts = [matrix_layout(chunk, ddp_config, index > 0) for index, chunk in enumerate(chunks)]
     wrapped = [
-        # As in Megatron: only the first chunk's reduction is on the critical path and worth bucketing.
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
+        # As in Megatron: only the first chunk's reduction is on the critical path and worth bucketing. A layout says so by itself: the
+        # switch would put its two buffers into one group of buckets, which Megatron takes for the first one's optimizer's (0.19.2), so
+        # that the other's weights would be gathered before they are updated.
+        DistributedDataParallel(
+            config,
+            ddp_config,
+            chunk,
+            disable_bucketing=index > 0 and layout is None,
+            full_param_layout=layout,
+        )
+        for index, (chunk, layout) in enumerate(zip(chunks, layouts, strict=True))
     ]
     config.finalize_model_grads_func = finalize_gradients
     if overlap_grad_reduce:

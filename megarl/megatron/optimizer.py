@@ -1,4 +1,4 @@
-"""Megatron's Adam (distributed or not), its learning rate schedule, loss scaling, and one guarded step.
+"""Megatron's optimizer (Adam, or Muon for matrices; distributed or not), its learning rate schedule, loss scaling, and one guarded step.
 
 Guarantees:
 - A step whose gradients are not finite changes no weight, no state and no learning rate, and is reported.
@@ -7,6 +7,7 @@ Guarantees:
   equal the unscaled gradients'; the scale falls where they overflow and rises where they do not.
 """
 
+import contextlib
 import math
 
 from megatron.core.distributed import DistributedDataParallel
@@ -24,6 +25,7 @@ from megarl.megatron.checkpoint.states import parts_of, updated_by
 from megarl.megatron.cpu import adam
 from megarl.megatron.fsdp import is_sharded
 from megarl.megatron.host_adam import BUCKET, HostAdam, Slots
+from megarl.megatron.muon import layer_wise, settings, whole_matrices
 
 
 def build_optimizer(
@@ -33,9 +35,9 @@ def build_optimizer(
     num_steps: int | None = None,
     bucket: int = BUCKET,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW with decoupled weight decay, none on 1-D weights (norms, biases), and its schedule.
+    """AdamW, or Muon with AdamW for what is no matrix, with decoupled weight decay, none on 1-D weights (norms, biases), and its schedule.
 
-    Whether it is distributed over data parallel ranks was decided in `wrap_for_training`. With bfloat16
+    Whether it is distributed over data parallel ranks was decided in `wrap_for_training`, which also must know of Muon. With bfloat16
     or float16 parameters it keeps float32 copies, taken here: load weights before, or call
     `optimizer.reload_model_params()` after. With float16 it also has the chunks' losses scaled from now on.
     With `optim.optimizer_cpu_offload` they go to the host; while this runs they are on the device in the gradients' place.
@@ -48,9 +50,15 @@ def build_optimizer(
         ValueError: a learning rate schedule that cannot be; names the keys.
     """
     adam.install()
-    transformer_config = chunks[0].config
+    transformer_config, ddp_config = chunks[0].config, chunks[0].ddp_config
+    muon = whole_matrices(optim)
+    own = {"optimizer": "adam", "use_distributed_optimizer": ddp_config.use_distributed_optimizer}
+    if muon:
+        own = settings(optim.muon) | {
+            "use_layer_wise_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            "overlap_param_gather": ddp_config.overlap_param_gather,
+        }
     config = OptimizerConfig(
-        optimizer="adam",
         lr=optim.lr,
         min_lr=optim.min_lr,
         weight_decay=optim.weight_decay,
@@ -65,7 +73,7 @@ def build_optimizer(
         loss_scale_window=optim.loss_scale_window,
         hysteresis=optim.hysteresis,
         params_dtype=transformer_config.params_dtype,
-        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+        **own,
     )
     schedule = _schedule_arguments(optim, num_steps)
     overrides = get_standard_config_overrides(config)
@@ -78,7 +86,8 @@ def build_optimizer(
         for chunk in chunks:
             chunk.restore_grad_buffers()
     else:
-        optimizer = get_megatron_optimizer(config, chunks, overrides)
+        with layer_wise() if muon else contextlib.nullcontext():
+            optimizer = get_megatron_optimizer(config, chunks, overrides)
     if config.fp16:
         # The schedules scale the last stage's losses by this function's result; all chunks share the settings.
         transformer_config.grad_scale_func = optimizer.scale_loss

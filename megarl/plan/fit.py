@@ -271,7 +271,7 @@ def _possible_changes(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], st
     if any(getattr(megatron, f"{part}_offload") is False for part in parts):
         keys = tuple(f"{_MEGATRON}.{part}_offload=true" for part in parts)
         yield keys, "what a phase does not use leaves the devices"
-    if not actor.optim.optimizer_cpu_offload:
+    if not actor.optim.optimizer_cpu_offload and actor.optim.optimizer == "adam":
         key = f"{_POLICY}.actor.optim.optimizer_cpu_offload=true"
         yield (key,), "optimizer states stay on the host, also while they are updated"
     if rollout.quantization is None:

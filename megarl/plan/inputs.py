@@ -214,6 +214,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
                 megatron, layout.dp * layout.cp, on_gpus=True, adapted=facts.lora.rank > 0
             ).gradients,
             "on_host": facts.section.optim.optimizer_cpu_offload,
+            "muon": facts.section.optim.muon if facts.section.optim.optimizer == "muon" else None,
             "recompute": megatron.recompute_granularity,
             "recompute_modules": megatron.recompute_modules or CORE_ATTENTION,
         }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from megarl.config import MegatronConfig, RolloutConfig, TrainConfig, check_config, resolve
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.costs.model import model_bytes
+from megarl.costs.muon import MOMENTUM
 from megarl.costs.phases import phase_needs
 from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.costs.tensors import FULL
@@ -208,6 +209,8 @@ class Search:
             return (dense + experts) * (1 if policy.model.lora.blocks is not None else 2)
         item = precision(megatron.dtype).itemsize
         states = STATES if item < 4 else STATES - 4
+        if policy.actor.optim.optimizer == "muon":
+            states -= MOMENTUM  # one less, of nearly all weights
         if policy.actor.optim.optimizer_cpu_offload:
             states = 0
         shared = (layout.dp * layout.cp, layout.expert_dp) if megatron.use_distributed_optimizer else (1, 1)

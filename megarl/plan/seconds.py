@@ -16,12 +16,21 @@ from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.flops import LayerFlops, prediction_flops
+from megarl.costs.model import orthogonalising
 from megarl.costs.pipeline import PassTime, pass_time
 from megarl.costs.speed import Machine, Passes
 from megarl.costs.tensors import CORE_ATTENTION
 from megarl.models import ModelConfig
 from megarl.plan.drafts import draft_folder
-from megarl.plan.inputs import PlanInputs, cache_dtype, engine_layout, layout_of, precision, role_facts
+from megarl.plan.inputs import (
+    PlanInputs,
+    cache_dtype,
+    engine_layout,
+    layout_of,
+    model_use,
+    precision,
+    role_facts,
+)
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
 GAPS, MOVED_PARTS = "controller and workers", "moved to and from the host"
@@ -201,6 +210,11 @@ def _predicted(
     return (prediction_flops(model) if trains else ()), how.mtp_detached
 
 
+def _muon(config: TrainConfig, inputs: PlanInputs, role: str) -> tuple[float, float]:
+    """The operations of Muon's products in an optimizer step of a role, and the bytes gathered for them: of the stage with the most."""
+    return max(orthogonalising(model_use(config, inputs, role), inputs.tables))
+
+
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
@@ -227,6 +241,7 @@ def model_parts(
             megatron.fp8 is not None,
             (megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
             megatron.fsdp,
+            _muon(config, inputs, role) if update is not None and section.optim.optimizer == "muon" else None,
             *_predicted(config, facts.model, role, update is not None),
         )
         texts = lengths(config, machine)

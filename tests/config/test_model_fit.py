@@ -332,6 +332,19 @@ def test_layouts_of_gpt_oss() -> None:
     assert line.startswith("megatron.fp8=hybrid: training in float8 was not executed for experts with biases")
 
 
+def test_muon_and_biases_of_experts(train: Callable[..., TrainConfig], sft: Callable[..., SFTConfig]) -> None:
+    muon, split = "optim.optimizer=muon", "megatron.expert_model_parallel_size=2"
+    policy = "actor_rollout_ref.actor"
+    check_models(sft(muon), GPT_OSS)
+    check_models(sft(muon, split, "megatron.use_distributed_optimizer=false"), GPT_OSS)
+    (line,) = lines_of(lambda: check_models(sft(muon, split), GPT_OSS))
+    assert line.startswith("optim.optimizer=muon: the model's experts have biases")
+    assert line.endswith("set megatron.use_distributed_optimizer=false")
+    own = [f"{policy}.{muon}", f"{policy}.{split}"]
+    lines = lines_of(lambda: check_models(train(*own), GPT_OSS))
+    assert any(f"set {policy}.megatron.use_distributed_optimizer=false" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("quantization", "fp8"), ("moe_a2a_backend", "deepep"), ("moe_runner_backend", "deep_gemm")],

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.models import LoraConfig
+from megarl.config.schema.models import LoraConfig, MuonConfig
 from megarl.costs.activations import RankPass, stage_bytes
 from megarl.costs.tensors import ModelUse, StageTensors, buffer_bytes, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
@@ -77,6 +77,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         base_block=lora.blocks,
         distributed=options.get("distributed", True),
         on_host=options.get("on_host", False),
+        muon=MuonConfig() if options.get("muon") else None,
         recompute=options.get("recompute"),
         fused=False,
         mtp=options.get("mtp", False),

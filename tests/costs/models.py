@@ -93,6 +93,8 @@ def build(
     on_host: bool = False,
     fsdp: str | None = None,
     mtp: bool = False,
+    muon: bool = False,
+    overlap: bool = False,
 ) -> Built:
     """Ready to be trained, with random weights."""
     from megatron.core import parallel_state  # once megarl's seam is installed
@@ -113,8 +115,15 @@ def build(
         attach_adapters(chunks, config, layout, lora)
         if head == "value" and hasattr(chunks[-1], "value_head"):
             chunks[-1].value_head.requires_grad_(True)
-    chunks = wrap_for_training(chunks, use_distributed_optimizer=distributed, fsdp=fsdp)
-    optimizer, scheduler = build_optimizer(chunks, OptimConfig(lr=1e-3, optimizer_cpu_offload=on_host))
+    chunks = wrap_for_training(
+        chunks,
+        use_distributed_optimizer=distributed,
+        fsdp=fsdp,
+        matrices=muon,
+        overlap_grad_reduce=overlap,
+    )
+    optim = OptimConfig(lr=1e-3, optimizer_cpu_offload=on_host, optimizer="muon" if muon else "adam")
+    optimizer, scheduler = build_optimizer(chunks, optim)
     replica = (
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_rank(),

@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.config.schema.models import MuonConfig
 from megarl.costs.engine import Draft, EngineLoad, ServedModel, _batches, _scale, generation, spread
 from megarl.costs.floors import generation_floor
 from megarl.costs.flops import ModelFlops, model_flops, prediction_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.layer_kernels import decode_kernels, launches
+from megarl.costs.muon import busiest, gathered, operations
 from megarl.costs.pipeline import bubble, pass_time, pipeline_seconds
 from megarl.costs.speed import Machine, Passes
 from megarl.layout.grid import ParallelLayout
@@ -277,6 +279,29 @@ def test_states_on_the_host_come_while_others_go_back() -> None:
     for itemsize, size in ((2, 12), (4, 8)):
         run = passes("qwen2.5-7b", world=8, trained="weights", on_host=True, itemsize=itemsize)
         assert run.adam_seconds() == pytest.approx(matrices / 8 * size / 1e10)
+
+
+def test_muon_has_one_state_less_and_three_products_a_step() -> None:
+    """Five steps of 4 m^2 n + 2 m^3 operations at half of the GPU's peak, of the rank with the most; the largest matrices are shared first."""
+    muon, square, wide = (
+        MuonConfig(),
+        ("0:l.linear_proj.weight", (64, 32), False),
+        ("0:l.mlp.router.weight", (8, 64), False),
+    )
+    assert operations(square, muon, 2, 1) == 5 * (4 * 64**3 + 2 * 64**3)  # of both ranks' parts
+    assert operations(square, replace(muon, tp_mode="blockwise"), 2, 1) == 5 * (4 * 32**2 * 64 + 2 * 32**3)
+    assert operations(square, replace(muon, tp_mode="distributed"), 2, 1) == 5 * (4 * 64**2 * 32 + 2 * 64**3)
+    assert gathered(square, muon, 2, 1) == 4 * 64 * 64 / 2
+    assert gathered(square, replace(muon, tp_mode="distributed"), 2, 1) == 5 * 2 * 2 * 64 * 64 / 2
+    assert gathered(wide, muon, 2, 1) == 0
+    most, received = busiest([square, wide, square], muon, 2, 1, (2, 1))
+    assert (most, received) == (5 * 6 * 64**3 + operations(wide, muon, 2, 1), 4 * 64 * 64 / 2)
+    _, flops = model("qwen2.5-7b")
+    matrices = sum(layer.dense for layer in flops.layers)
+    run = passes("qwen2.5-7b", world=8, trained="weights")
+    took = replace(run, muon=(1e12, 0.0)).adam_seconds()
+    computed = 1e12 / (run.machine.gpu.bf16 * run.machine.assumed.matmul)
+    assert took == pytest.approx(matrices / 8 * (4 + 2 * 8 + 2) / 1e12 + computed)
 
 
 def test_a_mini_batch_is_cut_into_micro_batches() -> None:

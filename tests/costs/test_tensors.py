@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megarl.config.schema.models import LoraConfig
+from megarl.costs.muon import packed
 from tests.costs.measure import measure_rank
 from tests.costs.models import FAMILIES, LORA, PREDICTING, make_models
 from tests.ranks import RankPool
@@ -74,6 +75,32 @@ def test_what_is_planned_is_what_a_rank_holds(
 ) -> None:
     world, sizes = LAYOUTS["dense" if family in DENSE else "experts"][layout]
     check(ranks, folders[family], world, sizes, lora=lora, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "sizes", "options"),
+    [
+        ("qwen2", 4, {"pp": 2, "vpp": 2}, {"dtype": torch.bfloat16}),
+        ("deepseek_v3", 4, {"tp": 2, "sp": True, "ep": 2}, {"dtype": torch.bfloat16, "head": "value"}),
+        pytest.param("qwen3_moe", 4, {"ep": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 4, {"tp": 2, "sp": True}, {"distributed": False}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 4, {"ep": 2}, {"distributed": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_muon(
+    ranks: RankPool, folders: dict[str, str], family: str, world: int, sizes: dict, options: dict
+) -> None:
+    """Matrices are not cut, and have one state; AdamW has the others."""
+    check(ranks, folders[family], world, sizes, muon=True, **options)
+
+
+def test_buckets_of_matrices() -> None:
+    """Worked out by hand: two ranks, buckets of 300 elements; the largest matrix first, to the rank with the least so far."""
+    buckets, spans = packed([100, 130, 200, 90, 70], 2, 200)
+    # From the last: 70 + 90 + 200 reach 0.9 x 2 x 200; then 130 and 100. Parts of 256 elements, as 64 + 70 lie behind 90, and of 192.
+    assert buckets == [(0, 512), (512, 512 + 2 * 192)]
+    assert spans == [(0, 200), (256, 346), (256 + 128, 256 + 198), (512, 642), (512 + 192, 512 + 292)]
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp_etp2_pp2", "tp2_sp_ep2_dp2"])

@@ -14,6 +14,7 @@ from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, gather_parameters, local_parameters, wrap_for_training
 from megarl.megatron.heads.outputs import lm_head
+from megarl.megatron.muon import whole_matrices
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords, init_parallel
@@ -35,7 +36,7 @@ class Case:
     """A model's folder and what Hugging Face makes of it."""
 
     folder: str
-    expected: list[tuple[float, float]]  # (loss, gradient norm) of two steps
+    expected: list[tuple[float, float]]  # (loss, gradient norm) of each step
     optim: OptimConfig = OPTIM
 
 
@@ -123,11 +124,11 @@ def load_model(
 
 
 def take_steps(
-    chunks: list, optimizer: Any, scheduler: Any, layout: ParallelLayout
+    chunks: list, optimizer: Any, scheduler: Any, layout: ParallelLayout, count: int = 2
 ) -> list[tuple[float, float]]:
-    """(Global loss, gradient norm) of two steps."""
+    """(Global loss, gradient norm) of some steps."""
     head, history = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
-    for _ in range(2):
+    for _ in range(count):
         result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
         assert result.ok
         history.append((result.stats["loss"], result.grad_norm))
@@ -137,16 +138,16 @@ def take_steps(
 def _train(
     rank: int, world: int, case: Case, sizes: dict[str, Any], options: dict[str, Any]
 ) -> list[tuple[float, float]]:
-    """Two steps on this rank. Returns: (global loss, gradient norm) of each."""
+    """As many steps on this rank as are expected. Returns: (global loss, gradient norm) of each."""
     layout = ParallelLayout(world=world, **sizes)
     wrapping = {"use_distributed_optimizer": options.pop("distributed", True)}
     wrapping["overlap_grad_reduce"] = options.pop("overlap", False)
     wrapping["fsdp"] = options.pop("fsdp", None)
     _, chunks = load_model(rank, case.folder, layout, **options)
     biases = expert_biases(chunks)
-    chunks = wrap_for_training(chunks, **wrapping)
+    chunks = wrap_for_training(chunks, matrices=whole_matrices(case.optim), **wrapping)
     optimizer, scheduler = build_optimizer(chunks, case.optim)
-    history = take_steps(chunks, optimizer, scheduler, layout)
+    history = take_steps(chunks, optimizer, scheduler, layout, len(case.expected))
     for name, bias in expert_biases(chunks).items():
         assert torch.equal(bias, biases[name]), f"{name} is no parameter, and was changed"
     return history
@@ -166,7 +167,11 @@ def train_gathering(rank: int, world: int, case: Case, sizes: dict[str, Any], la
     layout = ParallelLayout(world=world, **sizes)
     _, chunks = load_model(rank, case.folder, layout)
     chunks = wrap_for_training(
-        chunks, overlap_grad_reduce=True, overlap_param_gather=late, overrides={"bucket_size": 8192}
+        chunks,
+        overlap_grad_reduce=True,
+        overlap_param_gather=late,
+        overrides={"bucket_size": 8192},
+        matrices=whole_matrices(case.optim),
     )
     assert layout.pp > 1 or len(chunks[0].bucket_groups) > 2
     optimizer, scheduler = build_optimizer(chunks, case.optim)

@@ -11,6 +11,7 @@ import torch
 from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
+from megarl.config.schema.models import MuonConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.checkpoint.checkpoint import RankStates
@@ -43,6 +44,7 @@ class Setting:
     on_host: int | None = None
     fsdp: str | None = None
     mtp: bool = False
+    muon: bool = False
 
 
 class Trainee:
@@ -61,9 +63,11 @@ class Trainee:
             load_hf_weights(model, config, self.layout, *given, mtp=setting.mtp)
         places = model_places(chunks, VOCAB)
         self.chunks = wrap_for_training(
-            chunks, use_distributed_optimizer=setting.distributed, fsdp=setting.fsdp
+            chunks, use_distributed_optimizer=setting.distributed, fsdp=setting.fsdp, matrices=setting.muon
         )
         optim = replace(OPTIM, optimizer_cpu_offload=setting.on_host is not None)
+        if setting.muon:
+            optim = replace(optim, optimizer="muon", muon=MuonConfig(ns_dtype="float32"))
         bucket = setting.on_host or BUCKET
         self.optimizer, self.scheduler = build_optimizer(self.chunks, optim, bucket=bucket)
         self.states = RankStates(self.chunks, self.optimizer, self.scheduler, self.layout, places, seed=7)

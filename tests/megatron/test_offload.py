@@ -39,8 +39,10 @@ def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[s
         build_model(replace(CONFIG, moe=options.get("moe")), layout, dtype=dtype),
         use_distributed_optimizer=options.get("distributed", True),
         fsdp=options.get("fsdp"),
+        matrices=options.get("muon", False),
     )
-    optimizer, scheduler = build_optimizer(chunks, OPTIM, num_steps=2)
+    optim = replace(OPTIM, optimizer="muon" if options.get("muon") else "adam")
+    optimizer, scheduler = build_optimizer(chunks, optim, num_steps=2)
     parts = [weights_of(chunks), gradients_of(chunks), optimizer_of(chunks, optimizer)]
     head = lm_head(vocab_size=CONFIG.vocab_size, temperature=1.0, chunk_tokens=16, with_entropy=True)
     shape = {"tp": layout.tp, "cp": 1, "cp_rank": 0, "sequence_parallel": layout.sp}
@@ -88,9 +90,10 @@ SHARED = [
 ]
 # Experts have buffers and an optimizer of their own.
 MIXTURE = (2, {"layout": {"ep": 2}, "moe": EXPERTS})
+MUON = (2, {"muon": True, "dtype": torch.bfloat16, "moe": EXPERTS})
 
 
-@pytest.mark.parametrize(("world", "options"), [*OPTIONS, *SHARED, MIXTURE])
+@pytest.mark.parametrize(("world", "options"), [*OPTIONS, *SHARED, MIXTURE, MUON])
 def test_training_is_the_same_bit_for_bit(ranks: RankPool, world: int, options: dict[str, Any]) -> None:
     stayed = ranks.run(_train, options, False, world=world)
     for found, expected in zip(ranks.run(_train, options, True, world=world), stayed, strict=True):

@@ -118,6 +118,16 @@ def test_weights_that_come_for_nothing_are_counted(capsys) -> None:
     assert phases["evaluate_models"]["seconds"] > 0
 
 
+def test_muon_takes_its_products_and_has_one_state_less(capsys) -> None:
+    usual, found = (
+        planned(capsys, MOE, "--without-sync", f"actor_rollout_ref.actor.optim.optimizer={name}")
+        for name in ("adam", "muon")
+    )
+    held, states = (plan["memory"]["phases"]["update_actor"]["actor_optimizer"] for plan in (found, usual))
+    assert 0.65 < held / states < 0.75  # 8 bytes of 12, but for the embedding and the head
+    assert found["phases"]["update"]["seconds"] > usual["phases"]["update"]["seconds"]
+
+
 def test_states_on_the_host_leave_the_devices_slots(capsys) -> None:
     """Three buckets of 8 Mi weights, 12 bytes each; all else is on the host, and passes the link in each update."""
     usual = planned(capsys, MOE, "--without-sync")

@@ -28,6 +28,7 @@ KEYS = {
     "fp8": "fp8",
     "fsdp": "fsdp",
 }
+MUON = ["actor_rollout_ref.actor.optim.optimizer=muon"]
 DENSE = {
     # name: layers, ranks, micro-batches, layout
     "critic": (4, 8, 3, {"tp": 2, "pp": 2}),
@@ -44,6 +45,7 @@ DENSE = {
     "float8-context": (4, 8, 3, {"tp": 2, "pp": 2, "cp": 2, "fp8": "hybrid"}),
     "fsdp": (3, 4, 3, {"tp": 2, "pp": 1, "fsdp": "optim_grads_params"}),
     "fsdp-context": (3, 8, 2, {"tp": 2, "pp": 1, "cp": 2, "fsdp": "optim_grads", "recompute": "full"}),
+    "muon": (4, 8, 4, {"tp": 2, "pp": 2, "vpp": 2, "overlap": "true"}),
     "whole-optimizer": (2, 8, 3, {"tp": 1, "pp": 2, "sharded": "false"}),
 }
 EXPERTS = {
@@ -52,6 +54,7 @@ EXPERTS = {
     "experts-tensor": (2, 8, 2, {"tp": 2, "pp": 1, "ep": 2, "etp": 2}),
     "experts-context": (4, 8, 3, {"tp": 1, "pp": 2, "ep": 2, "cp": 2}),
     "experts-float8": (2, 4, 2, {"tp": 2, "pp": 1, "ep": 2, "fp8": "e4m3"}),
+    "experts-muon": (2, 8, 2, {"tp": 2, "pp": 1, "ep": 2}),
     "experts-interleaved": (4, 4, 4, {"tp": 1, "pp": 2, "ep": 2, "vpp": 2}),
 }
 
@@ -70,6 +73,7 @@ def test_a_layout_agrees(machine, name: str, tmp_path: Path) -> None:
         *([] if name == "critic" else WITHOUT_CRITIC),
         *(f"actor_rollout_ref.actor.megatron.{KEYS[key]}={value}" for key, value in layout.items()),
         f"trainer.n_gpus_per_node={ranks}",
+        *(MUON if name.endswith("muon") else []),
     ]
     config, inputs = read_inputs(str(RECIPE), keys, check=False)
     roles = ["actor", "critic"] if name == "critic" else ["actor"]

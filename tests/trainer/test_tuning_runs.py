@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.config.schema.models import MuonConfig, OptimConfig
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from tests.fixtures.runs import steps, succeed
+from tests.megatron.muon import PlainMuon
 
 EPS = 1e-4  # Adam's first steps divide by the gradient's size: a greater one keeps rounding small
 OPTIM = ("optim.lr=3e-3", "optim.weight_decay=0", f"optim.eps={EPS}")
@@ -92,6 +94,36 @@ def test_the_run_ended_early_with_its_best_model(text_run):
     model = AutoModelForCausalLM.from_pretrained(run / "best/hf")
     with torch.no_grad():
         assert mean_loss(model, files["val"].table).item() == pytest.approx(min(held_out), rel=1e-5)
+
+
+def test_muon_follows_its_definition(task, tmp_path):
+    """Two steps on TP2 x DP2, and one of a run that goes on from there."""
+    rows = pq.read_table(task / "data/sft.parquet").to_pylist()[:12]
+    texts = [f"{row['extra_info']['question']} {row['extra_info']['answer']}" for row in rows]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run = (
+        "sft", f"data.train_files={tmp_path}/train.jsonl", "data.text_key=text", "data.max_length=64", "data.train_batch_size=4",
+        f"model.path={task}/model", "max_token_len_per_gpu=128", "megatron.dtype=float32", *OPTIM, "optim.optimizer=muon",
+        "optim.muon.ns_dtype=float32", "megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4", "trainer.save_freq=2",
+        f"trainer.default_local_dir={tmp_path}/run",
+    )  # fmt: skip
+    succeed(*run, "trainer.total_training_steps=2")
+    succeed(*run, "trainer.total_training_steps=3")
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    optim = OptimConfig(
+        lr=3e-3, weight_decay=0.0, eps=EPS, optimizer="muon", muon=MuonConfig(ns_dtype="float32")
+    )
+    plain, expected = PlainMuon(model, optim), []
+    data = SftDataset(
+        tmp_path / "train.jsonl", load_tokenizer(task / "model"), max_length=64, text_key="text"
+    )
+    for table in [*TableLoader(data, 4, True, 1)][:3]:
+        model.zero_grad()
+        loss = mean_loss(model, table)
+        loss.backward()
+        plain.step()
+        expected.append(loss.item())
+    assert [step["train/loss"] for step in steps(tmp_path / "run")] == pytest.approx(expected, rel=3e-5)
 
 
 @pytest.fixture(scope="module")

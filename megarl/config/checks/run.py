@@ -202,6 +202,7 @@ _FIXED: tuple[tuple[str, str], ...] = (
         "the checkpoint has multi-token prediction layers, or has none",
     ),
     (r"(?:.*\.)?megatron\.dtype", "the checkpoint has weights and optimizer states of another kind"),
+    (r"(?:.*\.)?optim\.optimizer", "the checkpoint has the states of another optimizer"),
     (
         r"data\.(?:train_batch_size|gen_batch_size|shuffle|seed|streaming|sampler\..*|mixture\..*|ptx\.batch_size)",
         "the position in the data means other rows",
@@ -219,6 +220,9 @@ _BEFORE = {
     "trainer.max_staleness": None,
     "trainer.eval_mode": "blocking",
     "trainer.eval_resource_pool": None,
+    "actor_rollout_ref.actor.optim.optimizer": "adam",
+    "critic.optim.optimizer": "adam",
+    "optim.optimizer": "adam",
 }
 
 

@@ -71,6 +71,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     for role in _trained(config):
         yield from _checkpointing_problems(role)
         yield from _optim_problems(role)
+        yield from _muon_problems(role)
         yield from _loss_scale_problems(role)
         yield from _fsdp_problems(role)
         yield from _lora_problems(f"{role.model_key}.lora", role.model.lora)
@@ -380,6 +381,39 @@ def _optim_problems(role: _Trained) -> Iterator[str]:
         yield (
             f"{key}.optimizer_cpu_offload=true has the optimizer's states on the host, "
             f"{role.prefix}megatron.optimizer_offload=false on the devices: leave out one of them"
+        )
+
+
+def _muon_problems(role: _Trained) -> Iterator[str]:
+    key, optim, megatron = f"{role.prefix}optim", role.optim, role.megatron
+    if optim.optimizer != "muon":
+        if keys := given_keys(optim.muon):
+            yield f"{key}.muon has {', '.join(keys)}, but {key}.optimizer={optim.optimizer}: give muon, or leave these out"
+        return
+    given = f"{key}.optimizer=muon"
+    if find_spec("emerging_optimizers") is None:
+        yield (
+            f"{given} needs the package emerging-optimizers, which is not installed: pip install --no-deps --ignore-requires-python "
+            "emerging-optimizers==0.3.0"
+        )
+    if megatron.dtype == "float16":
+        yield (
+            f"{given} goes without {role.prefix}megatron.dtype=float16, whose loss scale Megatron's Muon does not have; give bfloat16"
+        )
+    if optim.optimizer_cpu_offload:
+        yield (
+            f"{given} goes without {key}.optimizer_cpu_offload=true: buckets on their way through the device would cut matrices, which "
+            f"it updates uncut; give {role.prefix}megatron.optimizer_offload=true, where engines share the devices"
+        )
+    if megatron.fsdp is not None:
+        yield (
+            f"{given} goes without {role.prefix}megatron.fsdp={megatron.fsdp}, which cuts matrices among data parallel ranks; leave fsdp "
+            "out: use_distributed_optimizer gives each of these ranks some matrices"
+        )
+    if role.model.lora.rank:
+        yield (
+            f"{given} goes without {role.model_key}.lora.rank={role.model.lora.rank}: an orthogonal step of A and one of B are none of "
+            "their product; give adam, or no adapters"
         )
 
 

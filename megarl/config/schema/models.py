@@ -140,9 +140,53 @@ class TrainedModelConfig(ModelPathConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW with decoupled weight decay, and its learning rate schedule."""
+class MuonConfig:
+    """Muon (K. Jordan et al. 2024): the momentum of a matrix is made orthogonal, near enough, before it is a step."""
 
+    momentum: float = option("Decay of the gradient's mean.", 0.95, ge=0, lt=1)
+    nesterov: bool = option("The step is made of the gradient and this mean, as momentum weighs them.", True)
+    num_ns_steps: int = option("Steps of the Newton-Schulz iteration, which makes it orthogonal.", 5, ge=1)
+    coefficients: str = option(
+        "The iteration's: simple (the same in each step, as in the original and in torch.optim.Muon), quintic (five of their own), "
+        "polar_express (arXiv:2505.16932).",
+        "quintic",
+        choices=("simple", "quintic", "polar_express"),
+        formula="X <- a X + (b A + c A^2) X, A = X X^T",
+    )
+    ns_dtype: str = option("What it computes in.", "bfloat16", choices=("bfloat16", "float32"))
+    scale_mode: str = option(
+        "How large a step of an m x n matrix is: spectral, sqrt(max(m, n)); shape_scaling, sqrt(max(1, m / n)); unit_rms_norm, sqrt(m / n).",
+        "spectral",
+        choices=("spectral", "shape_scaling", "unit_rms_norm"),
+    )
+    scale: float = option(
+        "Times this. 0.2 with spectral gives steps of the size of AdamW's, at the same lr (arXiv:2502.16982, equation 4).",
+        0.2,
+        gt=0,
+    )
+    tp_mode: str = option(
+        "A matrix that tensor parallel ranks share: duplicated, gathered and computed on each of them; distributed, computed together, "
+        "with a sum over ranks in each step; blockwise, each rank's part by itself, which is another step with each "
+        "tensor_model_parallel_size.",
+        "duplicated",
+        choices=("duplicated", "distributed", "blockwise"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer, with decoupled weight decay, and its learning rate schedule."""
+
+    optimizer: str = option(
+        "adam: AdamW. muon: Muon for the matrices of layers, AdamW for embeddings, the head and all that is no matrix.",
+        "adam",
+        choices=("adam", "muon"),
+        refused={
+            "adamw": "adam is AdamW",
+            "dist_muon": "muon is shared out over data parallel ranks where megatron.use_distributed_optimizer is true",
+        },
+    )
+    muon: MuonConfig = section("Of optimizer=muon.", MuonConfig)
     lr: float = option("Learning rate after the warm-up.", ge=0)
     min_lr: float = option("Learning rate at the end of the decay.", 0.0, ge=0)
     lr_warmup_steps: int = option(

@@ -21,6 +21,7 @@ from megarl.megatron.checkpoint.places import OPTIMIZER, Item, Places, pieces_by
 from megarl.megatron.fsdp import first_element, local
 from megarl.megatron.host_adam import MOMENTS, HostAdam, Updated
 from megarl.megatron.lora.adapter import OWN, start_streams
+from megarl.megatron.muon import MOMENTUM, is_muon
 
 MAIN = "fp32_param"  # Megatron's name for the float32 copy of a weight
 
@@ -29,15 +30,17 @@ class Fragment(NamedTuple):
     """An optimizer's part of a parameter: the elements from `start` on.
 
     Attributes:
-        main: the tensor that Adam updates: these elements themselves, or their float32 copy (which may be on the host); with
+        main: the tensor that is updated: these elements themselves, or their float32 copy (which may be on the host); with
             Megatron-FSDP a tensor over all ranks whose `local` part they are.
-        state: Adam's, of `main`.
+        state: the optimizer's, of `main`.
+        kinds: names of the states that it has after a step.
     """
 
     parameter: torch.nn.Parameter
     start: int
     main: torch.Tensor
     state: dict[str, Any]
+    kinds: tuple[str, ...] = MOMENTS
 
 
 def fragments(optimizer: MegatronOptimizer) -> Iterator[Fragment]:
@@ -46,14 +49,16 @@ def fragments(optimizer: MegatronOptimizer) -> Iterator[Fragment]:
         if isinstance(part.optimizer, HostAdam):
             yield from (Fragment(*found) for found in part.optimizer.fragments())
             continue
+        kinds = (MOMENTUM,) if is_muon(part.optimizer) else MOMENTS
         for parameter, start, main in updated_by(part):
-            yield Fragment(parameter, start, main, part.optimizer.state[main])
+            yield Fragment(parameter, start, main, part.optimizer.state[main], kinds)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of dense weights and of experts; one without parameters on this rank is left out."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in parts if part.optimizer is not None]
+    """The optimizers of dense weights and of experts, of matrices and of others; one without parameters on this rank is left out."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return [part for chained in optimizer.chained_optimizers for part in parts_of(chained)]
+    return [optimizer] if optimizer.optimizer is not None else []
 
 
 def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
@@ -80,7 +85,7 @@ def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
 
 
 def num_steps(optimizer: MegatronOptimizer) -> int:
-    """How often this rank's Adam has updated; 0 where it has nothing to update."""
+    """How often this rank's Adam has updated; 0 where it has nothing to update. (Muon does not count.)"""
     counts = [
         int(group.get("step", 0)) for part in parts_of(optimizer) for group in part.optimizer.param_groups
     ]
@@ -88,11 +93,11 @@ def num_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
-    """Have Adam be one that has updated so often, with states to be filled."""
+    """Have the optimizer be one that has updated so often, with states to be filled."""
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             group.pop("step", None)
-            if count and group["params"]:
+            if count and group["params"] and not is_muon(part.optimizer):
                 group["step"] = count
         if isinstance(part.optimizer, HostAdam):
             part.optimizer.set_filled(count > 0)
@@ -100,9 +105,9 @@ def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
         if count == 0:
             fragment.state.clear()
         # Adam has made no states of a part that is empty, which only Megatron-FSDP has.
-        for moment in MOMENTS if count and local(fragment.main).numel() else ():
-            if moment not in fragment.state:
-                fragment.state[moment] = torch.zeros_like(fragment.main)
+        for kind in fragment.kinds if count and local(fragment.main).numel() else ():
+            if kind not in fragment.state:
+                fragment.state[kind] = torch.zeros_like(fragment.main)
 
 
 def optimizer_items(
@@ -110,11 +115,11 @@ def optimizer_items(
 ) -> Iterator[Item]:
     """The states of this rank's optimizers other than weights. `names`: as `places` calls the parameters."""
     pieces = pieces_by_tensor(places)
-    for parameter, start, main, state in fragments(optimizer):
-        kinds = {kind: state[kind] for kind in MOMENTS if kind in state}
+    for parameter, start, main, state, names_of in fragments(optimizer):
+        found = {kind: state[kind] for kind in names_of if kind in state}
         if main.dtype != parameter.dtype:
-            kinds[MAIN] = main
-        for kind, values in kinds.items():
+            found[MAIN] = main
+        for kind, values in found.items():
             own = pieces[names[parameter]]
             flat = local(values).detach().view(-1)
             yield from range_items(f"{OPTIMIZER}{kind}.", places, own, tuple(parameter.shape), start, flat)

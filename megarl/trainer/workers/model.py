@@ -64,6 +64,7 @@ from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.lora.merged import ExactWeights, MergedParameters
 from megarl.megatron.lora.parameter_sets import parameter_set
+from megarl.megatron.muon import whole_matrices
 from megarl.megatron.offload import (
     Gradients,
     HostStates,
@@ -181,6 +182,7 @@ class ModelWorker:
                 use_distributed_optimizer=spec.megatron.use_distributed_optimizer,
                 overrides=spec.megatron.override_ddp_config,
                 fsdp=spec.megatron.fsdp,
+                matrices=whole_matrices(spec.optim),
             )
             self.optimizer, self.scheduler = build_optimizer(
                 self.chunks, spec.optim, num_steps=spec.num_updates

@@ -239,6 +239,7 @@ def test_what_may_change_is_listed_with_both_values(tmp_path: Path) -> None:
         ("data.sampler.name=curriculum", "data.sampler.name was None, is 'curriculum' now"),
         (f"{POLICY}.model.lora.rank=4", "adapters of another kind"),
         (f"{POLICY}.actor.megatron.dtype=bfloat16", "weights and optimizer states of another kind"),
+        (f"{POLICY}.actor.optim.optimizer=muon", "the states of another optimizer"),
         ("algorithm.kl_ctrl.type=adaptive", "another controller"),
         (f"{POLICY}.model.mtp=train", "has multi-token prediction layers, or has none"),
     ],

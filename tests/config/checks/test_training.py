@@ -213,6 +213,36 @@ def test_optimizer_states_are_on_the_host_or_on_the_devices(
     ]
 
 
+def test_muon_and_what_it_does_not_go_with(
+    train: Train, sft: Callable[..., SFTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    muon = "optim.optimizer=muon"
+    check_config(train(f"{ACTOR}.{muon}", f"critic.{muon}", "critic.optim.muon.tp_mode=distributed"))
+    check_config(sft(muon, "megatron.use_distributed_optimizer=false"))
+    (alone,) = problems(sft("optim.muon.momentum=0.9"))
+    assert alone.startswith("optim.muon has momentum, but optim.optimizer=adam: give muon")
+    found = problems(
+        train(
+            f"{ACTOR}.{muon}",
+            f"{ACTOR}.megatron.dtype=float16",
+            f"critic.{muon}",
+            "critic.optim.optimizer_cpu_offload=true",
+            "critic.model.lora.rank=4",
+        )
+    )
+    texts = [
+        f"{ACTOR}.optim.optimizer=muon goes without {ACTOR}.megatron.dtype=float16",
+        "critic.optim.optimizer=muon goes without critic.optim.optimizer_cpu_offload=true",
+        "critic.optim.optimizer=muon goes without critic.model.lora.rank=4",
+    ]
+    assert len(found) == 3 and all(line.startswith(text) for line, text in zip(found, texts, strict=True))
+    (shared,) = problems(sft(muon, "megatron.fsdp=optim_grads"))
+    assert "goes without megatron.fsdp=optim_grads" in shared
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "emerging_optimizers" else 1)
+    (missing,) = problems(sft(muon))
+    assert "emerging-optimizers, which is not installed" in missing
+
+
 def test_loss_scaling_without_float16(train: Train, sft: Callable[..., SFTConfig]) -> None:
     assert problems(
         train(

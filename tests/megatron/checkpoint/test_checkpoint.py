@@ -69,9 +69,10 @@ def check(ranks: RankPool, folder: Path, model: str, saved: Setting, others: lis
         assert seal_file(folder / "saved" / name) == facts
     expected = whole_tensors(folder / "saved")
     kinds = 3 if saved.dtype == torch.float32 else 4
-    assert len(expected) == kinds * sum(not key.startswith("optimizer.") for key in expected) - _num_buffers(
-        expected
-    ) * (kinds - 1)
+    weights = sum(not key.startswith("optimizer.") for key in expected) - _num_buffers(expected)
+    matrices = sum(key.startswith("optimizer.state.momentum_buffer.") for key in expected)
+    assert len(expected) == kinds * weights + _num_buffers(expected) - matrices
+    assert (matrices > 0) == saved.muon
     histories = [history for _, _, history, _ in results]
 
     back = ranks.run(_load, model, saved, str(folder / "saved"), str(folder / "same"), world=saved.world)
@@ -147,6 +148,55 @@ def test_float32_copies_and_loss_scales(
     loaded: Setting,
 ) -> None:
     check(ranks, tmp_path, model_of(family), saved, [loaded])
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "loaded"),
+    [
+        (
+            "mixture",
+            Setting(4, {"pp": 2, "ep": 2}, muon=True),
+            [Setting(2, {"tp": 2, "sp": True}, False, muon=True)],
+        ),
+        (
+            "tied",
+            Setting(4, {"pp": 2, "vpp": 2}, dtype=torch.bfloat16, muon=True),
+            [Setting(2, {}, dtype=torch.bfloat16, muon=True)],
+        ),
+        pytest.param(
+            "latent",
+            Setting(4, {"tp": 2, "sp": True, "ep": 2}, muon=True),
+            [Setting(1, {}, muon=True), Setting(4, {"ep": 2}, False, muon=True)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["experts", "bfloat16", "latent"],
+)
+def test_muon(
+    ranks: RankPool,
+    tmp_path: Path,
+    model_of: Callable[[str], str],
+    family: str,
+    saved: Setting,
+    loaded: list[Setting],
+) -> None:
+    """One state a matrix, at its weight's place, whatever ranks have it."""
+    check(ranks, tmp_path, model_of(family), saved, loaded)
+
+
+def _refused(rank: int, world: int, model: str, setting: Setting, folder: str) -> str:
+    with pytest.raises(ValueError, match="does not fit") as error:
+        load_states(folder, Trainee(rank, world, model, setting).states)
+    return str(error.value)
+
+
+def test_states_of_another_optimizer_are_refused(
+    ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str]
+) -> None:
+    model, folder = model_of("tied"), str(tmp_path / "saved")
+    ranks.run(_save, model, Setting(1, {}), folder, world=1)
+    (text,) = ranks.run(_refused, model, Setting(1, {}, muon=True), folder, world=1)
+    assert "optimizer.state.momentum_buffer.decoder.layers.0.mlp.linear_fc1.weight is missing" in text
 
 
 EVERY = {

@@ -1,0 +1,164 @@
+"""Muon in every kind of layout, against its definition over Hugging Face's models; its states, which are saved and moved."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megarl.config.schema.models import MuonConfig, OptimConfig
+from megarl.megatron.build import named_parameters
+from megarl.megatron.checkpoint.states import fragments, set_num_steps
+from tests.costs.models import build, make_models
+from tests.megatron.muon import PlainMuon
+from tests.megatron.parity import OPTIM, Case, check, loss_and_gradients, train_gathering
+from tests.megatron.states import Setting, Trainee
+from tests.ranks import RankError, RankPool
+
+EXACT = MuonConfig(ns_dtype="float32")
+MUON = replace(OPTIM, optimizer="muon", muon=EXACT)
+
+
+def train_with_muon(model: PreTrainedModel, optim: OptimConfig) -> list[tuple[float, float]]:
+    """Three steps over all sequences."""
+    plain, history = PlainMuon(model, optim), []
+    for _ in range(3):
+        model.zero_grad()
+        total = loss_and_gradients(model)
+        history.append((total, plain.step()))
+    return history
+
+
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folders = make_models(Path(tmp_path_factory.mktemp("models")), FAMILIES)
+    found = {}
+    for family, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found[family] = Case(folder, train_with_muon(model, MUON), MUON)
+    return found
+
+
+LAYOUTS = [
+    ("qwen3", 4, {"tp": 2, "sp": True, "pp": 2}, {}, True),
+    ("qwen3", 4, {"pp": 2, "vpp": 2}, {}, True),
+    ("deepseek_v3", 4, {"tp": 2, "sp": True, "ep": 2}, {}, True),
+    ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {"distributed": False}, True),
+    ("qwen3", 1, {}, {}, False),
+    ("qwen3", 4, {"tp": 2, "sp": True}, {"overlap": True}, False),
+    ("qwen3", 2, {"cp": 2}, {}, False),
+    ("qwen3", 2, {}, {"distributed": False}, False),
+    ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2}, {}, False),
+    ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {}, False),
+    ("deepseek_v3", 4, {"ep": 2}, {}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "sizes", "options"),
+    [pytest.param(*case, marks=() if often else pytest.mark.slow) for *case, often in LAYOUTS],
+    ids=str,
+)
+def test_steps_are_those_of_the_definition(
+    ranks: RankPool, cases: dict[str, Case], family: str, world: int, sizes: dict, options: dict
+) -> None:
+    """Over three steps: of two the second's gradients have felt both the first step's direction and its size."""
+    check(ranks, cases[family], world, sizes, 2e-5, **options)
+
+
+def test_parts_of_matrices_by_themselves_are_other_steps(ranks: RankPool, cases: dict[str, Case]) -> None:
+    """Computed together they are the same; so what tells these apart is the iteration, not the sums' order."""
+    case, sizes = cases["qwen3"], {"tp": 2, "sp": True}
+    check(ranks, _with(case, tp_mode="distributed"), 2, sizes, 2e-5)
+    with pytest.raises(AssertionError):
+        check(ranks, _with(case, tp_mode="blockwise"), 2, sizes, 1e-4)
+
+
+def test_bfloat16_comes_close(ranks: RankPool, cases: dict[str, Case]) -> None:
+    """The iteration alone: 8 bits of mantissa in each of its products."""
+    check(ranks, _with(cases["qwen3"], ns_dtype="bfloat16"), 2, {}, 5e-3)
+
+
+def _with(case: Case, **changes: Any) -> Case:
+    return replace(case, optim=replace(MUON, muon=replace(EXACT, **changes)))
+
+
+def test_weights_that_are_gathered_late_are_the_same_bits(ranks: RankPool, cases: dict[str, Case]) -> None:
+    for late, early in zip(
+        ranks.run(train_gathering, cases["qwen3"], {}, True, world=2),
+        ranks.run(train_gathering, cases["qwen3"], {}, False, world=2),
+        strict=True,
+    ):
+        assert late.history == early.history and late.weights == early.weights
+        assert late.incomplete > 0 and early.incomplete == 0
+
+
+def _step_both(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix after three steps of Megatron's Muon and of torch's, with the same gradients."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    from megarl.megatron.muon import settings  # once megarl's seam is installed
+
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(48, 80, generator=generator)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    options = settings(MuonConfig(coefficients="simple"))
+    own = {key.removeprefix("muon_"): value for key, value in options.items() if key.startswith("muon_")}
+    own["tp_mode"] = "blockwise"  # there are no ranks
+    optimizers = (
+        TensorParallelMuon([ours], lr=0.05, weight_decay=0.1, **own),
+        torch.optim.Muon([theirs], lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(3):
+        gradient = torch.randn(start.shape, generator=generator)
+        for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    return ours.detach() - start, theirs.detach() - start
+
+
+def test_a_step_with_one_set_of_coefficients_is_torchs(ranks: RankPool) -> None:
+    """Both compute in bfloat16; torch's rounds before it divides by the norm."""
+    ((ours, theirs),) = ranks.run(_step_both, world=1)
+    assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+def _kinds(rank: int, world: int, folder: str, head: str) -> dict[str, set[str]]:
+    """By state, the weights that have it, after a step."""
+    setting = Setting(world, {}, head=head, muon=True, distributed=False)
+    trainee = Trainee(rank, world, folder, setting)
+    set_num_steps(trainee.optimizer, 1)
+    names = {weight: name.split(":")[1] for name, weight in named_parameters(trainee.chunks).items()}
+    found: dict[str, set[str]] = {}
+    for fragment in fragments(trainee.optimizer):
+        for kind in fragment.state:
+            found.setdefault(kind, set()).add(names[fragment.parameter])
+    return found
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_embeddings_heads_and_vectors_have_adam(ranks: RankPool, cases: dict[str, Case], head: str) -> None:
+    (found,) = ranks.run(_kinds, cases["qwen3_moe"].folder, head, world=1)
+    assert found["exp_avg"] == found["exp_avg_sq"]
+    matrices, others = found["momentum_buffer"], found["exp_avg"]
+    assert not matrices & others
+    assert "decoder.layers.0.mlp.router.weight" in matrices
+    top = {"embedding.word_embeddings.weight", "output_layer.weight" if head == "lm" else "value_head.weight"}
+    assert {name for name in others if "norm" not in name} == top
+
+
+def _wrap(rank: int, world: int, folder: str) -> None:
+    build(rank, world, folder, {"ep": 2}, muon=True)
+
+
+def test_biases_of_experts_are_refused_next_to_a_distributed_optimizer(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    folder = make_models(tmp_path, ["gpt_oss"])["gpt_oss"]
+    with pytest.raises(RankError, match="use_distributed_optimizer=false"):
+        ranks.run(_wrap, folder, world=2)

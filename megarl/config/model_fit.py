@@ -45,8 +45,6 @@ class IndexerFacts(Protocol):
     """What an engine may have of an indexer of sparse attention; an IndexerConfig has it."""
 
     @property
-    def topk(self) -> int: ...
-    @property
     def interleaved(self) -> bool: ...
 
 
@@ -178,7 +176,6 @@ def fit_problems(
     if model is not None:
         problems += _context_problems(config, model)
         problems += _prediction_problems(config, model)
-        problems += _sparse_problems(config, model, critic, reward_model, teacher)
     return problems
 
 
@@ -202,43 +199,6 @@ def _muon_problems(
                 f"{prefix}optim.optimizer=muon: the model's experts have biases, which a distributed optimizer does not have next to Muon "
                 f"with {prefix}megatron.expert_model_parallel_size={megatron.expert_model_parallel_size}; set "
                 f"{prefix}megatron.use_distributed_optimizer=false"
-            )
-
-
-def _sparse_problems(
-    config: TrainConfig | TuningConfig | EvalConfig,
-    model: ModelFacts,
-    critic: ModelFacts | None,
-    reward_model: ModelFacts | None,
-    teacher: ModelFacts | None,
-) -> Iterator[str]:
-    """With sparse attention no text may have more tokens than an indexer chooses keys for a query: trainers attend to all of them.
-
-    An evaluation has engines alone, and theirs on GPUs have no such limit.
-    """
-    if isinstance(config, EvalConfig):
-        return
-    if isinstance(config, TuningConfig):
-        length = config.data.max_length
-        texts = [("model.path", model, f"data.max_length={length}", length)]
-    else:
-        data = config.data
-        longest = data.max_prompt_length + data.max_response_length
-        cut = None if config.reward_model is None else config.reward_model.max_length
-        models = {f"{POLICY}.model.path": model, "critic.model.path": critic if config.critic else None}
-        models |= {f"{POLICY}.ref.model.path": teacher}
-        texts = [(key, facts, f"{_LENGTHS} = {longest}", longest) for key, facts in models.items() if facts]
-        if reward_model is not None:
-            length = longest if cut is None else min(cut, longest)
-            texts.append(("reward_model.model.path", reward_model, f"a text of {length} tokens", length))
-        if data.ptx is not None:
-            length = data.ptx.max_length
-            texts.append((f"{POLICY}.model.path", model, f"data.ptx.max_length={length}", length))
-    for key, facts, what, tokens in texts:
-        if facts.indexer is not None and tokens > facts.indexer.topk:
-            yield (
-                f"{what} is more than index_topk={facts.indexer.topk} (config.json of {key}): beyond as many tokens its attention is sparse, and "
-                "megarl trains it to all keys alone; make it shorter"
             )
 
 

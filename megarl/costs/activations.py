@@ -189,6 +189,13 @@ def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = 
     return size
 
 
+def _chosen(run: RankPass, out: int, heads: int, proj: str) -> int:
+    """Bytes that attention to chosen keys keeps, as `_core`: its output, which its projection has, too, and a bit for each key of a text."""
+    if run.use.recomputes("core_attn"):
+        return out * run.use.itemsize * run.keeps(proj)
+    return out * run.use.itemsize + heads * FLOAT32 + -(-run.use.longest // 8)
+
+
 def _grouped_attention(run: RankPass, name: str) -> int:
     """Norm, queries, keys and values before and after their rotation, attention."""
     config, tp, item = run.use.config, run.use.layout.tp, run.use.itemsize
@@ -292,7 +299,9 @@ def _latent_attention(run: RankPass, name: str) -> int:
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     parts = 1 if run.use.fused else run.use.layout.cp  # all keys and values of a sequence are copies
     # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
-    padded = mla.v_head_dim != dim
+    padded = mla.v_head_dim != dim and not run.use.chooses
+    if run.use.chooses:
+        parts = run.use.layout.cp
     attended = run.use.recomputes("core_attn")
     width = dim if padded and not attended else mla.v_head_dim
     if run.use.recomputes(
@@ -302,7 +311,10 @@ def _latent_attention(run: RankPass, name: str) -> int:
     else:
         each = item * heads * (dim + (dim + width) * parts)
     trimmed = heads * mla.v_head_dim if padded else None
-    each += _core(run, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
+    if run.use.chooses:
+        each += _chosen(run, heads * mla.v_head_dim, heads, name + "linear_proj")
+    else:
+        each += _core(run, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
     used = [] if run.use.recomputes("layernorm") else down
     size = run.tokens * each + _norm(run, config.hidden_size, run.own, *used)

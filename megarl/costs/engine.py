@@ -109,15 +109,20 @@ def token_bytes(
     config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, device: str = "cuda", more: int = 0
 ) -> int:
     """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
-    draft too, and of `more` layers of the same kind. On GPUs indexers have keys in float8, with a scale in float32 for 128 elements."""
+    draft too, and of `more` layers of the same kind. On GPUs indexers have keys in float8, with a scale in float32 for 128 elements; on CPUs
+    those of the model itself have keys in the cache's type."""
     layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0) + more
     if config.delta_net is not None:
         layers -= len(config.delta_net.layers)
     if config.mla is not None:
         keys = 0
-        if config.indexer is not None and device == "cuda":
+        if config.indexer is not None:
+            width = config.indexer.head_dim
             indexers = sum(has_indexer(config, layer) for layer in range(layers))
-            keys = indexers * (config.indexer.head_dim + config.indexer.head_dim // 128 * 4)
+            if device == "cuda":
+                keys = indexers * (width + width // 128 * 4)
+            else:
+                keys = len(config.indexer.layers) * width * dtype.itemsize
         return layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize + keys
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
     return layers * 2 * heads * config.head_dim * dtype.itemsize

@@ -39,6 +39,7 @@ from megarl.costs.tensors import (
 )
 from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
+from megarl.models.config import SCORE_BYTES
 from megarl.models.float8 import check_base_block
 from megarl.models.layers import is_delta_net
 
@@ -220,6 +221,8 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     whole = attention + mlp_bytes(run, layer.name, layer.is_moe)
     if layer.name in run.float8:
         yield from _float8_forward(run, layer, whole)
+    if run.use.chooses:
+        yield attention + run.hidden + _choosing(run)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
         outputs = 3 * item + max(item, _with_biases(run))
@@ -313,10 +316,41 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     heads, dim = config.num_attention_heads // layout.tp, config.head_dim
     if config.mla is not None:
         dim = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim
+    if run.use.chooses:
+        yield attention + 2 * run.hidden + _chosen_backward(run)
+        return
     each = run.tokens * heads * dim * item
     # The MLP's tensors are gone: gradients of attention's output, queries, keys and values, or of a group of these.
     again = each if run.use.recomputes("core_attn") else 0
     yield attention + again + 2 * run.hidden + 4 * each
+
+
+def _scores(run: RankPass) -> tuple[int, int]:
+    """Bytes of the scores that attention to chosen keys has at one time, and of those of an indexer's heads."""
+    indexer, pairs = run.use.config.indexer, FLOAT32 * run.use.longest
+    assert indexer is not None
+    heads = run.use.config.num_attention_heads // run.use.layout.tp
+    return min(SCORE_BYTES, heads * run.tokens * pairs), min(SCORE_BYTES, indexer.heads * run.own * pairs)
+
+
+def _choosing(run: RankPass) -> int:
+    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before, an indexer's."""
+    scores, indexed = _scores(run)
+    return max(scores + scores * run.use.itemsize // FLOAT32, indexed)
+
+
+def _chosen_backward(run: RankPass) -> int:
+    """The same in its backward pass: exponentials and the scores' gradients, in float32 and in the model's type; gradients of output and queries, and,
+    in float32 and then in the model's type, of the keys and values of all context parallel ranks."""
+    mla, layout, item = run.use.config.mla, run.use.layout, run.use.itemsize
+    assert mla is not None
+    widths = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+    heads = run.use.config.num_attention_heads // layout.tp
+    scores = _scores(run)[0]
+    gradients = run.tokens * heads * widths * (item + layout.cp * FLOAT32)
+    return gradients + max(
+        2 * scores + scores * item // FLOAT32, run.tokens * heads * widths * layout.cp * item
+    )
 
 
 def _delta_net_backward(run: RankPass, layer: Layer) -> Iterator[int]:
@@ -378,7 +412,7 @@ def _evaluating(run: RankPass, stage: int) -> int:
     virtual = (1 + last) * (layout.vpp is not None)
     around = (2 + several + (not last) + (not last and stage > 0) + virtual) * hidden
     if any("self_attention." in name for name in names):
-        attention = _evaluated_attention(run)
+        attention = _evaluated_attention(run) + (_choosing(run) if run.use.chooses else 0)
         if any(name.endswith("self_attention.A_log") for name in names):
             attention = max(attention, _evaluated_delta_net(run))
         parts.append(attention + around - (hidden if layout.tp == 1 else 0))

@@ -85,6 +85,7 @@ class ModelUse:
         fused: whether Transformer Engine's kernels are there.
         float8: whether linear layers compute in float8; bf16_ends: the first and the last layers of which that do not.
         chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
+        longest: tokens of the longest text; 0: of no more than an indexer chooses keys.
         compared: bytes for each logit of a chunk while the divergence from another head is computed (`divergence_bytes`); 0: none is.
         mtp: whether it has its multi-token prediction layers.
     """
@@ -112,6 +113,12 @@ class ModelUse:
     bf16_ends: tuple[int, int] = (0, 0)
     mtp: bool = False
     compared: int = 0
+    longest: int = 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether queries attend to keys that an indexer chooses (megarl/megatron/sparse)."""
+        return self.config.indexer is not None and self.longest > self.config.indexer.topk
 
     def computes_in_float8(self, layer: int) -> bool:
         """Whether the layer of this number in the model does."""

@@ -49,6 +49,7 @@ from megarl.data.preferences import PreferenceKeys, read_ranking
 from megarl.data.prompts import PromptReader, Row
 from megarl.data.sft import chat_columns, chat_of_row, text_of_row
 from megarl.data.tokenizer import tokenizer_files
+from megarl.doctor.sparse import stage_problems
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
 from megarl.gateway.call import find_function
@@ -81,8 +82,8 @@ def preflight(config: Config) -> None:
     problems += [*_attention_problems(config), *delta_net_problems(models[0])]
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
-    if not problems and not isinstance(config, EvalConfig):
-        problems += adapter_problems(config, *models[:2])  # needs valid layouts
+    if not problems and not isinstance(config, EvalConfig):  # what follows needs valid layouts
+        problems += [*adapter_problems(config, *models[:2]), *stage_problems(config, *models)]
     raise_if_any("configuration", problems)
 
 

@@ -28,7 +28,6 @@ from megatron.core.transformer import TransformerConfig
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
 from megarl.megatron.fsdp import is_sharded, parameters_of, wrap_sharded
-from megarl.megatron.indexer import add_indexers
 from megarl.megatron.layer_spec import forget_routings, layer_modules, layer_spec
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
@@ -36,6 +35,7 @@ from megarl.megatron.muon import mark_matrices, matrix_layout
 from megarl.megatron.parallel import coords
 from megarl.megatron.prediction import PredictingModel, prediction_spec
 from megarl.megatron.sinks import settle_sinks
+from megarl.megatron.sparse.indexer import add_indexers
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import BUFFERS, ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
@@ -277,7 +277,9 @@ def _build_chunk(
     # 0.19.2 logs at every construction that GPTModel will give way to HybridModel.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     with layer_modules(), unallocated(held):
-        spec = layer_spec(settings, vp_stage, last, config.qk_norm_all_heads)
+        spec = layer_spec(
+            settings, vp_stage, last, config.qk_norm_all_heads, sparse=config.indexer is not None
+        )
         model = (PredictingModel if settings.mtp_num_layers else GPTModel)(
             config=settings,
             transformer_layer_spec=spec,

@@ -29,6 +29,7 @@ from torch import Tensor
 from megarl import platform
 from megarl.megatron.all_heads_norm import norm_all_heads
 from megarl.megatron.cpu import torch_te
+from megarl.megatron.sparse.attention import SparseSelfAttention
 from megarl.megatron.transformer_config import has_transformer_engine
 
 
@@ -106,20 +107,25 @@ def layer_modules() -> Iterator[None]:
 
 
 def layer_spec(
-    config: TransformerConfig, vp_stage: int | None, last: bool, all_heads: bool = False
+    config: TransformerConfig,
+    vp_stage: int | None,
+    last: bool,
+    all_heads: bool = False,
+    sparse: bool = False,
 ) -> TransformerBlockSubmodules:
     """The specification of this rank's layers, for a model chunk; within `layer_modules`.
 
     Args:
         last: whether the chunk has the model's last layer.
         all_heads: whether norms of queries and keys are over all heads together.
+        sparse: whether indexers choose the keys of queries.
     """
     if config.experimental_attention_variant == "gated_delta_net":
         return _with_delta_nets(config, vp_stage)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    if config.multi_latent_attention and config.q_lora_rank is None:
+    if config.multi_latent_attention and (sparse or config.q_lora_rank is None):
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.module = DirectQueryAttention
+            layer.submodules.self_attention.module = SparseSelfAttention if sparse else DirectQueryAttention
     if all_heads:
         norm_all_heads(spec)
     # With sequence parallelism ranks have equally many positions each. Transformer Engine's kernels have bounds on how many

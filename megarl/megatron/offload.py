@@ -28,8 +28,8 @@ from megarl.megatron.fsdp import (
     weight_buffers,
 )
 from megarl.megatron.host_adam import HostAdam, HostRoom
-from megarl.megatron.indexer import indexers_of
 from megarl.megatron.layer_spec import drop_dummy_gradients
+from megarl.megatron.sparse.indexer import indexers_of
 
 # Of a copy, so that on a CPU little more memory is taken than is needed while contents are in both places.
 CHUNK_BYTES = 64 << 20

@@ -19,7 +19,7 @@ Promises:
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -73,8 +73,9 @@ class LaterTokens:
 class PackedBounds(PackedSeqParams):
     """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
     sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); the
-    experts that routers are to choose (router_replay.py); the positions whose experts are counted (expert_load.py); and the tokens that each
-    layer of multi-token prediction is given, [tokens] each."""
+    experts that routers are to choose (router_replay.py); the positions whose experts are counted (expert_load.py); the tokens that each
+    layer of multi-token prediction is given, [tokens] each; and the choices of keys that later layers take, by the number of the layer whose indexer
+    made them (sparse/attention.py)."""
 
     live: Tensor | None = None
     lengths: list[int] | None = None
@@ -83,6 +84,7 @@ class PackedBounds(PackedSeqParams):
     is_routed: Tensor | None = None
     mask: Tensor | None = None
     later: list[Tensor] | None = None
+    choices: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

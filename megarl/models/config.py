@@ -90,6 +90,10 @@ class MLAConfig:
     v_head_dim: int
 
 
+SCORE_BYTES = 1 << 27
+"""Bytes of a sparse attention's scores, in float32, that a trainer's rank has at one time."""
+
+
 @dataclass(frozen=True)
 class IndexerConfig:
     """The facts of an indexer (DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv:2512.02556, section 2.1), which chooses the keys that a query

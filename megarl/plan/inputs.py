@@ -196,7 +196,8 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         )
         assert tokens is not None, "resolved"
         pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
-        facts = RoleFacts(head, inputs.model, config, (tokens, None), tokens, True, lora, lora.blocks)
+        length = config.data.max_length
+        facts = RoleFacts(head, inputs.model, config, (tokens, None), length, True, lora, lora.blocks)
     else:
         facts = role_facts(config, inputs, role)
         pool = config.resource_pools[facts.section.resource_pool]
@@ -233,6 +234,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         float8=megatron.fp8 is not None,
         bf16_ends=(megatron.num_layers_at_start_in_bf16, megatron.num_layers_at_end_in_bf16),
         compared=_compared(config) if role == "actor" else 0,
+        longest=facts.longest,
         mtp=role in ("actor", "sft") and trained_model.mtp == "train",
         fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,

@@ -2,8 +2,10 @@
 
 It takes the place of `torch_native` in SGLang's registry, so that SGLang's decisions by that name
 still hold. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Cross attention is
-left to SGLang (sglang 0.5.21). Sinks and windows (gpt-oss) are here, since SGLang's backend has no sinks and is refused for that model.
+left to SGLang (sglang 0.5.21). The keys that indexers choose (DeepSeek-V3.2, GLM-5) are those of chosen_keys.py. Sinks and windows (gpt-oss) are here, since SGLang's backend has no sinks and is refused for that model.
 """
+
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -22,6 +24,7 @@ from megarl.sglang_cpu.batched_attention import (
     take_slots,
     within,
 )
+from megarl.sglang_cpu.chosen_keys import of_next_tokens, of_prompts
 from megarl.sglang_cpu.running_batch import RunningBatch
 
 
@@ -34,15 +37,22 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
         self._running: RunningBatch | None = None
         self._runs_on = False  # whether `_running` attends this step's sequences
+        self._chooses = False  # whether a sequence of this step has more keys than an indexer chooses
         self._sinks: torch.Tensor | None = None  # of the layer that attends
+        self._index: Any = None  # the same, where an indexer chooses its keys
+        model = model_runner.model
+        self._topk: int | None = getattr(model, "index_topk", None)
+        if self._topk is not None:
+            model.keep_index_keys(self.token_to_kv_pool)
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
         self._groups = self._plan = None  # of another batch
         self._runs_on = False
+        self._chooses = self._topk is not None and _longest(forward_batch) > self._topk
         if forward_batch.forward_mode.is_target_verify():
             self._plan = self._plan_drafted(forward_batch)
-        if not forward_batch.forward_mode.is_decode():
+        if not forward_batch.forward_mode.is_decode() or self._chooses:
             self.forget()
         elif not self._same_bits:
             if self._running is None:
@@ -89,13 +99,13 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **options
     ) -> torch.Tensor:
         """As SGLang's. sinks: [heads], logits in the heads' softmax that no value belongs to."""
-        self._sinks = sinks
+        self._sinks, self._index = sinks, layer.index if self._chooses else None
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
 
     def forward_decode(
         self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **options
     ) -> torch.Tensor:
-        self._sinks = sinks
+        self._sinks, self._index = sinks, layer.index if self._chooses else None
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
@@ -145,7 +155,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         for prompt in prompts:
             keys, values = (take_slots(cache, prompt.slots).to(query.dtype) for cache in (k_cache, v_cache))
             output[prompt.tokens] = attend_prompts(
-                query[prompt.tokens], keys, values, scaling, sliding_window_size, self._sinks
+                *(query[prompt.tokens], keys, values, scaling, sliding_window_size, self._sinks),
+                chosen=None if self._index is None else of_prompts(self._index, prompt),
             )
         return output
 
@@ -183,9 +194,16 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         for group in groups:
             keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
             mask = group.mask if window is None else within(group, window)
+            if self._index is not None:
+                mask = of_next_tokens(self._index, group)
             output[group.rows] = attend(
                 query[group.rows], keys, values, mask, scaling, self._same_bits, self._sinks
             )
+
+
+def _longest(forward_batch) -> int:
+    """Tokens of the longest sequence, 0 in a batch of none."""
+    return max(forward_batch.seq_lens.tolist(), default=0)
 
 
 def _forget_running(result, scheduler, *args, **kwargs):

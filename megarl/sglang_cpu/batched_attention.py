@@ -152,6 +152,7 @@ def attend_prompts(
     scale: float | None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the new tokens of sequences of one length, whose first tokens, equally many, may have been cached.
 
@@ -160,6 +161,7 @@ def attend_prompts(
         keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; including the new tokens.
         window: how many tokens before it a token attends to; None: all.
         sinks: as of `attend`.
+        chosen: bool [n, new, length], the keys that each token attends to; None: all before it.
 
     Returns:
         [n, new, heads, value dim].
@@ -176,6 +178,10 @@ def attend_prompts(
         hidden = torch.arange(num_keys) > positions
         if window is not None:
             hidden |= torch.arange(num_keys) < positions - window
+        if chosen is not None:
+            of_block = chosen[:, first - cached : end - cached, :end]
+            hidden = hidden | ~pad(of_block, len(positions), num_keys)[:, None]
+            hidden[..., end - first :, 0] = False  # rows that are there for alignment attend to something
         mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
         k, v = (pad(x[:, :, :end], num_keys, x.shape[3]) for x in (keys, values))
         rows = query[:, :, first - cached : end - cached]

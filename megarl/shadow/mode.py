@@ -21,7 +21,7 @@ from megarl.shadow.tracker import Tracker, line_of_code
 from megarl.shadow.values import Choice, choose_evenly, follow, positions, sized_by_values, value_of
 
 aten = torch.ops.aten
-_ADDMM_DTYPE = (aten.addmm.dtype, aten.addmm.dtype_out)
+_TYPED_PRODUCTS = (aten.addmm.dtype, aten.addmm.dtype_out, aten.mm.dtype, aten.bmm.dtype)
 _INDEXING = (aten.index, aten.index_put_, aten.index_put)
 
 
@@ -108,8 +108,9 @@ class Shadow(TorchDispatchMode):
             args[0].untyped_storage().resize_(0)
         count = _COUNTED.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if count is not None:
-            # torch 2.13's formula for addmm would take a type of the output for its shape.
-            counted = args[:3] if func in _ADDMM_DTYPE else args
+            # torch 2.13's formulas for products would take a type of the output for its shape.
+            typed = func in _TYPED_PRODUCTS
+            counted = [arg for arg in args if not (typed and isinstance(arg, torch.dtype))]
             self.count_flops(str(func._overloadpacket), count(*counted, **kwargs, out_val=out))
         if func is aten._to_copy.default and args[0].is_cuda and out.device.type == "cpu":
             self.wait()

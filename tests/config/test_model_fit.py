@@ -520,32 +520,6 @@ def test_long_texts_are_refused_by_engines_alone(
 SPARSE = Facts(indexer=IndexerConfig((0, 1, 2, 3), heads=2, head_dim=8, topk=128, interleaved=True))
 
 
-@pytest.mark.parametrize(
-    ("keys", "roles", "text"),
-    [
-        (LENGTHS, {}, "max_response_length = 129 is more than index_topk=128 (config.json of actor_rollout_ref.model.path)"),
-        (LENGTHS, {"model": Facts(), "critic": SPARSE}, "index_topk=128 (config.json of critic.model.path)"),
-        (LENGTHS, {"model": Facts(), "critic": Facts(), "teacher": SPARSE}, "(config.json of actor_rollout_ref.ref.model.path)"),
-    ],
-)  # fmt: skip
-def test_texts_that_an_indexer_would_choose_from_are_refused(
-    train: Callable[..., TrainConfig], keys: tuple[str, ...], roles: dict[str, Facts], text: str
-) -> None:
-    models = {"model": SPARSE, "critic": Facts(), **roles}
-    (line,) = lines_of(lambda: check_models(train(*keys), **models))
-    assert text in line
-    check_models(train("data.max_prompt_length=100", "data.max_response_length=28"), **models)
-
-
-def test_fine_tuning_on_texts_that_an_indexer_would_choose_from_is_refused(
-    sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]
-) -> None:
-    (line,) = lines_of(lambda: check_models(sft("data.max_length=129"), SPARSE))
-    assert "data.max_length=129 is more than index_topk=128 (config.json of model.path)" in line
-    check_models(sft("data.max_length=128"), SPARSE)
-    check_models(evaluation(*LENGTHS), SPARSE)  # engines on GPUs have sparse attention
-
-
 def test_what_engines_of_sparse_attention_cannot_have() -> None:
     for key, value in (("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3")):
         lines = drafting(None, SPARSE, **{key: value})

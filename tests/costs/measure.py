@@ -9,9 +9,9 @@ from megarl.costs.activations import RankPass, stage_bytes
 from megarl.costs.tensors import ModelUse, StageTensors, buffer_bytes, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads.outputs import lm_head, value_head
-from megarl.megatron.indexer import indexers_of
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
 from megarl.megatron.packing import PackedBatch
+from megarl.megatron.sparse.indexer import indexers_of
 from megarl.megatron.step import train_step, with_predictions
 from megarl.models.float8 import SCALES
 from megarl.models.lora import adapted_weights

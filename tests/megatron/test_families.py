@@ -37,6 +37,7 @@ from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.step import train_step
 from megarl.megatron.transformer_config import check_layout
 from megarl.models import read_model_config
+from tests.fixtures.indexers import CHOOSING, choose_alike
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
     LENGTHS,
@@ -102,10 +103,15 @@ FAMILIES = {
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
     # an epsilon that shows where a norm has another one
     "glm4_moe_lite": Family("glm4_moe_lite", Glm4MoeLiteForCausalLM, {"rms_norm_eps": 1e-2}),
-    # indexers that have no choice among as many tokens as the longest text here has
-    "deepseek_v32": Family("deepseek_v32", DeepseekV32ForCausalLM, {"index_topk": max(LENGTHS)}),
+    # texts of up to 40 tokens, of which a query attends to 8
+    "deepseek_v32": Family("deepseek_v32", DeepseekV32ForCausalLM, CHOOSING),
+    "deepseek_v32 without a choice": Family(
+        "deepseek_v32", DeepseekV32ForCausalLM, {"index_topk": max(LENGTHS)}
+    ),
     "glm_moe_dsa": Family(
-        "glm_moe_dsa", GlmMoeDsaForCausalLM, {"rms_norm_eps": 1e-2, "index_topk": max(LENGTHS)}
+        "glm_moe_dsa",
+        GlmMoeDsaForCausalLM,
+        {**CHOOSING, "rms_norm_eps": 1e-2, "indexer_types": ["full", "full", "shared", "shared"]},
     ),
     "minimax_m2": Family("minimax_m2", MiniMaxM2ForCausalLM, {"num_experts_per_tok": 3}),
     "gpt_oss": Family("gpt_oss", GptOssForCausalLM, {"num_experts_per_tok": 3}),
@@ -146,7 +152,7 @@ def hugging_face(folder: str, family: Family) -> PreTrainedModel:
             if name.endswith("_a_layernorm"):
                 assert module.variance_epsilon == 1e-6
                 module.variance_epsilon = config["rms_norm_eps"]
-    return model
+    return choose_alike(model)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +244,7 @@ TRAINED = [
     *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
     *[("glm4_moe_lite", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("deepseek_v32", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
-    *[("glm_moe_dsa", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("glm_moe_dsa", layout) for layout in ("tp2_sp_ep2", "uneven_pp2", "tp2_sp_cp2_ep4")],
     *[("minimax_m2", layout) for layout in ("tp2_sp_ep2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
     *[("gpt_oss", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe with plain scores", "ep2"),

@@ -4,8 +4,9 @@ exported model.
 A run takes about a minute. Two always run; `pytest --slow` takes the others, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.trajectories import read_trajectories
 from megarl.models.config import QWEN_HYBRIDS
+from tests.fixtures.indexers import CHOOSING, choose_alike
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -43,6 +45,7 @@ class Case:
     overrides: tuple[str, ...]
     num_mtp_layers: int = 0
     vision: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = [
@@ -130,7 +133,7 @@ CASES = [
             f"{ACTOR}.pipeline_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
         ),
     ),
-    # indexers, which stay as they are, over pipeline stages, in the trained layer for MTP, too; they leave the devices with the weights
+    # keys that indexers choose, which stay as they are, over pipeline stages, in the trained layer for MTP, too; they leave the devices with the weights
     Case(
         "deepseek_v32", 3,
         (
@@ -138,9 +141,9 @@ CASES = [
             f"{ACTOR}.pipeline_model_parallel_size=2", f"{ACTOR}.num_layers_in_first_pipeline_stage=2",
             f"{ROLLOUT}.expert_parallel_size=2", f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", MTP,
         ),
-        num_mtp_layers=1,
+        num_mtp_layers=1, fields=CHOOSING,
     ),
-    # of three layers the middle one has no indexer; a critic
+    # of three layers the middle one takes the choice of the first; a critic
     Case(
         "glm_moe_dsa", 3,
         (
@@ -148,7 +151,7 @@ CASES = [
             "critic.megatron.pipeline_model_parallel_size=1", f"{ROLLOUT}.expert_parallel_size=2",
             "actor_rollout_ref.model.mtp=keep", REPLAY,
         ),
-        num_mtp_layers=1,
+        num_mtp_layers=1, fields=CHOOSING,
     ),
     # a critic that shares its weights over data parallel ranks
     Case(
@@ -173,7 +176,8 @@ ALWAYS = ("deepseek_v3",)
 def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_path):
     model = make_tiny_model(
         tmp_path / "model", arithmetic_texts(), family=case.family, hidden_size=64, ffn_hidden_size=128,
-        num_layers=case.layers, num_mtp_layers=case.num_mtp_layers, fields={"initializer_range": 0.2}, vision=case.vision,
+        num_layers=case.layers, num_mtp_layers=case.num_mtp_layers, vision=case.vision,
+        fields={"initializer_range": 0.2, **case.fields},
     )  # fmt: skip
     (tmp_path / "reward.py").write_text(REWARD)
     out = tmp_path / "run"
@@ -251,6 +255,7 @@ def greedy_differences(folder, answers):
     """(tokens that are not transformers' greedy choice, largest difference of a log-prob) over all answers."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
+    choose_alike(model)
     different, largest = 0, 0.0
     columns = (answers[name].to_pylist() for name in ("prompt_ids", "response_ids", "rollout_log_probs"))
     for prompt, response, log_probs in zip(*columns, strict=True):

@@ -107,7 +107,7 @@ class PackedAttention(MegatronModule):
             ]
         else:
             # A rank's queries need the keys and values of the full sequences, which context parallelism has cut.
-            keys, values = (self._gather_sequences(part, lengths) for part in (key, value))
+            keys, values = (gather_sequences(part, lengths, self.cp_group) for part in (key, value))
             queries = query.split([length // cp for length in lengths])
             outputs = [
                 self._attend_zigzag(q, k, v, cp, rank) for q, k, v in zip(queries, keys, values, strict=True)
@@ -124,7 +124,7 @@ class PackedAttention(MegatronModule):
             positions = [torch.arange(length, device=query.device) for length in lengths]
             sequences = zip(*parts, positions, strict=True)
         else:
-            keys, values = (self._gather_sequences(part, lengths) for part in (key, value))
+            keys, values = (gather_sequences(part, lengths, self.cp_group) for part in (key, value))
             positions = []
             for length in lengths:
                 halves = torch.arange(length, device=query.device).chunk(2 * cp)
@@ -191,22 +191,23 @@ class PackedAttention(MegatronModule):
             outputs.append(self._attend(queries, key[:end], value[:end], mask=mask))
         return torch.cat(outputs)
 
-    def _gather_sequences(self, part: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """All context parallel ranks' tokens of each sequence, in the sequence's order.
 
-        Backward sums each token's gradient over the ranks and returns it to its holder.
-        """
-        cp = self.cp_group.size()
-        gathered = gather_from_sequence_parallel_region(
-            part.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
-        )
-        local = [length // cp for length in lengths]
-        by_rank = [shard.split(local) for shard in gathered.chunk(cp)]
-        sequences = []
-        for index in range(len(lengths)):
-            halves = [by_rank[rank][index].chunk(2) for rank in range(cp)]
-            sequences.append(torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)]))
-        return sequences
+def gather_sequences(part: torch.Tensor, lengths: list[int], group: Any) -> list[torch.Tensor]:
+    """All context parallel ranks' tokens of each sequence, in the sequence's order.
+
+    Backward sums each token's gradient over the ranks and returns it to its holder.
+    """
+    cp = group.size()
+    gathered = gather_from_sequence_parallel_region(
+        part.contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    local = [length // cp for length in lengths]
+    by_rank = [shard.split(local) for shard in gathered.chunk(cp)]
+    sequences = []
+    for index in range(len(lengths)):
+        halves = [by_rank[rank][index].chunk(2) for rank in range(cp)]
+        sequences.append(torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)]))
+    return sequences
 
 
 class _Attention(torch.autograd.Function):

@@ -43,6 +43,11 @@ def rotate_packed(
     return _Rotation.apply(t, positions, angles, mla_rotary_interleaved, mscale)
 
 
+def rotate(t: Tensor, positions: Tensor, freqs: Tensor, interleaved: bool, mscale: float) -> Tensor:
+    """`rotate_packed` of tokens at these positions [tokens] of their sequences."""
+    return _Rotation.apply(t, positions, freqs[:, 0, :, : freqs.shape[-1] // 2], interleaved, mscale)
+
+
 def local_positions(cu_seqlens: Tensor, cp: int, rank: int) -> Tensor:
     """[tokens]: the position in its sequence of each token that context parallel rank `rank` of `cp` holds: of 2 cp equal
     parts of each sequence the parts `rank` and 2 cp - 1 - rank."""

@@ -140,16 +140,16 @@ def _sparse_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, 
 
     Raises:
         ValueError: an engine on a GPU in another type than bfloat16, in which SGLang has parts of indexers whatever the engine's is, or a
-            deterministic one; one on a CPU for texts that an indexer chooses from.
+            deterministic one; one on a CPU that drafts tokens of texts that an indexer chooses from.
     """
     if model.get("model_type") not in SPARSE:
         return {}
     if config.device != "cuda":
         context = config.context_length or model["max_position_embeddings"]
-        if context > model["index_topk"]:
+        if context > model["index_topk"] and config.speculation is not None:
             raise ValueError(
-                f"{config.model_path}: {context} tokens are more than index_topk={model['index_topk']}, and SGLang (0.5.21) has sparse attention on "
-                "GPUs alone; ask for shorter texts"
+                f"rollout.speculative: {context} tokens are more than index_topk={model['index_topk']} of {config.model_path}, and engines on CPUs do not "
+                "check drafted tokens of sparse attention; leave it out"
             )
         return {}
     if config.dtype != "bfloat16":

@@ -14,6 +14,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
 from megarl.models.config import QWEN_HYBRIDS
 from megarl.rollout.engine import EngineConfig, SamplingParams
+from tests.fixtures.indexers import CHOOSING, choose_alike
 from tests.fixtures.tiny_models import MTP_FAMILIES
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices
@@ -42,6 +43,7 @@ EXPERT_PARALLEL = {
     "minimax_m2": 2,
     "gpt_oss": 1,  # SGLang cannot load its files for more; tests/trainer/test_families.py has two
 }
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 DENSE = ("qwen3", "qwen3_5", "qwen3_5 with vision")
 ALWAYS = (
     "qwen3_moe",
@@ -77,7 +79,7 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
         max_position_embeddings=128,
         seed=seed,
         num_mtp_layers=1 if family in MTP_FAMILIES and family != "qwen3_next" else 0,
-        fields={"initializer_range": 0.2},
+        fields={"initializer_range": 0.2, **(CHOOSING if family in SPARSE else {})},
     )
 
 
@@ -121,7 +123,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def model_of(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return choose_alike(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
 @torch.no_grad()

@@ -1,0 +1,196 @@
+"""Latent attention to the keys that an indexer chooses, in the place of Megatron's, whose other parts it has (megatron-core 0.19.2).
+
+All scores of a query's sequence are made, and those of other keys are hidden: the result is that of attention to the chosen keys, the time that
+of attention to all.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from megarl.megatron.cpu.attention import gather_sequences
+from megarl.megatron.cpu.torch_te import rms_norm
+from megarl.megatron.packing import PackedBounds
+from megarl.megatron.sparse.indexer import Choice, project
+from megarl.megatron.sparse.selection import (
+    Run,
+    choose_keys,
+    later_keys,
+    runs_of,
+    unpack_bits,
+)
+
+
+class SparseSelfAttention(MLASelfAttention):
+    """Latent attention of a model with indexers.
+
+    Attributes:
+        choice: what is chosen, and by which layer's indexer (`add_indexers`).
+        indexer: this layer's; there is none where the layer takes another one's choice.
+    """
+
+    choice: Choice
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.core_attention.requires_dsa_inputs = True  # Megatron then hands over the layer's input, too
+
+    def _run_core_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedBounds | None = None,
+        attn_mask_type: Any = None,
+        x: Tensor | None = None,
+        qr: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Queries, keys and values [tokens, heads of this rank, dim] -> [tokens, heads * value dim].
+
+        Args:
+            x: [this rank's tokens with sequence parallelism, 1, hidden], the layer's normed input.
+            qr: [the same, low rank], the queries before their norm and up-projection.
+        """
+        bounds = packed_seq_params
+        assert (
+            isinstance(bounds, PackedBounds)
+            and bounds.lengths is not None
+            and x is not None
+            and qr is not None
+        )
+        if bounds.max_seqlen_q <= self.choice.topk:
+            return super()._run_core_attention(
+                *(query, key, value, attention_mask),
+                packed_seq_params=bounds,
+                attn_mask_type=attn_mask_type,
+                **options,
+            )
+        assert bounds.shared is None, "models with experts do not share prompts"
+        chosen = self._chosen(x, qr, bounds)
+        group, lengths = self.pg_collection.cp, bounds.lengths
+        if group.size() > 1:
+            key, value = (torch.cat(gather_sequences(part, lengths, group)) for part in (key, value))
+        runs = runs_of(lengths, group.size(), group.rank())
+        scale = self.softmax_scale
+        return ChosenAttention.apply(query, key, value, chosen, runs, self.choice.topk, scale).flatten(1)
+
+    def _chosen(self, x: Tensor, qr: Tensor, bounds: PackedBounds) -> Tensor:
+        """The choices of all of this context parallel rank's queries, as `choose_keys`."""
+        source = self.choice.source
+        if source is not None:
+            if source not in bounds.choices:
+                raise ValueError(
+                    f"layer {self.choice.layer} takes the keys that the indexer of layer {source} chooses, which is on another pipeline stage; begin "
+                    "each stage with a layer that has an indexer (megatron.pipeline_model_parallel_layout), or make texts no longer than "
+                    f"index_topk={self.choice.topk}"
+                )
+            return bounds.choices[source]
+        with torch.no_grad():
+            chosen = self._choose(x.squeeze(1), qr, bounds)
+        if self.choice.is_shared:
+            bounds.choices[self.choice.layer] = chosen
+        return chosen
+
+    def _choose(self, x: Tensor, qr: Tensor, bounds: PackedBounds) -> Tensor:
+        """Each rank chooses for its own tokens; with sequence parallelism the choices are then exchanged."""
+        assert bounds.lengths is not None
+        tp, cp = self.pg_collection.tp, self.pg_collection.cp
+        cut = self.config.sequence_parallel and tp.size() > 1
+        own = range(tp.rank() * len(x), (tp.rank() + 1) * len(x)) if cut else range(len(x))
+        queries, keys, weights = self._index(x, qr, bounds, own)
+        if cut:
+            keys = gather_from_sequence_parallel_region(keys, tensor_parallel_output_grad=True, group=tp)
+        if cp.size() > 1:
+            keys = torch.cat(gather_sequences(keys, bounds.lengths, cp))
+        runs = runs_of(bounds.lengths, cp.size(), cp.rank(), own)
+        chosen = choose_keys(queries, weights, keys, runs, self.choice.topk, max(bounds.lengths))
+        if not cut:
+            return chosen
+        everyones = chosen.new_empty((len(chosen) * tp.size(), chosen.shape[1]))
+        dist.all_gather_into_tensor(everyones, chosen, group=tp)
+        return everyones
+
+    def _index(
+        self, x: Tensor, qr: Tensor, bounds: PackedBounds, own: range
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's queries, keys and weights of the tokens `own`, whose inputs these are."""
+        normed = rms_norm(qr, self.linear_q_up_proj.layer_norm_weight, self.config.layernorm_epsilon)
+        rotary = self.rotary_pos_emb(bounds.max_seqlen_q, packed_seq=True)
+        angles, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
+        positions = bounds.cu_seqlens_q.positions[own.start : own.stop]
+        return project(self.indexer, x, normed, positions, angles, factor, self.choice.interleaved)
+
+
+class ChosenAttention(torch.autograd.Function):
+    """Attention to chosen keys. Its backward pass makes the scores anew, from the rows' sums (Dao et al. 2022, arXiv:2205.14135,
+    algorithm 4)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        chosen: Tensor,
+        runs: Sequence[Run],
+        topk: int,
+        scale: float,
+    ) -> Tensor:
+        """query: [tokens, heads, dim]; key, value: [tokens of all context parallel ranks, heads, dim]; chosen: as `choose_keys` -> [tokens, heads,
+        value dim]."""
+        output = query.new_empty((*query.shape[:2], value.shape[2]))
+        sums = query.new_empty(query.shape[:2], dtype=torch.float32)
+        for part in _parts(runs, query.shape[1]):
+            scores = _scores(query, key, chosen, part, topk, scale)
+            sums[part.rows] = scores.logsumexp(-1).T
+            weights = scores.sub_(sums[part.rows].T[..., None]).exp_().to(value.dtype)
+            output[part.rows] = torch.einsum("hqk,khd->qhd", weights, value[part.keys])
+        ctx.save_for_backward(query, key, value, chosen, output, sums)
+        ctx.facts = runs, topk, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, chosen, output, sums = ctx.saved_tensors
+        runs, topk, scale = ctx.facts
+        grads = [torch.zeros_like(part, dtype=torch.float32) for part in (key, value)]
+        grad_query = torch.empty_like(query)
+        along = (grad.float() * output.float()).sum(-1)  # [tokens, heads]
+        for part in _parts(runs, query.shape[1]):
+            rows, keys = part.rows, part.keys
+            weights = _scores(query, key, chosen, part, topk, scale).sub_(sums[rows].T[..., None]).exp_()
+            grads[1][keys] += torch.einsum("hqk,qhd->khd", weights.to(grad.dtype), grad[rows])
+            grad_scores = torch.einsum("qhd,khd->hqk", grad[rows], value[keys]).float()
+            grad_scores = grad_scores.sub_(along[rows].T[..., None]).mul_(weights).mul_(scale).to(query.dtype)
+            grad_query[rows] = torch.einsum("hqk,khd->qhd", grad_scores, key[keys])
+            grads[0][keys] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows])
+        return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), None, None, None, None
+
+
+def _parts(runs: Sequence[Run], heads: int) -> list[Run]:
+    return [part for run in runs for part in run.cut(heads)]
+
+
+def _scores(query: Tensor, key: Tensor, chosen: Tensor, part: Run, topk: int, scale: float) -> Tensor:
+    """float32 [heads, queries of the part, keys]; -inf where a key is not attended to."""
+    queries, keys = query[part.rows].transpose(0, 1), key[part.keys].permute(1, 2, 0)
+    if query.is_cuda and query.dtype != torch.float32:
+        scores = torch.bmm(queries, keys, out_dtype=torch.float32)
+    else:
+        scores = torch.bmm(queries.float(), keys.float())
+    return scores.mul_(scale).masked_fill_(hidden_keys(chosen, part, topk), -torch.inf)
+
+
+def hidden_keys(chosen: Tensor, part: Run, topk: int) -> Tensor:
+    """bool [queries of the part, keys]: which keys are not attended to."""
+    hidden = later_keys(part.position, part.count, part.end, chosen.device)
+    if (late := part.after(topk)) is not None:
+        hidden[late.row - part.row :] |= ~unpack_bits(chosen[late.rows], part.end)
+    return hidden

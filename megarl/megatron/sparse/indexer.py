@@ -1,0 +1,120 @@
+"""Indexers of sparse attention (DeepSeek-V3.2, GLM-5) in Megatron's layers: their weights, which are kept and not trained, and their projections.
+
+Engines have the same weights, by every sync, and so have checkpoints and exports.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear
+
+from megarl import platform
+from megarl.megatron.cpu.rotary import rotate
+from megarl.models import ModelConfig, keeps_float32
+from megarl.models.layers import attention_weights, has_indexer
+
+_LOCAL = "self_attention.indexer."
+_KEY_NORM_EPSILON = (
+    1e-6  # as transformers 5.12.1 and SGLang 0.5.21 have it, whatever the model's other norms have
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The keys that a layer attends to.
+
+    Attributes:
+        layer: its number in the model, from 0; those for multi-token prediction come after the others.
+        topk: how many keys are chosen for a query.
+        interleaved: whether the indexer rotates pairs of neighbouring dimensions.
+        source: the layer whose indexer's choice it takes; None: it has an indexer.
+        is_shared: whether the layer after it takes its choice.
+    """
+
+    layer: int
+    topk: int
+    interleaved: bool
+    source: int | None
+    is_shared: bool
+
+
+def choice_of(config: ModelConfig, layer: int) -> Choice:
+    """What a layer of a model with indexers attends to."""
+    facts = config.indexer
+    assert facts is not None
+    own = has_indexer(config, layer)
+    source = None if own else max(number for number in facts.layers if number < layer)
+    return Choice(
+        layer, facts.topk, facts.interleaved, source, is_shared=own and not has_indexer(config, layer + 1)
+    )
+
+
+def add_indexers(model: GPTModel, config: ModelConfig, layers: list[int]) -> None:
+    """Tell the layers of a model chunk what they attend to, and give them their indexers, of zeros.
+
+    Their weights are buffers: no optimizer, gradient buffer or adapter knows of them.
+
+    Args:
+        layers: the numbers in the model of the chunk's layers.
+    """
+    if config.indexer is None:
+        return
+    numbered = list(zip(layers, model.decoder.layers, strict=True))
+    if getattr(model, "mtp", None) is not None:
+        numbered += [
+            (config.num_layers + index, layer.mtp_model_layer) for index, layer in enumerate(model.mtp.layers)
+        ]
+    for number, layer in numbered:
+        layer.self_attention.choice = choice_of(config, number)
+        if has_indexer(config, number):
+            layer.self_attention.indexer = _indexer(config, number, model.config.params_dtype)
+
+
+def indexers_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The weights of a chunk's indexers."""
+    return (buffer for name, buffer in model.named_buffers() if f".{_LOCAL}" in name)
+
+
+def project(
+    indexer: torch.nn.Module,
+    x: Tensor,
+    low_rank: Tensor,
+    positions: Tensor,
+    angles: Tensor,
+    factor: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An indexer's queries [tokens, heads, dim], keys [tokens, dim] and weights of heads [tokens, heads].
+
+    Args:
+        x: [tokens, hidden], the layer's normed input.
+        low_rank: [tokens, low rank], the normed queries before attention's up-projection.
+        positions: [tokens], in their sequences.
+        angles: [positions, 1, 1, rotated], of attention's rotary embedding. The first `rotated` of an indexer's dimensions are rotated.
+        factor: of sines and cosines.
+    """
+    dim = len(indexer.k_norm.weight)
+    queries = linear(low_rank, indexer.wq_b.weight).unflatten(1, (-1, dim))
+    keys = linear(x, indexer.wk.weight).float()
+    keys = layer_norm(keys, (dim,), indexer.k_norm.weight, indexer.k_norm.bias, _KEY_NORM_EPSILON).to(x.dtype)
+    queries, keys = (
+        rotate(part, positions, angles, interleaved, factor) for part in (queries, keys[:, None])
+    )
+    weights = linear(x, indexer.weights_proj.weight).float()
+    return queries, keys[:, 0], weights * (weights.shape[1] * dim) ** -0.5
+
+
+def _indexer(config: ModelConfig, layer: int, dtype: torch.dtype) -> torch.nn.Module:
+    indexer = torch.nn.Module()
+    for weight in attention_weights(config, layer):
+        if weight.megatron.startswith(_LOCAL):
+            part, kind = weight.megatron.removeprefix(_LOCAL).split(".")
+            if not hasattr(indexer, part):
+                indexer.add_module(part, torch.nn.Module())
+            own = torch.float32 if keeps_float32(weight.name) else dtype
+            values = torch.zeros(weight.shape, dtype=own, device=platform.device())
+            indexer.get_submodule(part).register_buffer(kind, values)
+    return indexer

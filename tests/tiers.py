@@ -40,6 +40,7 @@ BY_NAME: Mapping[str, str] = {
     "doctor/test_doctor.py": PROCESSES,
     "faults/": CHAOS,
     "gateway/test_agents.py": PROCESSES,
+    "gateway/test_frameworks.py": PROCESSES,
     "gateway/test_serve.py": E2E,
     "gpu_test/": PROCESSES,
     "launch/": PROCESSES,

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from examples.arithmetic import Problem
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
 
-AGENTS = Path(__file__).resolve().parents[2] / "examples/agents"
+ROOT = Path(__file__).resolve().parents[2]
+AGENTS = ROOT / "examples/agents"
 PROBLEM = Problem("add", 3, 4, "Tom has 3 pens and buys 4.")
 
 
@@ -47,3 +50,55 @@ def test_the_agents_sdk_plays_a_session_that_is_one_trajectory_and_posts_its_rew
     assert "\n7\n" in tokenizer.decode(second.prompt_ids[len(first.prompt_ids + first.ids) :])
     ((other,), error) = wrong  # there is no such tool: the policy's mistake, and no failure of the agent
     assert error is None and other.environment_score == 0.0 and any(other.response_mask)
+
+
+TASKS = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        return [SumTask(SumData(prompt=f"{a}+2", answer=str(a + 2)), self.config.task) for a in range(8)]
+
+__all__ = ["SumTaskset"]
+"""
+
+
+def test_an_environment_of_verifiers_plays_a_session_and_its_rewards_are_posted(serve, tmp_path):
+    python = ROOT / "outputs/verifiers/bin/python"
+    if not python.exists():
+        pytest.skip(
+            "verifiers has no environment of its own (docs/agents.md): python -m venv outputs/verifiers"
+        )
+    program = [str(python), str(AGENTS / "verifiers_agent.py")]
+    (tmp_path / "sums_v1.py").write_text(TASKS)
+    environment = {
+        **{name: value for name, value in os.environ.items() if name.startswith(("SSL_", "UV_", "PIP_"))},
+        "PYTHONPATH": str(tmp_path),
+        "HOME": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # has uv
+    }
+    config = {
+        "taskset": {"id": "sums_v1"},
+        "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+    }
+    rows = [*program, json.dumps(config), "rows.jsonl", "--start", "2", "--stop", "4"]
+    subprocess.run(rows, cwd=tmp_path, env=environment, check=True, timeout=200)
+    _, row = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (row["prompt"], row["extra_info"]["index"], row["data_source"]) == ("3+2", 3, "verifiers/sums_v1")
+    served = serve(["5"], tools=None)
+    runner = AgentRunner(
+        served.gateway, served.url, program, tmp_path / "logs", seconds=200, environment=environment
+    )
+    task = Task("p/0", row["prompt"], None, row["data_source"], None, row["extra_info"])
+    playing = asyncio.run_coroutine_threadsafe(runner.play(task), served.loop)
+    (one,), error = playing.result(300)
+    assert error is None and (one.environment_score, one.num_turns) == (1.0, 1)
+    assert all(one.response_mask)

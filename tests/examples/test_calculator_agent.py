@@ -1,7 +1,6 @@
 """The agent with a calculator: its demonstrations, and in a slow test what training it gains."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,6 @@ def test_the_gateway_reads_the_calls_of_the_demonstrations(tmp_path, monkeypatch
 def test_the_policy_learns_to_use_the_tool(tmp_path: Path) -> None:
     """The margin leaves room below the run in docs/agents.md: another processor rounds differently and runs another course."""
     pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
-    assert sys.version_info >= (3, 11)
     write_task(tmp_path)
     data = tmp_path / "data"
     commands = [
@@ -54,6 +52,7 @@ def test_the_policy_learns_to_use_the_tool(tmp_path: Path) -> None:
     for command in commands:
         done = megarl(*command, f"trainer.default_local_dir={tmp_path}/{command[0]}", timeout=1800)
         assert done.returncode == 0, done.stdout + done.stderr
-    found = [step for step in steps(tmp_path / "train") if any(name.startswith("val/") for name in step)]
-    before, after = found[0], found[-1]
-    assert before is not after
+    validations = {
+        step["step"]: step["val/score/mean"] for step in steps(tmp_path / "train") if "val/score/mean" in step
+    }
+    assert validations[5] >= validations[0] + 0.2, validations

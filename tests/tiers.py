@@ -41,6 +41,7 @@ BY_NAME: Mapping[str, str] = {
     "faults/": CHAOS,
     "gateway/test_agents.py": PROCESSES,
     "trainer/workers/test_agents.py": PROCESSES,
+    "gateway/test_frameworks.py": PROCESSES,
     "gateway/test_serve.py": E2E,
     "gpu_test/": PROCESSES,
     "launch/": PROCESSES,

@@ -70,15 +70,17 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a layer of multi-token prediction."""
-    return make_experts(tmp_path_factory.mktemp("shadow-predicting") / "model", num_mtp_layers=1)
+    return make_experts(
+        tmp_path_factory.mktemp("shadow-predicting") / "model", num_layers=2, num_mtp_layers=1
+    )
 
 
-def make_experts(folder: Path, num_mtp_layers: int = 0) -> Path:
+def make_experts(folder: Path, num_layers: int = 4, num_mtp_layers: int = 0) -> Path:
     fields = {
         **{"q_lora_rank": 64, "kv_lora_rank": 64},
         **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     }
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 2, "num_attention_heads": 8}
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": num_layers, "num_attention_heads": 8}
     more = {"fields": fields, "num_mtp_layers": num_mtp_layers}
     make_tiny_model(folder, ["two words"], family="deepseek_v3", **more, **sizes)
     return folder

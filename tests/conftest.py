@@ -18,10 +18,10 @@ sys.dont_write_bytecode = False
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent
-# Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share an engine or a cluster.
-ONE_PROCESS = ("rollout", "cluster")
-# Long tests come first (rooms, and a file), so that all processes end at about the same time.
-LONGEST_FIRST = ("rollout", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
+# Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share engines, shadow ranks or a cluster.
+ONE_PROCESS = ("rollout", "shadow", "cluster")
+# Long tests come first (rooms, and a file), then the other files that start processes, so that all processes end at about the same time.
+LONGEST_FIRST = ("rollout", "shadow", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
 
 
 class ByFileOrRoom(LoadFileScheduling):
@@ -57,7 +57,10 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
-        items.sort(key=_place)  # stable
+        places: dict[Path, int] = {}
+        for item in items:
+            places[item.path] = min(_place(item), places.get(item.path, _place(item)))
+        items.sort(key=lambda item: places[item.path])  # stable
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
@@ -66,7 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> int:
     room = item.path.relative_to(TESTS).parts[0]
-    return LONGEST_FIRST.index(room) if room in LONGEST_FIRST else len(LONGEST_FIRST)
+    if room in LONGEST_FIRST:
+        return LONGEST_FIRST.index(room)
+    return len(LONGEST_FIRST) + (item.get_closest_marker("unit") is not None)
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,13 @@ def print_cases(
     interpreted: Sequence[Callable[[], Any]],
     compiled: Callable[[], Any] | None = None,
     around: AbstractContextManager[Any] | None = None,
+    seldom: Sequence[Callable[[], Any]] = (),
 ) -> None:
     """Run the interpreted cases whose names follow in the command (none: all), or `compiled`.
 
     Args:
         around: in which interpreted cases run.
+        seldom: interpreted cases that run where they are named.
     """
     sys.path.insert(0, str(PACKAGES))
     import triton
@@ -33,5 +35,7 @@ def print_cases(
         return
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
     with around or nullcontext():
-        chosen = [case for case in interpreted if not names or case.__name__ in names]
+        chosen = (
+            [case for case in (*interpreted, *seldom) if case.__name__ in names] if names else interpreted
+        )
         print(json.dumps({case.__name__: case() for case in chosen}))

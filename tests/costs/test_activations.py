@@ -23,9 +23,19 @@ def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **opt
         assert planned["activations"] == pytest.approx(found["activations"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "deepseek_v3 with narrow values"])
+NARROW = "deepseek_v3 with narrow values"
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "lora"),
+    [
+        pytest.param(
+            family, recompute, lora, id=f"{family}-{recompute}-{'whole' if lora is None else 'lora'}",
+            marks=pytest.mark.slow if family == NARROW and lora is not None else (),
+        )
+        for family in ("qwen2", "deepseek_v3", NARROW) for recompute in (None, "selective", "full") for lora in (None, LORA)
+    ],
+)  # fmt: skip
 def test_one_rank(
     ranks: RankPool, folders: dict[str, str], family: str, recompute: str | None, lora: LoraConfig | None
 ) -> None:
@@ -59,11 +69,15 @@ def test_layers_of_multi_token_prediction(
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
-    ids=str,
-)
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+    ("sizes", "lora"),
+    [
+        pytest.param(
+            sizes, lora, id=f"{sizes}-{'whole' if lora is None else 'lora'}",
+            marks=pytest.mark.slow if lora is not None and "sp" not in sizes and "vpp" not in sizes else (),
+        )
+        for sizes in ({"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}) for lora in (None, LORA)
+    ],
+)  # fmt: skip
 def test_layouts(
     ranks: RankPool, folders: dict[str, str], sizes: dict[str, Any], lora: LoraConfig | None
 ) -> None:

@@ -6,18 +6,34 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model import make_tiny_model
-from megarl.shadow import device
+from megarl.shadow import device, dry_run
 from megarl.shadow.dry_run import run_ranks
+from tests.shadow.warm import WarmStarts
 
+COLD = dry_run.start
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart_ppo.yaml"
 
 
 @pytest.fixture(scope="session")
-def machine() -> None:
-    """Skips where no shadow can run, and says why."""
+def machine() -> Iterator[None]:
+    """Skips where no shadow can run, and says why. Lets `run_ranks` start forks of processes that have done their imports."""
     problem = device.missing()
     if problem is not None:
         pytest.skip(problem)
+    starts = WarmStarts()
+    dry_run.start = starts.start
+    yield
+    dry_run.start = COLD
+    starts.close()
+
+
+@pytest.fixture
+def cold(machine: None) -> Iterator[None]:
+    """Processes as a user's command starts them."""
+    warm = dry_run.start
+    dry_run.start = COLD
+    yield
+    dry_run.start = warm
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shadow") / "model"
     make_tiny_model(folder, ["two words"], hidden_size=128, ffn_hidden_size=384, num_layers=4)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("shadow-small") / "model", ["two words"], num_layers=2)
 
 
 def overrides(model: Path) -> list[str]:
@@ -49,21 +70,23 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a layer of multi-token prediction."""
-    return make_experts(tmp_path_factory.mktemp("shadow-predicting") / "model", num_mtp_layers=1)
+    return make_experts(
+        tmp_path_factory.mktemp("shadow-predicting") / "model", num_layers=2, num_mtp_layers=1
+    )
 
 
-def make_experts(folder: Path, num_mtp_layers: int = 0) -> Path:
+def make_experts(folder: Path, num_layers: int = 4, num_mtp_layers: int = 0) -> Path:
     fields = {
         **{"q_lora_rank": 64, "kv_lora_rank": 64},
         **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     }
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": num_layers, "num_attention_heads": 8}
     more = {"fields": fields, "num_mtp_layers": num_mtp_layers}
     make_tiny_model(folder, ["two words"], family="deepseek_v3", **more, **sizes)
     return folder
 
 
-@pytest.fixture(scope="session", params=["qwen3_next", "qwen3_5"])
+@pytest.fixture(scope="session")
 def delta_nets(
     request: pytest.FixtureRequest, machine: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

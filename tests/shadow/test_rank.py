@@ -68,7 +68,14 @@ MODULES = ["recompute_granularity=selective", "recompute_modules=[layernorm,mla_
 
 
 @pytest.mark.parametrize(
-    "recompute", [["recompute_granularity=full"], ["recompute_granularity=null"], MODULES], ids=str
+    "recompute",
+    [
+        ["recompute_granularity=full"],
+        # as in `test_layers_of_multi_token_prediction_take_what_was_planned`
+        pytest.param(["recompute_granularity=null"], marks=pytest.mark.slow),
+        MODULES,
+    ],
+    ids=str,
 )
 def test_experts_and_latent_attention_take_what_was_planned(
     machine, experts: Path, recompute: list[str]
@@ -88,8 +95,14 @@ def test_experts_and_latent_attention_take_what_was_planned(
         assert -0.05 < row.difference < most, row
 
 
-@pytest.mark.parametrize("recompute", ["full", "null"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "recompute"),
+    [
+        (1, "null"),
+        (2, "full"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "full"), (2, "null"))),
+    ],
+)
 def test_layers_of_multi_token_prediction_take_what_was_planned(
     machine, predicting: Path, stages: int, recompute: str
 ) -> None:
@@ -137,7 +150,16 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
         assert not any("get_dummy_wgrad" in line for (_, _, line), _ in report["kept_by"])
 
 
-@pytest.mark.parametrize(("recompute", "mtp"), [("null", "train"), ("full", "drop")])
+@pytest.mark.parametrize(
+    ("delta_nets", "recompute", "mtp"),
+    [
+        ("qwen3_next", "null", "train"),
+        ("qwen3_5", "full", "drop"),
+        pytest.param("qwen3_next", "full", "drop", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "null", "train", marks=pytest.mark.slow),
+    ],
+    indirect=["delta_nets"],
+)
 def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recompute: str, mtp: str) -> None:
     """With flash-linear-attention's own code, whose kernels write into what it allocates."""
     keys = [
@@ -160,7 +182,7 @@ def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recom
     assert pytest.approx(backward / forward, rel=0.01) == BACKWARD_RULE
 
 
-def test_layers_in_torch_run_on_the_cuda_branch_too(machine, model: Path) -> None:
+def test_layers_in_torch_run_on_the_cuda_branch_too(cold, model: Path) -> None:
     """As on a machine without Transformer Engine."""
     (report,) = run_ranks(
         str(RECIPE), overrides(model), [("actor", 3)], transformer_engine=False, num_processes=1

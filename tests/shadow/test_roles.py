@@ -7,8 +7,8 @@ import pytest
 
 from megarl.plan.inputs import read_planned
 from megarl.plan.memory import GIB, plan_of
+from megarl.shadow import dry_run
 from megarl.shadow.comparison import Comparison, compare
-from megarl.shadow.dry_run import start
 from megarl.shadow.requests import Request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def reports(
         Request(recipes[recipe], keys, ranks, str(folder / name), command=command)
         for name, (recipe, command, keys, ranks) in CASES.items()
     ]
-    process = start(requests, folder / "log")
+    process = dry_run.start(requests, folder / "log")
     assert process.wait() == 0, (folder / "log").read_text()
     return {name: list(map(json.loads, (folder / name).read_text().splitlines())) for name in CASES}
 

@@ -8,8 +8,8 @@ import pytest
 from examples.tiny_model import make_tiny_model
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
+from megarl.shadow import dry_run
 from megarl.shadow.comparison import compare
-from megarl.shadow.dry_run import start
 from megarl.shadow.requests import Request
 from tests.shadow.conftest import RECIPE, overrides
 
@@ -62,7 +62,7 @@ def found(machine, models: dict[str, Path], tmp_path_factory: pytest.TempPathFac
         Request(str(RECIPE), keys_of(name, models[name]), [("actor", RANK)], str(outs[name]), micro_batches=4)
         for name in CASES
     ]
-    start(requests, folder / "log").wait()
+    dry_run.start(requests, folder / "log").wait()
     lines = {name: out.read_text().splitlines() if out.exists() else [] for name, out in outs.items()}
     failed = next((name for name, each in lines.items() if not each), None)
     assert failed is None, f"{failed}: {(folder / 'log').read_text()[-3000:]}"

@@ -66,7 +66,7 @@ def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(
     check(plan, report, tolerance)  # a tiny model shows the list of free tokens, 8 bytes each
 
 
-def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: Path) -> None:
+def test_experts_in_float8_have_the_scales_that_a_sync_fills(cold, experts: Path) -> None:
     """DeepSeek-V3's kind on TP2 EP2 over two nodes, whose blocks of scales are cut as its weights are."""
     keys = [
         *expert_overrides(experts),
@@ -83,7 +83,8 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: P
 @pytest.mark.parametrize(
     ("family", "float8"),
     [
-        *(("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False)),
+        *(("deepseek_v3", True), ("glm4_moe", False), ("qwen3_next", False)),
+        pytest.param("deepseek_v3", False, marks=pytest.mark.slow),
         *(("deepseek_v32", True), ("glm_moe_dsa", False)),
         ("qwen3_5_moe with vision", False),
     ],
@@ -161,7 +162,8 @@ def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
 @pytest.mark.parametrize(
     ("family", "served", "keys"),
     [
-        ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2,)),  # norms of queries and keys are cut with the heads
+        # norms of queries and keys are cut with the heads
+        pytest.param("minimax_m2", "MiniMaxM2ForCausalLM", (EP2,), marks=pytest.mark.slow),
         ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2, *FP8)),
         # indexers: complete on every rank, with a cache of their own
         ("deepseek_v32", "DeepseekV32ForCausalLM", (EP2,)),
@@ -172,7 +174,7 @@ def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
             (EP2,),
         ),  # one layer in four has a cache, the others have states
         ("qwen3_5", "Qwen3_5ForCausalLM", ()),
-        ("qwen3_5_moe", "Qwen3_5MoeForCausalLM", (EP2,)),
+        pytest.param("qwen3_5_moe", "Qwen3_5MoeForCausalLM", (EP2,), marks=pytest.mark.slow),
         ("qwen3_5_moe with vision", "Qwen3_5MoeForCausalLM", (EP2,)),
         (
             "gpt_oss",

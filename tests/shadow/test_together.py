@@ -42,12 +42,6 @@ def logs(reports: list[dict]) -> dict[int, list[Collective]]:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("together") / "model"
-    return make_tiny_model(folder, ["two words"], num_layers=2)
-
-
-@pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together-experts") / "model"
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 2}

@@ -24,6 +24,9 @@ from megarl.weight_sync.slice_table import TILE, BlockRow, CopyRow, SliceRead, S
 from tests.kernel_cases import print_cases
 
 DRAWN = 24
+DRAWN_COMPUTED = (
+    6  # of weights that are computed, which take seconds each; the others up to `DRAWN` run with --slow
+)
 OFFSET, SIZE, STRIDE = (CopyRow._fields.index(name) for name in ("offset", "size_2", "stride_1"))
 ADDRESS, EXTENT = CopyRow._fields.index("address"), BlockRow._fields.index("extent_1")
 
@@ -70,12 +73,16 @@ def random_lists() -> list[str]:
     return found
 
 
-def computed_weights() -> list[str]:
+def computed_weights(seeds: range = range(2000, 2000 + DRAWN_COMPUTED)) -> list[str]:
     found = []
-    for seed in range(2000, 2000 + DRAWN):
+    for seed in seeds:
         listed_ = slices.drawn_computed(seed, "cpu")
         found += [f"{seed} {name}" for name in differing(slices.compared(listed_, "cpu"))]
     return found
+
+
+def more_computed_weights() -> list[str]:
+    return computed_weights(range(2000 + DRAWN_COMPUTED, 2000 + DRAWN))
 
 
 def all_sizes_of_bytes() -> list[str]:
@@ -372,7 +379,7 @@ def compiled() -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    print_cases(INTERPRETED, compiled)
+    print_cases(INTERPRETED, compiled, seldom=(more_computed_weights,))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from tests.weight_sync.test_slice_kernels import cases, needs_triton
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return cases("interpret", tmp_path_factory.mktemp("triton"), "interpreted_buckets")
+    return cases("interpret", tmp_path_factory.mktemp("triton"), module="interpreted_buckets")
 
 
 @needs_triton

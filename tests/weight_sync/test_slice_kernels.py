@@ -21,11 +21,11 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def cases(how: str, folder: Path, module: str = "interpreted_slices") -> dict[str, Any]:
-    """What each case of a module found."""
+def cases(how: str, folder: Path, *names: str, module: str = "interpreted_slices") -> dict[str, Any]:
+    """What each case of a module found; `names`: of these."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder)}
     environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
-    command = [sys.executable, "-m", f"tests.weight_sync.{module}", how]
+    command = [sys.executable, "-m", f"tests.weight_sync.{module}", how, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -51,6 +51,13 @@ CASES = (
 @pytest.mark.parametrize("case", CASES)
 def test_slices_and_checksums_are_those_of_torch(found: dict[str, Any], case: str) -> None:
     assert found[case] == []
+
+
+@pytest.mark.slow
+@needs_triton
+def test_more_weights_that_are_computed(tmp_path: Path) -> None:
+    found = cases("interpret", tmp_path, "more_computed_weights")
+    assert found == {"more_computed_weights": []}
 
 
 @needs_triton

@@ -26,7 +26,6 @@ def export(source, target, layout, dtype=torch.float32, ranks=None, **options):
     return plan
 
 
-@pytest.mark.parametrize("mtp", [False, True])
 @pytest.mark.parametrize(
     "family",
     [
@@ -46,9 +45,18 @@ def export(source, target, layout, dtype=torch.float32, ranks=None, **options):
     ],
 )
 @pytest.mark.parametrize(
-    "layout",
-    [ONE, ParallelLayout(world=4, tp=2, pp=2), ParallelLayout(world=8, tp=2, pp=2, vpp=2)],
-    ids=["tp1", "tp2pp2", "tp2pp2vpp2dp2"],
+    ("layout", "mtp"),
+    [
+        pytest.param(layout, mtp, id=f"{name}-{mtp}", marks=() if often else pytest.mark.slow)
+        for layout, name, mtp, often in (
+            (ONE, "tp1", False, True),
+            (ONE, "tp1", True, False),
+            (ParallelLayout(world=4, tp=2, pp=2), "tp2pp2", False, True),
+            (ParallelLayout(world=4, tp=2, pp=2), "tp2pp2", True, False),
+            (ParallelLayout(world=8, tp=2, pp=2, vpp=2), "tp2pp2vpp2dp2", False, False),
+            (ParallelLayout(world=8, tp=2, pp=2, vpp=2), "tp2pp2vpp2dp2", True, True),
+        )
+    ],
 )
 def test_what_was_loaded_comes_back_bit_for_bit(tmp_path, tiny_model, family, layout, mtp):
     model = tiny_model(family)

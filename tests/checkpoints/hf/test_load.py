@@ -73,7 +73,6 @@ def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
         check_hf_weights(str(folder), read_model_config(str(folder)))
 
 
-@pytest.mark.parametrize("block", [(16, 16), (12, 20), (128, 128)])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -83,7 +82,15 @@ def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
     ],
     ids=["one", "tp4ep2etp2", "pp2ep2"],
 )
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [
+        *(("deepseek_v3", block) for block in ((16, 16), (12, 20), (128, 128))),
+        pytest.param("deepseek_v32", (16, 16), marks=pytest.mark.slow),
+        ("deepseek_v32", (12, 20)),
+        pytest.param("deepseek_v32", (128, 128), marks=pytest.mark.slow),
+    ],
+)
 def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, family, block, layout):
     """Blocks that no shard's edge meets, blocks that most shards' edges cut, and blocks larger than tensors."""
     folder = shutil.copytree(tiny_model(family, dtype="bfloat16").folder, tmp_path / "hf")

@@ -45,6 +45,7 @@ def add_sums(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
 def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> dict[str, float]:
     """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
 
+    actor/given_kl is a mean over the tokens of given responses, actor/own_kl as the other token means over the policy's own.
     actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of the tokens
     of layers with replayed experts whose own choice was another one. actor/mtp_loss: see `prediction_metrics`.
     critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
@@ -55,12 +56,14 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     out = {name: values[name] / num_updates for name in _PER_UPDATE if name in values}
     if values.get("actor/ptx_tokens", 0.0) > 0:
         out["actor/ptx_loss"] = values["actor/ptx_loss"] / values["actor/ptx_tokens"]
+    if values.get("actor/given_tokens", 0.0) > 0:
+        out["actor/given_kl"] = values["actor/given_kl"] / values["actor/given_tokens"]
     if values.get("actor/routing_replayed", 0.0) > 0:
         out["actor/routing_changed"] = values["actor/routing_changed"] / values["actor/routing_replayed"]
     routing = ("actor/routing_changed", "actor/routing_replayed")
     out |= prediction_metrics(values, "actor/", "actor/")
-    predicted = ("actor/mtp_loss", "actor/mtp_tokens")
-    counted = (*_PER_UPDATE, "actor/tokens", "actor/ptx_loss", "actor/ptx_tokens", *routing, *predicted)
+    others = ("ptx_loss", "ptx_tokens", "mtp_loss", "mtp_tokens", "given_kl", "given_tokens")
+    counted = (*_PER_UPDATE, "actor/tokens", *routing, *(f"actor/{name}" for name in others))
     own = [name for name in values if name.startswith("actor/") and name not in counted]
     for name in dict.fromkeys([*_PER_TOKEN, *own]):
         tokens = values.get(name.split("/")[0] + "/tokens", 0.0)

@@ -83,6 +83,9 @@ class PolicyTokens:
     rollout_is_weights: Tensor | None = None  # of the policy loss alone (see rollout_correction)
     selected: Tensor | None = None  # bool; the tokens that clip_cov and kl_cov treat apart (see covariance)
     sequences: Sequences | None = None  # needed by losses of whole trajectories
+    own: Tensor | None = (
+        None  # bool; False on given responses, which the KL loss alone learns from; None: all are the policy's
+    )
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,17 @@ register_policy_loss = POLICY_LOSSES.register
 def actor_loss(
     log_probs: Tensor, entropy: Tensor | None, tokens: PolicyTokens, options: PolicyLossOptions
 ) -> tuple[Tensor, Sums]:
-    """The actor's whole loss: the policy loss, minus the entropy bonus, plus the KL loss, each with its coefficient.
+    """The actor's whole loss: the policy loss, minus the entropy bonus, plus the KL loss, each with its coefficient. On given responses
+    (`tokens.own`) it is the KL loss alone.
 
     Args: log_probs [tokens] and entropy [tokens] (or None: not measured; only with entropy_coef 0) carry the
     gradient. Returns: the loss as a scalar sum, ready for backward(), and the sums for the metrics.
     """
-    loss, sums = policy_loss(log_probs, tokens, options)
+    trained = tokens if tokens.own is None else replace(tokens, mask=tokens.mask & tokens.own)
+    loss, sums = policy_loss(log_probs, trained, options)
     loss = options.pg_coef * loss
     if entropy is not None:
-        bonus, entropy_sums = entropy_bonus(entropy, tokens.mask, tokens.weights)
+        bonus, entropy_sums = entropy_bonus(entropy, trained.mask, trained.weights)
         sums |= entropy_sums
         if options.entropy_coef != 0.0:
             loss = loss - options.entropy_coef * bonus
@@ -185,7 +190,8 @@ def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor,
     """The weighted sum of the KL to the reference, before its coefficient: of `tokens.full_kl` (kinds kl.FULL_KL and kl.TOP_K), else of
     its estimate (see kl.kl_estimate).
 
-    Sums: actor/kl_loss, the weighted sum itself.
+    Sums: actor/kl_loss, the weighted sum itself; where responses are given, plain sums: actor/own_kl over the policy's own live tokens,
+    actor/given_kl over the given ones, and actor/given_tokens, the number of these.
     """
     mask, weights, zero = tokens.mask, tokens.weights, log_probs.new_zeros(())
     if kind in (FULL_KL, TOP_K):
@@ -196,7 +202,12 @@ def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor,
         ref_log_probs = torch.where(mask, tokens.ref_log_probs, zero)
         estimate = kl_estimate(torch.where(mask, log_probs, zero), ref_log_probs, kind)
     loss = (torch.where(mask, weights, zero) * estimate).sum()
-    return loss, {"actor/kl_loss": loss.detach().double()}
+    sums = {"actor/kl_loss": loss.detach().double()}
+    if tokens.own is not None:
+        sums["actor/own_kl"] = _total(torch.where(tokens.own, estimate, zero))
+        sums["actor/given_kl"] = _total(torch.where(tokens.own, zero, estimate))
+        sums["actor/given_tokens"] = (mask & ~tokens.own).sum().double()
+    return loss, sums
 
 
 def _without_masked(tokens: PolicyTokens) -> PolicyTokens:

@@ -37,7 +37,7 @@ from megarl.trainer.run.start import open_run
 from megarl.trainer.run.timeline import STEP
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import ModelInputs, load_model_inputs
-from megarl.trainer.stages.prompt_data import reading
+from megarl.trainer.stages.prompt_data import reading, training_reading
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.workers.ptx import load_ptx
@@ -120,7 +120,7 @@ class PromptSupply:
                     "PromptDataset's; give rows as a list of dicts instead (table.to_pylist())"
                 )
         else:
-            keywords = reading(data, self._several_turns)
+            keywords = reading(data, self._several_turns) | training_reading(data)
             reader = PromptReader(self._tokenizer, may_lack=(ANSWER_KEY,), **keywords)
             file = DataFile("prompts")
             rows = [

@@ -5,6 +5,7 @@ Everything here is for a configuration that `check_config` accepts; every divisi
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
@@ -127,6 +128,13 @@ def resolve_batches(config: TuningConfig) -> TuningBatchPlan: ...
 def resolve_batches(config: TrainConfig | TuningConfig) -> BatchPlan | TuningBatchPlan:
     """The arithmetic of a resolved configuration; see the module."""
     return _train_plan(config) if isinstance(config, TrainConfig) else _tuning_plan(config)
+
+
+def answered_prompts(config: TrainConfig) -> int:
+    """Prompts that the engines answer in a step, in the mean, and one at least: but for those whose responses are given."""
+    data = config.data
+    share = 1.0 if data.given_response_key is None else data.on_policy_share
+    return max(1, math.ceil(data.train_batch_size * share))
 
 
 def trajectories_per_step(config: TrainConfig) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages
+from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages, read_chat
 from megarl.data.files import (
     Column,
     DataFile,
@@ -29,8 +29,16 @@ from megarl.data.files import (
     with_holders,
     without_filled_nulls,
 )
+from megarl.data.preferences import response_chat
+from megarl.data.sft import tokenize_chat
 from megarl.data.tokenizer import encode_texts, render_text
-from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, REF_PROMPT_IDS, TEMPLATE_KWARGS
+from megarl.data.trajectories import (
+    GIVEN_RESPONSES,
+    MESSAGES,
+    PROMPT_SCHEMA,
+    REF_PROMPT_IDS,
+    TEMPLATE_KWARGS,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,12 +63,29 @@ class Row:
     values: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class RowFields:
+    """What a row of a file has.
+
+    Attributes:
+        prompts: the messages of its prompts by the columns of their tokens.
+        given: chats of the prompt with each response that is given.
+        keywords: for the chat template.
+        others: the other columns of the table.
+    """
+
+    prompts: dict[str, list[Message]]
+    given: list[list[Message]]
+    keywords: dict[str, Any]
+    others: dict[str, str]
+
+
 class PromptReader:
     """Makes prompt tables of rows, and collects the errors of rows.
 
     Attributes:
         schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, TEMPLATE_KWARGS with that or
-            keep_template_kwargs, and REF_PROMPT_IDS with ref_prompt_key.
+            keep_template_kwargs, REF_PROMPT_IDS with ref_prompt_key, and GIVEN_RESPONSES with given_response_key.
         errors: the wrong rows so far.
         num_filtered: rows left out so far as longer than `max_prompt_length`.
     """
@@ -72,6 +97,8 @@ class PromptReader:
         max_prompt_length: int,
         prompt_key: str = "prompt",
         ref_prompt_key: str | None = None,
+        given_response_key: str | None = None,
+        max_response_length: int | None = None,
         data_source_key: str = SOURCE_KEY,
         answer_key: str | None = ANSWER_KEY,
         may_lack: Collection[str] = (),
@@ -89,6 +116,10 @@ class PromptReader:
             prompt_key: the column of the messages, or of a text, which is the user's message; may be dotted.
             ref_prompt_key: the column of the prompt that the reference reads in its place, of the same form and as long at most.
                 None: there is none.
+            given_response_key: the column of responses that are given: a text, the assistant's message, or several texts. None: there
+                are none.
+            max_response_length: tokens of such a response, of which a longer one is treated as a longer prompt is, but cut on the right
+                alone.
             data_source_key: the column that becomes `data_source`; may be dotted.
             answer_key: the column that becomes `ground_truth`; may be dotted. None: it is empty.
             may_lack: which of the last two columns rows may lack, or have null in; `data_source` is then UNKNOWN_SOURCE,
@@ -113,6 +144,11 @@ class PromptReader:
         self._prompts = {"prompt_ids": Column(prompt_key, "data.prompt_key")}
         if ref_prompt_key is not None:
             self._prompts[REF_PROMPT_IDS] = Column(ref_prompt_key, "data.ref_prompt_key")
+        self._given = (
+            None if given_response_key is None else Column(given_response_key, "data.given_response_key")
+        )
+        assert given_response_key is None or max_response_length is not None, "responses have a limit"
+        self._max_response = max_response_length
         self._source = Column(
             data_source_key,
             "data.reward_fn_key (no row needs it with reward.rule or custom_reward_function.path)",
@@ -128,6 +164,8 @@ class PromptReader:
         kept = {MESSAGES: keep_messages, TEMPLATE_KWARGS: keep_messages or keep_template_kwargs}
         further = [pa.field(name, pa.string()) for name, keep in kept.items() if keep]
         further += [pa.field(name, pa.list_(pa.int32())) for name in self._prompts if name == REF_PROMPT_IDS]
+        if self._given is not None:
+            further.append(pa.field(GIVEN_RESPONSES, pa.list_(pa.list_(pa.int32()))))
         self.schema = pa.schema([*PROMPT_SCHEMA, *further])
         self.errors = RowErrors()
         self.num_filtered = 0
@@ -141,11 +179,12 @@ class PromptReader:
     @property
     def chat_columns(self) -> list[str]:
         """The columns of chats, tools and keywords (see `without_filled_nulls`)."""
-        return [*(column.name for column in self._prompts.values()), *self._keywords.columns]
+        given = [] if self._given is None else [self._given.name]
+        return [*(column.name for column in self._prompts.values()), *given, *self._keywords.columns]
 
     def needed(self, present: Sequence[str]) -> list[Column]:
         """The columns that a file must have, whatever others are present in it."""
-        named = (*self._prompts.values(), self._source, self._answer, *self._keywords.needed)
+        named = (*self._prompts.values(), self._given, self._source, self._answer, *self._keywords.needed)
         return [column for column in named if column is not None and column.name not in self._may_lack]
 
     def has_columns(self, file: DataFile) -> bool:
@@ -164,13 +203,13 @@ class PromptReader:
         kept = []
         for (row, fields), *prompts in zip(parsed, *encoded, strict=True):
             fitted = self._fit(row, dict(zip(self._prompts, prompts, strict=True)))
-            if fitted is not None:
-                kept.append({"uid": row.uid, **fields, **fitted})
+            given = self._fit_responses(row, fields[GIVEN_RESPONSES]) if fitted is not None else None
+            if fitted is not None and given is not None:
+                kept.append({"uid": row.uid, **fields, **fitted, GIVEN_RESPONSES: given})
         return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
 
-    def fields(self, row: Row) -> tuple[dict[str, list[Message]], dict[str, Any], dict[str, str]]:
-        """The messages of a row's prompts by the columns of their tokens, its keywords for the chat template, and its other columns of
-        the table.
+    def fields(self, row: Row) -> RowFields:
+        """What a row has.
 
         Raises:
             ValueError: a column is missing or of another form.
@@ -181,8 +220,13 @@ class PromptReader:
             for name, column in self._prompts.items()
         }
         keywords = self._keywords.of_row(values)
-        return (
+        return RowFields(
             prompts,
+            []
+            if self._given is None
+            else given_chats(
+                lookup(values, self._given.name, self._given.setting), prompts["prompt_ids"], self._given.name
+            ),
             keywords,
             {
                 "data_source": self._data_source(row.values),
@@ -193,19 +237,28 @@ class PromptReader:
             },
         )
 
-    def _parse(self, row: Row) -> dict[str, str] | None:
-        """One row with its prompts as texts, `prompt_ids` and REF_PROMPT_IDS; None: it is wrong, and its error is noted."""
+    def _parse(self, row: Row) -> dict[str, Any] | None:
+        """One row with its prompts as texts, `prompt_ids` and REF_PROMPT_IDS, and with GIVEN_RESPONSES; None: it is wrong, and its error is
+        noted."""
         try:
-            prompts, keywords, fields = self.fields(row)
-            return fields | {
+            found = self.fields(row)
+            texts = {
                 name: render_text(
-                    self._tokenizer, messages, add_generation_prompt=True, template_kwargs=keywords
+                    self._tokenizer, messages, add_generation_prompt=True, template_kwargs=found.keywords
                 )
-                for name, messages in prompts.items()
+                for name, messages in found.prompts.items()
             }
+            given = [self._tokens_of_response(chat, found.keywords) for chat in found.given]
+            return {**found.others, **texts, GIVEN_RESPONSES: given}
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))
             return None
+
+    def _tokens_of_response(self, chat: list[Message], keywords: Mapping[str, Any]) -> list[int]:
+        """The tokens of a chat's last message, with its end token."""
+        assert self._tokenizer is not None
+        ids, mask = tokenize_chat(self._tokenizer, chat, keywords, only_last=True)
+        return [token for token, learnt in zip(ids, mask, strict=True) if learnt]
 
     def _data_source(self, row: dict[str, Any]) -> str:
         key = self._source.name
@@ -251,6 +304,25 @@ class PromptReader:
             )
             return None
         return {name: truncate(ids, self.max_length, self._truncation) for name, ids in prompts.items()}
+
+    def _fit_responses(self, row: Row, responses: list[list[int]]) -> list[list[int]] | None:
+        """Given responses, cut if they have too many tokens; None: the row is left out, or wrong."""
+        longest = max(map(len, responses), default=0)
+        if self._max_response is None or longest <= self._max_response:
+            return responses
+        if self._filter:
+            self.num_filtered += 1
+            return None
+        if self._truncation == "error":
+            assert self._given is not None
+            self.errors.add(
+                row.file,
+                row.number,
+                f"the response {self._given.name!r} has {longest} tokens, more than max_response_length {self._max_response}; "
+                "raise it, set filter_overlong_prompts, or choose a truncation",
+            )
+            return None
+        return [ids[: self._max_response] for ids in responses]
 
 
 class PromptDataset:
@@ -309,6 +381,22 @@ def _read_all(
             reader.table([Row(file, number, uid_prefix + uid, row) for file, number, uid, row in block])
         )
     return pa.concat_tables(tables).combine_chunks()
+
+
+def given_chats(value: Any, prompt: list[Message], key: str) -> list[list[Message]]:
+    """A prompt with each response in a column: a text, the assistant's message (with the prompt's messages or without), or several texts.
+
+    Raises:
+        ValueError: there is none, or one is empty or has several messages.
+    """
+    value = read_chat(value)
+    if value == [] or value is None:
+        raise ValueError(f"{key!r} is {value!r}; it must have a response at least")
+    several = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    chats = [response_chat(prompt, response, key) for response in (value if several else [value])]
+    if any(len(chat) != len(prompt) + 1 for chat in chats):
+        raise ValueError(f"{key!r} must be one message of the assistant's, found {value!r}")
+    return chats
 
 
 def truncate(ids: list[int], max_length: int, truncation: Truncation) -> list[int]:

@@ -172,6 +172,13 @@ REF_TOP_TOKENS = "ref_top_tokens"
 """A column that learning appends: of each response token the log-probabilities of the reference's k most likely tokens, and their numbers,
 float32 [2 k], as bytes."""
 CARRIED = (MESSAGES, TEMPLATE_KWARGS, REF_PROMPT_IDS)
+SCORED_MASK = "scored_mask"  # `response_mask` before tokens were rejected, 1 on live tokens
+GIVEN_RESPONSES = (
+    "given_responses"  # of prompts: token ids of responses that are given (lists of int32 lists)
+)
+GIVEN = "given"
+"""A column of trajectories, true where the response is a given one and not the policy's; missing where none is. Such a row has no score, and 0
+as its `rollout_log_probs`."""
 
 Ragged = tuple[np.ndarray, np.ndarray]
 """(flat values [total], offsets int64 [rows + 1]): row i is flat[offsets[i] : offsets[i + 1]]."""

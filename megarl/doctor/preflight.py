@@ -7,7 +7,7 @@ need a tokenizer, every row or another process are found when the run reads its 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -57,7 +57,13 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.models.weight_files import stored_tensors
 from megarl.trainer.roles.adapters import adapter_problems
 from megarl.trainer.run.earlier_runs import likely_refusals
-from megarl.trainer.stages.prompt_data import labelled_keys, may_lack, preference_keys, reading
+from megarl.trainer.stages.prompt_data import (
+    labelled_keys,
+    may_lack,
+    preference_keys,
+    reading,
+    training_reading,
+)
 from megarl.util.gpus import gpus_here
 
 Config = TrainConfig | TuningConfig | EvalConfig
@@ -301,15 +307,13 @@ def _few_rows(files: Sequence[DataFile], source: _Source) -> Iterator[str]:
         yield f"{source.key}: {sum(counts)} rows, too few for one batch of {key}={size}: lower it or give more data"
 
 
-def _prompts(config: TrainConfig | EvalConfig, ref_prompt_key: str | None = None) -> _Rows:
-    reader = PromptReader(
-        None, may_lack=may_lack(config), ref_prompt_key=ref_prompt_key, **reading(config.data)
-    )
+def _prompts(config: TrainConfig | EvalConfig, further: Mapping[str, Any] | None = None) -> _Rows:
+    reader = PromptReader(None, may_lack=may_lack(config), **reading(config.data), **(further or {}))
     return _Rows(reader.columns, reader.needed, reader.fields)
 
 
 def _of_training(config: TrainConfig) -> Iterator[_Source]:
-    data, rows = config.data, _prompts(config, config.data.ref_prompt_key)
+    data, rows = config.data, _prompts(config, training_reading(config.data))
     if config.trainer.train_only is None:
         batch = ("data.train_batch_size", data.train_batch_size)
         yield _Source("data.train_files", data.train_files, rows, batch)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs_ref_log_probs
-from megarl.config.batches import UpdatePlan, resolve_batches
+from megarl.config.batches import UpdatePlan, answered_prompts, resolve_batches
 from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.flops import LayerFlops, prediction_flops
@@ -126,6 +126,7 @@ def step_phases(
     """
     texts, moves = lengths(config, machine), moved_seconds(plan, machine)
     count = resolve_batches(config).trajectories_per_step
+    generated = answered_prompts(config) * config.actor_rollout_ref.rollout.n
     rollout = config.actor_rollout_ref.rollout.resource_pool
     made = generate(config, inputs, machine, plan.kv_tokens)
     least = generate(config, inputs, machine, plan.kv_tokens, generation_floor)
@@ -152,7 +153,7 @@ def step_phases(
         PhaseTime(
             name,
             tuple(parts[name]),
-            {"sync": 0.0, "generate": count * texts.response}.get(name, whole),
+            {"sync": 0.0, "generate": generated * texts.response}.get(name, whole),
         )
         for name in TIMED
         if name in parts
@@ -180,7 +181,7 @@ def generate(
         rollout.quantization == "fp8",
         drafting(rollout, inputs),
     )
-    prompts = -(-config.data.train_batch_size // rollout.num_engines)
+    prompts = -(-answered_prompts(config) // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)
     shape = (texts.prompt, texts.response, texts.longest)
     return work(served, EngineLoad(prompts * rollout.n, prompts, *shape, running))

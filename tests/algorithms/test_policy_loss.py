@@ -28,6 +28,46 @@ from megarl.util.plugins import load_plugins
 from tests.algorithms.ragged_examples import brief, normal, ragged_masks, repeatable, rows
 
 
+@pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
+def test_given_responses_are_learnt_from_by_the_divergence_alone(loss_mode: str) -> None:
+    """Of the second of two trajectories neither value nor gradient has a policy loss or an entropy bonus, whatever its advantages and old
+    log-probs are; the first one's are those that it has alone."""
+    own, mask = torch.tensor([True] * 3 + [False] * 3), torch.tensor([True, True, True, True, True, False])
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.0], dtype=torch.float64)
+    old, advantages = normal(6, 1) - 2.0, normal(6, 2)
+    divergence, entropy = (normal(6, seed).abs().requires_grad_() for seed in (3, 4))
+    log_probs = (old + 0.1 * normal(6, 5)).requires_grad_()
+    options = PolicyLossOptions(
+        0.2, 0.2, 3.0, entropy_coef=0.1, kl_coef=2.0, kl_kind="full", pg_coef=0.7, loss_mode=loss_mode
+    )
+
+    def tokens(rows: slice) -> PolicyTokens:
+        return PolicyTokens(
+            mask=mask[rows],
+            weights=weights[rows],
+            old_log_probs=torch.where(own, old, 0.0)[rows],
+            advantages=torch.where(own, advantages, 9.0)[rows],
+            full_kl=divergence[rows],
+            selected=torch.ones(6, dtype=torch.bool)[rows],
+            sequences=Sequences((~own).long()[rows], 2),
+            own=own[rows],
+        )
+
+    loss, sums = actor_loss(log_probs, entropy, tokens(slice(None)), options)
+    grads = torch.autograd.grad(loss, [log_probs, entropy, divergence])
+    alone, alone_sums = actor_loss(log_probs[:3], entropy[:3], tokens(slice(3)), options)
+    wanted = torch.autograd.grad(alone, [log_probs, entropy, divergence], allow_unused=True)
+    given = 2.0 * (weights * divergence.detach())[3:5].sum()
+    assert loss.item() == pytest.approx((alone.detach() + given).item())
+    for found, expected in zip(grads[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads[2], 2.0 * weights)
+    metrics, own_metrics = reduce_metrics(sums), reduce_metrics(alone_sums)
+    assert metrics["actor/given_kl"] == pytest.approx(divergence[3:5].mean().item())
+    for name in own_metrics.keys() - {"actor/loss", "actor/kl_loss"}:
+        assert metrics[name] == pytest.approx(own_metrics[name]), name
+
+
 def test_actor_loss_by_hand():
     # 2 live tokens, weights 1/2, ratio 1, A = 1 and -3: pg loss = (-1 + 3) / 2 = 1
     # entropy 0.4 and 0.8: bonus 0.6. KL (mse): r = 0.2 and -0.4: (0.02 + 0.08) / 2 = 0.05

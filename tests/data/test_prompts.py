@@ -8,6 +8,7 @@ import pytest
 from megarl.data.loader import TableLoader
 from megarl.data.prompts import PromptDataset, truncate
 from megarl.data.trajectories import (
+    GIVEN_RESPONSES,
     MESSAGES,
     PROMPT_SCHEMA,
     REF_PROMPT_IDS,
@@ -312,6 +313,48 @@ def test_a_prompt_of_the_references_own(tokenizer, tmp_path):
         PromptDataset(path, tokenizer, **{**reading, "filter_overlong_prompts": False})
     with pytest.raises(ValueError, match=r"'hint'.*data\.ref_prompt_key"):
         PromptDataset(path, tokenizer, **{**reading, "ref_prompt_key": "hint"})
+
+
+def test_given_responses_are_tokens_that_a_policy_would_generate(tokenizer, tmp_path):
+    """One or several to a prompt, as texts or a message, with the end token; limited by the length of a response."""
+    prompt = prompt_row()["prompt"]
+    message = {"role": "assistant", "content": "It is 7."}
+    given = ["It is 7.", ["It is 7.", "7"], [message], [*prompt, message]]
+    rows = [{**prompt_row(), "told": one} for one in given]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    reading = {"max_prompt_length": 64, "given_response_key": "told", "max_response_length": 30}
+    table = PromptDataset(path, tokenizer, **reading).table
+    eos = tokenizer.eos_token_id
+    seven, short = ([*tokenizer.encode(text), eos] for text in ("It is 7.", "7"))
+    assert table[GIVEN_RESPONSES].to_pylist() == [[seven], [seven, short], [seven], [seven]]
+    size = len(seven) - 1
+    with pytest.raises(
+        ValueError, match=rf"the response 'told' has {size + 1} tokens.*max_response_length {size}"
+    ):
+        PromptDataset(path, tokenizer, **{**reading, "max_response_length": size})
+    cut = PromptDataset(path, tokenizer, **{**reading, "max_response_length": size}, truncation="left").table
+    assert cut[GIVEN_RESPONSES][1].as_py() == [seven[:size], short[:size]]
+    shorter = {**reading, "max_response_length": size, "filter_overlong_prompts": True}
+    with pytest.raises(ValueError, match="all 4 rows are longer"):
+        PromptDataset(path, tokenizer, **shorter)
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        ([], "must have a response at least"),
+        ("", "'told' is an empty text"),
+        ([{"role": "user", "content": "?"}], "of 'user', not of the assistant"),
+        ([{"role": "assistant", "content": "7"}] * 2, "must be one message of the assistant's"),
+    ],
+)
+def test_a_given_response_is_one_message(tokenizer, tmp_path, response, problem):
+    path = write_rows(tmp_path / "train.jsonl", [{**prompt_row(), "told": response}])
+    reading = {"max_prompt_length": 64, "given_response_key": "told", "max_response_length": 30}
+    with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
+        PromptDataset(path, tokenizer, **reading)
+    with pytest.raises(ValueError, match=r"'hint'.*data\.given_response_key"):
+        PromptDataset(path, tokenizer, **{**reading, "given_response_key": "hint"})
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,22 @@
 """Whole runs in which a policy learns from a teacher alone: it comes closer, and rewards have no part in it.
 
-The teacher that judges sampled tokens is told more than the policy.
+The teacher that judges sampled tokens is told more than the policy. Where the data has responses, some of a step are these.
 """
 
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
-from megarl.data.trajectories import REF_PROMPT_IDS, read_trajectories
-from tests.fixtures.runs import PPO, on, steps, succeed
+from megarl.data.trajectories import GIVEN, REF_PROMPT_IDS, read_trajectories
+from tests.fixtures.runs import PPO, assert_same_steps, on, steps, succeed
 from tests.trainer.roles.test_weight_sync import SMALL
 
 ACTOR = "actor_rollout_ref.actor"
@@ -67,6 +69,49 @@ def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_pat
         assert step["actor/pg_loss"] != step["actor/loss"]
     if way == "sampled":
         check_judged(teacher, tmp_path / "rollouts" / "step-000001.parquet")
+
+
+def test_a_resumed_run_learns_from_the_same_given_responses(
+    task: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """Of a step's 8 prompts those that are drawn have their data's response twice; scores and their metrics are of the others."""
+    rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
+    for row in rows:
+        row["told"] = [{"role": "assistant", "content": f"#### {row['reward_model']['ground_truth']}"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "told.parquet")
+    truths = {f"told:{number}": row["told"][0]["content"] for number, row in enumerate(rows)}
+    run = [
+        "train", *PPO, *SMALL, *WAYS["top"], f"{ACTOR}.pg_loss_coef=0.5", f"{ACTOR}.use_kl_loss=true",
+        f"actor_rollout_ref.ref.model.path={teacher}", "data.given_response_key=told", "data.on_policy_share=0.6",
+        "trainer.total_training_steps=3", "trainer.save_freq=2", f"{ACTOR}.ppo_mini_batch_size=4",
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    succeed(*run, *on(task, out), f"data.train_files={tmp_path}/told.parquet")
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    for number, step in enumerate(steps(out), 1):
+        table = read_trajectories(out / "rollouts" / f"step-{number:06d}.parquet")
+        there = table.to_pylist()
+        given = [row for row in there if row[GIVEN]]
+        assert len(given) == 16 * step["given/share"] and len({row["prompt_uid"] for row in there}) == 8
+        assert {row["score"] for row in given} == {0.0} and not any(sum(row["advantages"]) for row in given)
+        for row in given:
+            assert (
+                tokenizer.decode(row["response_ids"], skip_special_tokens=True) == truths[row["prompt_uid"]]
+            )
+            assert row["response_ids"][-1] == tokenizer.eos_token_id
+        own = [row["score"] for row in there if not row[GIVEN]]
+        assert step["critic/score/mean"] == pytest.approx(sum(own) / len(own))
+        assert step["actor/given_kl"] > 0 < step["actor/own_kl"]
+    assert {
+        len(read_trajectories(path).filter(pc.field(GIVEN))) for path in out.glob("rollouts/*.parquet")
+    } != {0}
+    again = tmp_path / "again"
+    shutil.copytree(out / "checkpoints" / "step-2", again / "checkpoints" / "step-2")
+    said = succeed(*run, *on(task, again), f"data.train_files={tmp_path}/told.parquet")
+    assert "going on from step 2" in said
+    assert_same_steps(out, again, 3)
+    for name in ("hf/model.safetensors", "rollouts/step-000003.parquet"):
+        assert (out / name).read_bytes() == (again / name).read_bytes()
 
 
 @torch.no_grad()

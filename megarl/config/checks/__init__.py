@@ -10,6 +10,7 @@ from typing import TypeVar
 from megarl.config.checks.data import data_problems, file_problems, template_problems
 from megarl.config.checks.float8 import float8_problems
 from megarl.config.checks.gateway import gateway_problems
+from megarl.config.checks.given_responses import given_response_problems
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.rollout import (
     evaluation_sampling_problems,
@@ -84,6 +85,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from val_set_problems(config, data_files)
     yield from run_problems(config)
     yield from data_problems(config, data_files and config.trainer.train_only is None)
+    yield from given_response_problems(config)
     yield from reward_model_problems(config)
     yield from reward_problems(config)
 

@@ -158,6 +158,18 @@ class DataConfig:
         "most max_prompt_length tokens, too; null: the policy's prompt.",
         None,
     )
+    given_response_key: str | None = option(
+        "Column of responses that are given: a text or the assistant's message, or several texts. Some prompts (on_policy_share) are not answered by "
+        "the policy; it learns from these responses by the divergence from the reference alone. null: it answers all prompts.",
+        None,
+    )
+    on_policy_share: float = option(
+        "given_response_key: the probability with which the policy answers a prompt itself (GKD's lambda, arXiv:2306.13649; TRL's lmbda).",
+        0.5,
+        ge=0,
+        le=1,
+        formula="share E[D of the policy's own responses] + (1 - share) E[D of given ones]",
+    )
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
     tools_key: str | None = option(TOOLS_KEY_HELP, "tools")

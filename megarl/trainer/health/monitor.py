@@ -28,6 +28,7 @@ from megarl.trainer.health.findings import ACTOR, Finding, History, beyond_noise
 from megarl.trainer.run.logger import keep_lines
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
+from megarl.trainer.stages.given_responses import own_rows
 from megarl.util.files import naming
 
 HEALTH_FILE = "health.jsonl"
@@ -149,7 +150,7 @@ def watch(
     """
     if not monitor.config.health.enable:
         return {}
-    found = repetition_metrics(batch)
+    found = repetition_metrics(own_rows(batch))
     findings = monitor.check(step, {**metrics, **found})
     actions = monitor.act(findings)
     _tell(run, step, findings)

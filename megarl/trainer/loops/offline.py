@@ -41,6 +41,7 @@ from megarl.trainer.run.logger import METRICS_FILE, read_metrics
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import limits, open_engine_run, open_run
 from megarl.trainer.stages.advantages import make_controls
+from megarl.trainer.stages.given_responses import given_metrics, own_rows
 from megarl.trainer.stages.inputs import load_model_inputs, num_training_steps
 from megarl.trainer.stages.nonfinite import GENERATED, finite_step, require_finite
 from megarl.trainer.stages.prompt_data import may_lack, training_prompts
@@ -74,7 +75,10 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
             run.save_trajectories(batch, "step", step)
             inputs.loader.report(*groups.prompt_scores())
             metrics |= collected
-            metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
+            metrics |= given_metrics(batch)
+            scores = own_rows(batch)["score"].to_numpy()
+            if len(scores):
+                metrics["critic/score/mean"] = float(scores.mean())
 
         controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, inputs.num_steps)
         guard = partial(finite_step, run, config.trainer.on_nonfinite, controls)

@@ -25,6 +25,7 @@ from megarl.trainer.run.start import open_run
 from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.schedule.validations import Validated, open_validations
 from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
+from megarl.trainer.stages.given_responses import check_given, draw_given, own_rows
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
 from megarl.trainer.stages.nonfinite import (
@@ -126,8 +127,11 @@ def answer(
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
     noise, idle, counts = noise_seed(config.actor_rollout_ref.rollout, step), 0.0, EngineCounts()
     while not groups.complete:
+        asked = groups.distinct(next(prompts))
+        asked, groups.given = draw_given(asked, config.data, step, config.actor_rollout_ref.rollout.n)
+        if not asked.num_rows:
+            break
         with phase("generate"):
-            asked = groups.distinct(next(prompts))
             answers, idled, counted = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
         idle += idled
         counts += counted
@@ -136,6 +140,8 @@ def answer(
             scored = rewards.collect(answers, f"step {step}", by_model)
             parts = config.algorithm.reward_weights or {}
             groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data, parts))
+    if not groups.parts:  # all responses of the step are given
+        return groups, {}
     seconds = run.seconds["generate"]
     speed = {
         "perf/generate_tokens_per_s": groups.generated_tokens / seconds,
@@ -157,8 +163,10 @@ def learn(
 
     Raises:
         NotFinite: an input or a computed number is not finite; no later update is made.
+        ValueError: the trajectories have given responses, and the loss is none for them.
     """
     seed = config.trainer.seed * 1_000_003 + step
+    check_given(batch, config)
     require_finite(batch, GENERATED)
     layouts = [role.layout for role in (roles.actor, roles.ref, roles.critic) if role is not None]
     num_rows = batch.num_rows
@@ -211,5 +219,5 @@ def report_validation(config: TrainConfig, run: Run, inputs: TrainInputs, found:
 
 def show_samples(run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table, number: int) -> None:
     """Log a few scored trajectories as text; `name` is their label."""
-    samples = sample_rows(table, inputs.tokenizer, number)
+    samples = sample_rows(own_rows(table), inputs.tokenizer, number)
     run.logger.log_samples(step, f"{name}/generations", samples)

@@ -33,6 +33,7 @@ from megarl.trainer.roles.weight_sync import sync_weights
 from megarl.trainer.run.checkpoints import InFolder
 from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.concurrent_views import Background, View, in_background
+from megarl.trainer.stages.given_responses import own_rows
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes
@@ -132,7 +133,9 @@ class OneStepOff(Batches):
         assert found.step == step, f"the batch of step {found.step} in step {step}"
         if found.problem is not None:
             raise NotFinite(found.problem, found.table)
-        behind = step - found.table["weight_version"].to_numpy()
+        behind = step - own_rows(found.table)["weight_version"].to_numpy()
+        if not len(behind):  # all responses are given
+            return found
         staleness = {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
         return replace(found, metrics=found.metrics | staleness)
 

@@ -27,7 +27,15 @@ from megarl.algorithms.rollout_correction import CorrectionOptions, correct_roll
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
 from megarl.data.sessions import first_rows, last_rows
-from megarl.data.trajectories import append_column, environment_notes, from_ragged, ragged
+from megarl.data.trajectories import (
+    GIVEN,
+    SCORED_MASK,
+    append_column,
+    environment_notes,
+    from_ragged,
+    ragged,
+)
+from megarl.trainer.stages.given_responses import given_metrics, join_given, split_given
 from megarl.trainer.stages.step_scores import flat_steps
 
 
@@ -79,9 +87,6 @@ def make_controls(algorithm: AlgorithmConfig, actor: ActorConfig, num_steps: int
     return Controls(kl, kl_loss, actor.clip_ratio_low, actor.clip_ratio_high)
 
 
-SCORED_MASK = "scored_mask"  # column: `response_mask` before tokens were rejected, 1 on live tokens
-
-
 def compute_batch_advantages(
     batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
 ) -> tuple[pa.Table, dict[str, float]]:
@@ -91,7 +96,8 @@ def compute_batch_advantages(
     critic's returns go on from one to the next.
 
     With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
-    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic.
+    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic, nor does one whose
+    response is given (GIVEN): its advantages are 0.
 
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
@@ -100,6 +106,15 @@ def compute_batch_advantages(
     Raises:
         ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
     """
+    if GIVEN in batch.column_names:
+        own, given, is_given = split_given(batch)
+        metrics = given_metrics(batch)
+        if own.num_rows:
+            own, found = compute_batch_advantages(own, algorithm, kl)
+            metrics |= found
+        else:
+            given = append_column(given, "advantages", _zeros(given))
+        return join_given(own, given, is_given), metrics
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
     offsets = torch.from_numpy(ragged(batch, "response_mask")[1])
@@ -107,7 +122,7 @@ def compute_batch_advantages(
     of_sessions = torch.cat([offsets[torch.from_numpy(first)], offsets[-1:]])
     scores = torch.tensor(batch["score"].to_numpy()[last])
     scored = segment_sum(mask, of_sessions) > 0
-    metrics: dict[str, float] = {}
+    metrics = {}
     if "old_log_probs" in column and not algorithm.rollout_correction.bypass_mode:
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
@@ -171,6 +186,12 @@ def compute_batch_advantages(
         if values is not None:
             batch = append_column(batch, name, (values.numpy(), offsets.numpy()))
     return batch, metrics
+
+
+def _zeros(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """0 for each token of the responses."""
+    mask, offsets = ragged(batch, "response_mask")
+    return np.zeros(len(mask)), offsets
 
 
 def turns_of(batch: pa.Table, offsets: torch.Tensor) -> Turns | None:

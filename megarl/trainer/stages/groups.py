@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from megarl.config import FilterGroupsConfig
 from megarl.data.trajectories import list_lengths, replace_column
+from megarl.trainer.stages.given_responses import join_given
 from megarl.trainer.stages.scoring import OVERLONG_PENALTY, Scored, concat_scored, group_numbers
 
 _FOR_METRICS = ("uid", "prompt_uid", "score", "response_mask", OVERLONG_PENALTY)
@@ -34,10 +35,16 @@ class Groups:
     num_dropped: int = 0
     num_surplus: int = 0
     names: dict[str, str] = field(default_factory=dict)  # uid within the step -> the data's
+    given: pa.Table | None = None  # trajectories of given responses, whose prompts are not generated for
 
     @property
     def complete(self) -> bool:
-        return self.num_kept == self.num_prompts
+        return self.num_kept + self.num_given == self.num_prompts
+
+    @property
+    def num_given(self) -> int:
+        """Prompts whose responses are given."""
+        return 0 if self.given is None else len(np.unique(group_numbers(self.given)))
 
     @property
     def generated_tokens(self) -> int:
@@ -92,16 +99,26 @@ class Groups:
     def batch(self) -> pa.Table:
         """The step's trajectories: the samples of a prompt are neighbours, prompts come as they were asked."""
         assert self.complete, f"{self.num_kept} of {self.num_prompts} prompts"
-        return concat_scored(self.kept).table
+        if self.given is None:
+            return concat_scored(self.kept).table
+        own = concat_scored(self.kept).table if self.kept else self.given.slice(0, 0)
+        place = {name: number for number, name in enumerate(self.names)}
+        uids = [*own["prompt_uid"].to_pylist(), *self.given["prompt_uid"].to_pylist()]
+        order = np.argsort([place[uid] for uid in uids], kind="stable")
+        return join_given(own, self.given, order >= own.num_rows)
 
     def prompt_scores(self) -> tuple[list[str], np.ndarray]:
         """Of every trajectory that was generated and scored: its prompt's uid in the data, its score [trajectories]."""
+        if not self.parts:
+            return [], np.empty(0)
         every = concat_scored(self.parts)
         every = every.take(np.flatnonzero(every.live)).sessions()
         return [self.names[uid] for uid in every.table["prompt_uid"].to_pylist()], every.scores
 
     def metrics(self) -> dict[str, float]:
         """The rewards' metrics of all generated trajectories, and the counts of dropped groups."""
+        if not self.parts:
+            return {}
         every = concat_scored(self.parts).sessions()
         metrics = every.metrics()
         if OVERLONG_PENALTY in every.table.column_names:

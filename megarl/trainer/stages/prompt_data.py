@@ -73,6 +73,15 @@ def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> d
     return keywords
 
 
+def training_reading(data: DataConfig) -> dict[str, Any]:
+    """Further keywords of `PromptReader` for training prompts."""
+    return {
+        "ref_prompt_key": data.ref_prompt_key,
+        "given_response_key": data.given_response_key,
+        "max_response_length": data.max_response_length,
+    }
+
+
 def preference_keys(data: RMDataConfig | DPODataConfig, margin: str | None = None) -> PreferenceKeys:
     """The columns of rankings; `margin`: that of the margins, where the loss has them."""
     return PreferenceKeys(
@@ -105,7 +114,7 @@ def read_prompts(
     uid_prefix: str = "",
     may_lack: Collection[str] = (),
     several_turns: bool = False,
-    ref_prompt_key: str | None = None,
+    **further: Any,
 ) -> PromptDataset:
     """All prompts of some files.
 
@@ -113,7 +122,7 @@ def read_prompts(
         max_samples: the first so many rows; -1: all.
         may_lack: columns that rows may lack, see the function `may_lack`.
         several_turns: an environment continues the chats (rollout.multi_turn).
-        ref_prompt_key: the column of the reference's own prompts; None: it reads the policy's.
+        further: `training_reading`, for training prompts.
 
     Raises:
         ValueError: names the file and row that is wrong.
@@ -124,8 +133,8 @@ def read_prompts(
         max_samples=None if max_samples == -1 else max_samples,
         uid_prefix=uid_prefix,
         may_lack=may_lack,
-        ref_prompt_key=ref_prompt_key,
         **reading(data, several_turns),
+        **further,
     )
 
 
@@ -199,8 +208,8 @@ def _feed(
 ) -> tuple[Feed, int]:
     """The rows of some files in their order, and how many were left out as too long."""
     if not data.streaming:
-        told = data.ref_prompt_key
-        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack, several_turns, told)
+        given = (files, tokenizer, max_samples, uid_prefix, may_lack, several_turns)
+        dataset = read_prompts(data, *given, **training_reading(data))
         check(dataset.table)
         return TableFeed(dataset.table, make_sampler(data.sampler, data.shuffle), seed), dataset.num_filtered
     limit = None if max_samples == -1 else max_samples
@@ -208,8 +217,8 @@ def _feed(
     reader = PromptReader(
         tokenizer,
         may_lack=may_lack,
-        ref_prompt_key=data.ref_prompt_key,
         **reading(data, several_turns),
+        **training_reading(data),
     )
     found = resolve_files(files)
     for file in found:

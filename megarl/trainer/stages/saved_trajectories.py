@@ -10,6 +10,8 @@ from megarl.config import DataConfig
 from megarl.data.sessions import num_sessions
 from megarl.data.trajectories import (
     CARRIED,
+    GIVEN,
+    SCORED_MASK,
     TRAJECTORY_SCHEMA,
     from_ragged,
     ragged,
@@ -17,12 +19,11 @@ from megarl.data.trajectories import (
     replace_column,
     sequence_lengths,
 )
-from megarl.trainer.stages.advantages import SCORED_MASK
 from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY, REWARD_PART
 from megarl.trainer.stages.step_scores import STEP_SCORES
 
 # The columns that learning reads; the others of the file are computed again.
-_SCORES = ("score", OVERLONG_PENALTY, BASELINE_SCORE, STEP_SCORES)
+_SCORES = ("score", GIVEN, OVERLONG_PENALTY, BASELINE_SCORE, STEP_SCORES)
 _COLUMNS = (*TRAJECTORY_SCHEMA.names, *CARRIED, *_SCORES)
 
 

@@ -18,7 +18,7 @@ from megarl.algorithms.kl import FULL_KL, TOP_K
 from megarl.algorithms.metrics import RolloutDifference, reported_difference
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyTokens, Sequences, actor_loss, select_tokens
 from megarl.cluster.ranks import RankInfo
-from megarl.data.trajectories import REF_TOP_TOKENS, append_column, ragged, take
+from megarl.data.trajectories import GIVEN, REF_TOP_TOKENS, append_column, ragged, take
 from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.expert_load import ExpertLoads, violations
 from megarl.megatron.fsdp import release
@@ -42,6 +42,9 @@ from megarl.weight_sync.sender import Outbox, SendReport, Slots
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+
+OWN = "own"  # column and field: see `with_own_tokens`
 
 
 class ActorWorker(ModelWorker):
@@ -189,9 +192,13 @@ class ActorWorker(ModelWorker):
             fields.append("rollout_is_weights")
         if how.select is not None:
             fields.append("selected")
+        table = with_own_tokens(table)
+        if OWN in table.column_names:
+            fields.append(OWN)
 
         def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             log_probs = output[:, 0]
+            own = batch.fields[OWN] > 0 if OWN in batch.fields else None
             tokens = PolicyTokens(
                 mask=batch.mask,
                 weights=batch.fields["loss_weights"],
@@ -202,10 +209,12 @@ class ActorWorker(ModelWorker):
                 rollout_is_weights=batch.fields.get("rollout_is_weights"),
                 selected=batch.fields["selected"] > 0 if how.select is not None else None,
                 sequences=trajectories_of(batch),
+                own=own,
             )
             value, sums = actor_loss(log_probs, output[:, 1], tokens, how.options)
             if first is not None:
-                sums |= first.add(log_probs.detach(), batch.fields[old], batch.mask)
+                sampled = batch.mask if own is None else batch.mask & own
+                sums |= first.add(log_probs.detach(), batch.fields[old], sampled)
             return value, sums
 
         head, loss = (head, loss) if ptx is None else with_ptx(head, loss, self.lm_head())
@@ -244,7 +253,8 @@ class ActorWorker(ModelWorker):
                 )
             # All ranks must stop together, or the next collective hangs.
             if how.target_kl is not None:
-                change = result.stats["actor/ppo_kl"] / result.stats["actor/tokens"]
+                # Without a token of the policy's own it is 0.
+                change = result.stats["actor/ppo_kl"] / max(result.stats["actor/tokens"], 1.0)
                 steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
                 if steps[-1]["stopped_early"]:
                     break
@@ -338,6 +348,15 @@ def trajectories_of(batch: PackedBatch) -> Sequences:
     return Sequences(ids, count, lambda total: sum_over_ranks(total, group))
 
 
+def with_own_tokens(table: pa.Table) -> pa.Table:
+    """`table` with the column OWN, 1 on the tokens of the policy's own responses and 0 on those of given ones, where there are any."""
+    if GIVEN not in table.column_names:
+        return table
+    _, offsets = ragged(table, "response_mask")
+    own = np.repeat(~table[GIVEN].to_numpy(), np.diff(offsets))
+    return append_column(table, OWN, (own.astype(np.float32), offsets))
+
+
 def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, seed: int) -> pa.Table:
     """`table` with the tokens that `rule` chooses of the mini-batch `rows` as column `selected`.
 
@@ -348,6 +367,8 @@ def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, 
     old, advantages, mask = (
         torch.tensor(ragged(mini, name)[0]) for name in ("old_log_probs", "advantages", "response_mask")
     )
+    if OWN in mini.column_names:
+        mask &= torch.tensor(ragged(mini, OWN)[0]) > 0
     selected = select_tokens(rule, old, advantages, mask, seed).numpy()
     _, offsets = ragged(table, "response_mask")
     flags = np.zeros(offsets[-1], dtype=np.float32)

@@ -31,6 +31,7 @@ from megarl.data.balance import (
 from megarl.data.routing import ROUTED_EXPERTS, list_of_binary
 from megarl.data.sessions import num_sessions, request_of
 from megarl.data.trajectories import (
+    GIVEN,
     Blocks,
     append_column,
     from_ragged,
@@ -143,7 +144,7 @@ class MicroBatching:
 
 # The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS)
-LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
+LEARNT = (*READ, GIVEN, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
 # Before a layer's number: the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).
 EXPERT_VIOLATION = "expert_violation/"

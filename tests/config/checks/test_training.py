@@ -308,6 +308,37 @@ def test_a_reference_judges_after_its_own_prompt_by_sampled_tokens_alone(grpo: T
         assert found.startswith("data.ref_prompt_key=told: the reference judges")
 
 
+def test_given_responses_go_with_divergences_of_distributions(grpo: Train) -> None:
+    given, used = "data.given_response_key=told", f"{ACTOR}.use_kl_loss=true"
+    exact = (given, used, f"{ACTOR}.kl_loss_type=full")
+    for keys in (exact, (given, used, f"{ACTOR}.kl_loss_type=top_k"), (*exact, "data.on_policy_share=0")):
+        check_config(grpo(*keys))
+    refused = {
+        "a given response is learnt from by": (given, used, f"{ACTOR}.kl_loss_type=k2"),
+        "a given response is learnt from by the divergence": (given,),
+        "goes with trainer.mode=sync and": (*exact, "trainer.mode=partial_rollouts"),
+        "algorithm.filter_groups.enable=true drops": (*exact, "algorithm.filter_groups.enable=true"),
+        "no engine has chosen experts": (*exact, f"{ACTOR}.router_replay=rollout"),
+    }
+    for problem, keys in refused.items():
+        (found,) = problems(grpo(*keys))
+        assert found.startswith(given) and problem in found
+    plays = (f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator")
+    (found,) = problems(grpo(*exact, *plays))
+    assert "has one turn" in found
+    (found,) = problems(grpo("data.on_policy_share=0.3"))
+    assert (
+        found
+        == "data.on_policy_share=0.3 needs data.given_response_key beside it; nothing reads it otherwise"
+    )
+
+
+def test_a_critic_cannot_learn_from_given_responses(train: Train) -> None:
+    keys = (*KL_IN_LOSS, "data.given_response_key=told")
+    (found,) = problems(train(*keys))
+    assert "no reward that a critic could learn" in found
+
+
 def test_the_exact_kl_in_the_reward_needs_a_forward_pass(train: Train) -> None:
     (found,) = problems(train(*KL_IN_REWARD, "algorithm.rollout_correction.bypass_mode=true"))
     assert found.startswith("algorithm.kl_penalty='full' needs the policy's forward pass")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.trajectories import append_column, ragged, write_trajectories
-from megarl.trainer.stages.advantages import SCORED_MASK, compute_batch_advantages, make_controls
+from megarl.data.trajectories import SCORED_MASK, append_column, ragged, write_trajectories
+from megarl.trainer.stages.advantages import compute_batch_advantages, make_controls
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
 from tests.trainer.trajectories import scored
 

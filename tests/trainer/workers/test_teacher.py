@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL, TOP_K
+from megarl.algorithms.metrics import reduce_metrics
 from megarl.algorithms.policy_loss import PolicyLossOptions
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
+from megarl.data.trajectories import GIVEN
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate, merge_columns
 from tests.megatron.hf import VOCAB, make_table, save_model
@@ -161,6 +164,58 @@ def test_a_policy_learns_from_it_in_its_own_processes(
         assert step["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
         assert step["actor/loss"] == pytest.approx(0.5 * expected, rel=1e-4)
         assert later["actor/kl_loss"] < step["actor/kl_loss"]
+
+
+GIVEN_ROWS = (1, 2, 6)
+
+
+def _mixed(rank: int, world: int, folders: list[str], megatron: dict[str, Any]) -> dict[str, float]:
+    """The metrics of an update with rewards and a teacher, where the responses of some rows are given."""
+    worker = make(rank, world, folders, megatron, LoraConfig())
+    options = PolicyLossOptions(0.2, 0.2, None, kl_coef=0.5, kl_kind=FULL_KL, kl_beta=0.3, pg_coef=0.7)
+    how = PolicyUpdate(LossAggregation("token-mean"), options, None, None, seed=0)
+    (step,) = worker.update_policy(mixed_table(), *plan_of(SHARE), how)
+    return step
+
+
+def mixed_table() -> pa.Table:
+    table = with_old_log_probs(make_table())
+    return table.append_column(GIVEN, pa.array([row in GIVEN_ROWS for row in range(table.num_rows)]))
+
+
+@pytest.mark.parametrize("name", ["one", "tp2"])
+def test_given_responses_are_learnt_from_by_the_divergence_alone(ranks: RankPool, models, name: str) -> None:
+    """Loss, metrics and the norm of the gradient are those of a plain loop: TRL's divergence on all rows, PPO's clip on the policy's own."""
+    world, megatron = LAYOUTS[name]
+    policy, teacher = (model for _, model in models)
+    total = sum(sum(mask) for mask in make_table()["response_mask"].to_pylist())
+    sums = {True: [0.0, 0], False: [0.0, 0]}  # by whether it is given: divergence, tokens
+    policy.zero_grad()
+    for number, row in enumerate(mixed_table().to_pylist()):
+        ids, start = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"]) - 1
+        mask, labels = torch.tensor(row["response_mask"]), torch.tensor(row["response_ids"])[:, None]
+        with torch.no_grad():
+            q = teacher(ids).logits[0, start:-1] / TEMPERATURE
+        p = policy(ids).logits[0, start:-1] / TEMPERATURE
+        kl = generalized_jsd_loss()(p[None, mask], q[None, mask], beta=0.3, reduction="sum")
+        loss = 0.5 * kl
+        if number not in GIVEN_ROWS:
+            old, advantages = (torch.tensor(row[field])[mask] for field in ("old_log_probs", "advantages"))
+            ratio = (p.log_softmax(-1).gather(-1, labels)[mask, 0] - old).exp()
+            clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+            loss = loss + 0.7 * clipped.sum()
+        (loss / total).backward()
+        sums[number in GIVEN_ROWS][0] += float(kl.detach())
+        sums[number in GIVEN_ROWS][1] += int(mask.sum())
+    norm = torch.stack([parameter.grad.norm() for parameter in policy.parameters()]).norm().item()
+    policy.zero_grad()
+    for step in ranks.run(_mixed, [folder for folder, _ in models], megatron, world=world):
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        metrics = reduce_metrics(step)
+        assert metrics["actor/kl_loss"] == pytest.approx((sums[True][0] + sums[False][0]) / total, rel=1e-4)
+        assert metrics["actor/own_kl"] == pytest.approx(sums[False][0] / sums[False][1], rel=1e-4)
+        assert metrics["actor/given_kl"] == pytest.approx(sums[True][0] / sums[True][1], rel=1e-4)
+        assert step["actor/tokens"] == sums[False][1]
 
 
 def _alone(rank: int, world: int, folder: str) -> Any:

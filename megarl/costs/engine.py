@@ -215,7 +215,8 @@ class ServedModel:
         experts, the cache of its group's share of the texts, and their states, which are written, too.
 
         Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
-        an embedding that is no head a row for each token. Layers with a window read the cache of that alone.
+        an embedding that is no head a row for each token. Layers with a window read the cache of that alone, with sparse
+        attention of the chosen tokens.
         """
         config, tp = self.config, self.layout.tp
         experts = sum(layer.experts for layer in self.flops.layers) / tp
@@ -227,12 +228,15 @@ class ServedModel:
             experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** self._tokens(batch)
         states = 2 * _request_states(config, self.layout, self.itemsize)
         layers = self.flops.layers
-        seen = sum(min(context, layer.window or context) for layer in layers) / len(layers)
-        return dense, experts, batch / self.layout.dp * (seen * self.token + states)
+        seen = sum(layer.decoded(context) for layer in layers) / len(layers)
+        # Of the tokens that are not chosen the indexers' keys alone are read.
+        keys = 0 if config.indexer is None else config.indexer.head_dim + config.indexer.head_dim // 128 * 4
+        scored = sum(context - layer.decoded(context) for layer in layers if layer.index) * keys
+        return dense, experts, batch / self.layout.dp * (seen * self.token + scored + states)
 
     def step_operations(self, batch: float, context: float) -> float:
         """Operations of a rank in a step of `batch` texts."""
-        pairs = sum(layer.decode_pair * min(context, layer.window or context) for layer in self.flops.layers)
+        pairs = sum(layer.decode(context) for layer in self.flops.layers)
         return self._tokens(batch) * (2 * self.flops.active + pairs) / self.layout.tp
 
     def prefill_operations(self, prompts: float, length: float) -> float:

@@ -3,12 +3,14 @@
 A matrix of [rows, columns] takes 2 rows x columns for a token (a multiplication and an addition each), forward; backward
 takes the same for the token's gradient, and once more for the weight's if that is trained (Narayanan et al. 2021,
 arXiv:2104.04473, appendix). A gated delta net takes the products of its chunks and of its state (`_of_state`). Attention
-takes 2 (query and key width + value width) for each head and each pair of a query and a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out, and so are
-indexers of sparse attention, which trainers do not use.
+takes 2 (query and key width + value width) for each head and each pair of a query and a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
+
+Indexers of sparse attention compute in texts of more tokens than they choose keys, forward alone: their projections, and 2 query width for each of
+their heads and each key that a query chooses from. Attention then takes what it takes with all keys, as the trainer computes it.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megarl.models import ModelConfig, logical_tensors, mtp_copies
@@ -35,6 +37,8 @@ class LayerFlops:
         state: operations of a gated delta net for a token, other than those of its matrices.
         mlp: weights of these or of that, which are among the dense ones; up: of latent attention's projections to heads, likewise.
         window: tokens, itself among them, that a token attends to; None: all before it.
+        index: weights of an indexer's matrices. index_pair: its operations for a query and a key. topk: keys that a query attends to, chosen by the
+            layer's indexer or an earlier one's; None: all.
     """
 
     dense: int
@@ -48,6 +52,27 @@ class LayerFlops:
     up: int = 0
     state: int = 0
     window: int | None = None
+    index: int = 0
+    index_pair: int = 0
+    topk: int | None = None
+
+    def decoded(self, context: float) -> float:
+        """Keys that a generated token attends to in a text of `context` tokens, by an engine's kernels."""
+        return min(context, self.window or self.topk or context)
+
+    def decode(self, context: float) -> float:
+        """Operations of a generated token other than those of matrices: attention, and an indexer's."""
+        chosen = self.topk is not None and context > self.topk
+        indexing = 2 * self.index + self.index_pair * context if chosen else 0
+        return self.decode_pair * self.decoded(context) + indexing
+
+    def indexing(self, pairs: float) -> float:
+        """Operations of a token's choice of keys, on the average of a text in which it would attend to `pairs`."""
+        length = 2 * pairs - 1
+        if self.topk is None or length <= self.topk:
+            return 0.0
+        chosen_from = pairs - self.topk * (self.topk + 1) / (2 * length)  # the first queries have no choice
+        return 2 * self.index + self.index_pair * chosen_from
 
     def attended(self, pairs: float) -> float:
         """Tokens that a token attends to in this layer, on the average of a text in which it would be `pairs` (`causal_pairs`)."""
@@ -58,7 +83,8 @@ class LayerFlops:
 
     def forward(self, pairs: float) -> float:
         """Operations of a token that attends to `pairs` tokens, where no window ends before."""
-        return 2 * (self.dense + self.active) + self.state + self.pair * self.attended(pairs)
+        computed = 2 * (self.dense + self.active) + self.state + self.pair * self.attended(pairs)
+        return computed + self.indexing(pairs)
 
 
 @dataclass(frozen=True)
@@ -104,10 +130,13 @@ def prediction_flops(config: ModelConfig) -> tuple[LayerFlops, ...]:
 
 
 def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerFlops, ...]:
-    dense, experts, mlp, up = (dict.fromkeys(numbers, 0) for _ in range(4))
+    dense, experts, mlp, up, index = (dict.fromkeys(numbers, 0) for _ in range(5))
     for name, shape in shapes.items():
         layer, within = _place(config, name)
-        if len(shape) != 2 or layer not in numbers or within.startswith(INDEXER):
+        if len(shape) != 2 or layer not in numbers:
+            continue
+        if within.startswith(INDEXER):
+            index[layer] += prod(shape)
             continue
         if ".experts." in within:
             experts[layer] += prod(shape)
@@ -128,6 +157,10 @@ def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerF
         else:
             window = config.window if layer in config.window_layers else None
             made = LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer, window=window)
+            if (facts := config.indexer) is not None:
+                # Scores of heads, and their sum; a layer that takes another one's choice has none.
+                of_pair = 2 * facts.heads * (facts.head_dim + 1) if index[layer] else 0
+                made = replace(made, index=index[layer], index_pair=of_pair, topk=facts.topk)
         layers.append(made)
     return tuple(layers)
 

@@ -79,7 +79,8 @@ class Machine:
 class LayerSeconds:
     """A layer's forward pass on a rank: its matrices, its attention, the operations between them, its messages; and the seconds in
     which all of it is launched. `summed`: of gradients that are added to other micro-batches'. `again`: of what the backward pass
-    computes again. `backward`: of attention in its own backward pass, as a multiple of its forward pass."""
+    computes again. `backward`: of attention in its own backward pass, as a multiple of its forward pass. `index`: of an indexer's choice, which
+    has no backward pass."""
 
     matrices: float
     attention: float
@@ -89,10 +90,11 @@ class LayerSeconds:
     summed: float = 0.0
     again: float = 0.0
     backward: float = BACKWARD_ATTENTION
+    index: float = 0.0
 
     @property
     def forward(self) -> float:
-        return max(self.matrices + self.attention + self.between, self.launched) + self.sent
+        return max(self.matrices + self.attention + self.index + self.between, self.launched) + self.sent
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class Passes:
             count * assumed.dispatch,
             2 * GRADIENT * weights / read if self.trained == "weights" else 0.0,
             backward=BACKWARD_RULE if layer.state else BACKWARD_ATTENTION,
+            index=layer.indexing(causal_pairs(length)) * tokens / ranks / (gpu.bf16 * assumed.matmul),
         )
         if self.recompute is None:
             return found
@@ -186,7 +189,7 @@ class Passes:
         """
         modules, total = set(self.recompute_modules), 0.0
         mlp, up = dense * layer.mlp / layer.dense, dense * layer.up / layer.dense
-        total += forward.attention if "core_attn" in modules else 0.0
+        total += forward.attention + forward.index if "core_attn" in modules else 0.0
         total += up if "mla_up_proj" in modules else 0.0
         if layer.is_moe and "moe" in modules:
             total += (

@@ -39,7 +39,7 @@ def counted(model: torch.nn.Module, trained: bool | None) -> int:
 
 
 class EveryKey(torch.nn.Module):
-    """In an indexer's place, which trainers do not compute."""
+    """In an indexer's place, which has no choice among so few keys."""
 
     def forward(self, states: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
         return torch.arange(LENGTH).expand(*states.shape[:2], LENGTH)
@@ -66,6 +66,21 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
     assert counted(model, True) == 3 * (matrices + attention) + angles
     assert counted(model, False) == 2 * matrices + 3 * attention + angles
+
+
+def test_operations_of_a_choice_of_keys() -> None:
+    """An indexer's three matrices; its scores for each key before a query that has more than 2,048."""
+    (layer, *_) = model_flops(read_model_config(str(MODELS / "deepseek-v3.2"))).layers
+    assert layer.index == 64 * 128 * 1536 + 128 * 7168 + 64 * 7168
+    assert layer.indexing(causal_pairs(2048)) == 0
+    length = 3000
+    keys = sum(position + 1 for position in range(2048, length))
+    expected = 2 * layer.index * length + 2 * 64 * 129 * keys
+    assert layer.indexing(causal_pairs(length)) * length == pytest.approx(expected)
+    more = layer.forward(causal_pairs(length)) - layer.forward(causal_pairs(2048))
+    assert more == pytest.approx(layer.pair * (length - 2048) / 2 + expected / length)
+    assert layer.decode(2048) == layer.decode_pair * 2048
+    assert layer.decode(length) == layer.decode_pair * 2048 + 2 * layer.index + 2 * 64 * 129 * length
 
 
 @pytest.mark.parametrize("family", QWEN_HYBRIDS)

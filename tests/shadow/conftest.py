@@ -75,14 +75,24 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def make_experts(folder: Path, num_layers: int = 4, num_mtp_layers: int = 0) -> Path:
+@pytest.fixture(scope="session")
+def choosing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3.2's kind of model, whose queries attend to 16 keys."""
+    folder = tmp_path_factory.mktemp("shadow-choosing") / "model"
+    return make_experts(folder, family="deepseek_v32", index_topk=16, index_n_heads=4)
+
+
+def make_experts(
+    folder: Path, num_layers: int = 4, num_mtp_layers: int = 0, family: str = "deepseek_v3", **more_fields: int
+) -> Path:
     fields = {
         **{"q_lora_rank": 64, "kv_lora_rank": 64},
         **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+        **more_fields,
     }
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": num_layers, "num_attention_heads": 8}
     more = {"fields": fields, "num_mtp_layers": num_mtp_layers}
-    make_tiny_model(folder, ["two words"], family="deepseek_v3", **more, **sizes)
+    make_tiny_model(folder, ["two words"], family=family, **more, **sizes)
     return folder
 
 

@@ -244,14 +244,16 @@ def test_sglang_is_told_what_transformers_does_not_write():
 
 
 def test_engines_of_sparse_attention(monkeypatch):
-    """Without a GPU they attend to all keys, and are told so."""
+    """Without a GPU they are told that the model is DeepSeek-V2's, and draft no tokens of texts that indexers choose from."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     model = {"model_type": "glm_moe_dsa", "index_topk": 128, "max_position_embeddings": 129}
     (architecture,) = config_overrides(EngineConfig("folder"), model)["architectures"]
     assert architecture == "DeepseekV2ForCausalLM"
     assert "architectures" not in config_overrides(GPU, model)
+    drafting = EngineConfig("folder", speculation=SpeculationConfig("ngram", 2))
     with pytest.raises(ValueError, match="129 tokens are more than index_topk=128"):
-        server_arguments(EngineConfig("folder"), model)
+        sglang_start._sparse_arguments(drafting, model)
+    assert sglang_start._sparse_arguments(replace(drafting, context_length=128), model) == {}
     gpu = replace(GPU, dtype="bfloat16", deterministic=False)
     assert server_arguments(gpu, model)["kv_cache_dtype"] == "bfloat16"
     for keys, message in (

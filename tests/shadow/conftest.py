@@ -83,7 +83,11 @@ def choosing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_experts(
-    folder: Path, num_layers: int = 4, num_mtp_layers: int = 0, family: str = "deepseek_v3", **more_fields: int
+    folder: Path,
+    num_layers: int = 4,
+    num_mtp_layers: int = 0,
+    family: str = "deepseek_v3",
+    **more_fields: int,
 ) -> Path:
     fields = {
         **{"q_lora_rank": 64, "kv_lora_rank": 64},

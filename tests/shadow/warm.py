@@ -67,7 +67,9 @@ class WarmStarts:
     ) -> Fork:
         first = requests[0]
         key = json.dumps([module, more or {}, first.card, first.transformer_engine], sort_keys=True)
-        server = self._servers.pop(key, None) or _begin(module, more or {})
+        server = self._servers.pop(key, None)
+        if server is None or server[1].poll() is not None:
+            server = _begin(module, more or {})
         self._servers[key] = server
         if len(self._servers) > MOST:
             _end(self._servers.pop(next(iter(self._servers))))

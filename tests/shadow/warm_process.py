@@ -39,7 +39,6 @@ LATER = {
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     name, process, prepared = sys.argv[2], importlib.import_module(sys.argv[2]), None
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave nothing behind
     while True:
         told, pipes, _, _ = socket.recv_fds(connection, LONGEST, 1)
         if not told:
@@ -50,6 +49,8 @@ def main() -> None:
             prepared = process.prepare(requests[0])
             for module in LATER[name]:
                 importlib.import_module(module)
+            # Forks leave nothing behind. Not earlier: the compiler of the device waits for its own processes.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         child = os.fork()
         if child == 0:
             connection.close()

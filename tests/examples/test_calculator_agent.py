@@ -38,7 +38,7 @@ def test_the_gateway_reads_the_calls_of_the_demonstrations(tmp_path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_policy_learns_to_use_the_tool(tmp_path: Path) -> None:
-    """The margin leaves room below the run in docs/agents.md: another processor rounds differently and runs another course."""
+    """By the turns of a session: a guess is one turn, a call and its answer are two. The run in docs/agents.md came to 1.81."""
     pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
     write_task(tmp_path)
     data = tmp_path / "data"
@@ -52,7 +52,9 @@ def test_the_policy_learns_to_use_the_tool(tmp_path: Path) -> None:
     for command in commands:
         done = megarl(*command, f"trainer.default_local_dir={tmp_path}/{command[0]}", timeout=1800)
         assert done.returncode == 0, done.stdout + done.stderr
-    validations = {
-        step["step"]: step["val/score/mean"] for step in steps(tmp_path / "train") if "val/score/mean" in step
+    turns = {
+        step["step"]: step["val/reward/num_turns"]
+        for step in steps(tmp_path / "train")
+        if "val/reward/num_turns" in step
     }
-    assert validations[5] >= validations[0] + 0.2, validations
+    assert turns[5] > turns[0] and turns[5] >= 1.65, turns

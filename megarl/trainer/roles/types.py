@@ -1,6 +1,7 @@
 """The roles of a PPO run as its stages see them, and the planned sizes of their weight syncs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megarl.cluster import WorkerGroup
 from megarl.trainer.roles.device_memory import DeviceMemory
@@ -42,7 +43,7 @@ class SyncFacts:
 @dataclass(frozen=True)
 class Roles:
     """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
-    `critic.group` where the critic shares the actor's model.
+    `critic.group` where the critic shares the actor's model. `teachers`: several in place of the reference, by name.
 
     A run that generates nothing has no engines, and so neither `sync` nor `restarts`.
     """
@@ -55,3 +56,4 @@ class Roles:
     reward_model: Role | None
     memory: DeviceMemory
     restarts: EngineRestarts | None
+    teachers: Mapping[str, Role] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.ragged import check_ragged, segment_sum
 
 _AT_ONCE = 1 << 18  # tokens whose differences stay in a processor's cache
+TEACHER_KL, TEACHER_TOKENS = "actor/teacher_kl/", "actor/teacher_tokens/"  # before a teacher's name
 DIFFERENCE = "rollout/"  # begins the names of the sums of `RolloutDifference`
 # Already divided by one mini-batch's denominator: their sum counts the updates.
 _PER_UPDATE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "critic/vf_loss")
@@ -45,6 +46,7 @@ def add_sums(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
 def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> dict[str, float]:
     """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
 
+    actor/teacher_kl/<name> is a mean over the tokens that one of several teachers judges.
     actor/given_kl is a mean over the tokens of given responses, actor/own_kl as the other token means over the policy's own.
     actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of the tokens
     of layers with replayed experts whose own choice was another one. actor/mtp_loss: see `prediction_metrics`.
@@ -64,6 +66,11 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     out |= prediction_metrics(values, "actor/", "actor/")
     others = ("ptx_loss", "ptx_tokens", "mtp_loss", "mtp_tokens", "given_kl", "given_tokens")
     counted = (*_PER_UPDATE, "actor/tokens", *routing, *(f"actor/{name}" for name in others))
+    teachers = [name.removeprefix(TEACHER_KL) for name in values if name.startswith(TEACHER_KL)]
+    for name in teachers:
+        if values[f"{TEACHER_TOKENS}{name}"] > 0:
+            out[f"{TEACHER_KL}{name}"] = values[f"{TEACHER_KL}{name}"] / values[f"{TEACHER_TOKENS}{name}"]
+    counted = (*counted, *(f"{prefix}{name}" for prefix in (TEACHER_KL, TEACHER_TOKENS) for name in teachers))
     own = [name for name in values if name.startswith("actor/") and name not in counted]
     for name in dict.fromkeys([*_PER_TOKEN, *own]):
         tokens = values.get(name.split("/")[0] + "/tokens", 0.0)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import FULL_KL, TOP_K, kl_estimate
+from megarl.algorithms.metrics import TEACHER_KL, TEACHER_TOKENS
 from megarl.util.plugins import Registry
 
 Sums = dict[str, Tensor]  # metric name -> float64 scalar without gradient; see megarl/algorithms/metrics.py
@@ -83,9 +84,10 @@ class PolicyTokens:
     rollout_is_weights: Tensor | None = None  # of the policy loss alone (see rollout_correction)
     selected: Tensor | None = None  # bool; the tokens that clip_cov and kl_cov treat apart (see covariance)
     sequences: Sequences | None = None  # needed by losses of whole trajectories
-    own: Tensor | None = (
-        None  # bool; False on given responses, which the KL loss alone learns from; None: all are the policy's
-    )
+    # bool; False on given responses, which the KL loss alone learns from; None: all are the policy's
+    own: Tensor | None = None
+    judges: Tensor | None = None  # of several teachers the number of the token's; None: there are not several
+    judge_names: tuple[str, ...] = ()  # of these teachers
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor,
     its estimate (see kl.kl_estimate).
 
     Sums: actor/kl_loss, the weighted sum itself; where responses are given, plain sums: actor/own_kl over the policy's own live tokens,
-    actor/given_kl over the given ones, and actor/given_tokens, the number of these.
+    actor/given_kl over the given ones, and actor/given_tokens, the number of these; with several teachers, the same by their names under
+    TEACHER_KL and TEACHER_TOKENS.
     """
     mask, weights, zero = tokens.mask, tokens.weights, log_probs.new_zeros(())
     if kind in (FULL_KL, TOP_K):
@@ -207,6 +210,10 @@ def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor,
         sums["actor/own_kl"] = _total(torch.where(tokens.own, estimate, zero))
         sums["actor/given_kl"] = _total(torch.where(tokens.own, zero, estimate))
         sums["actor/given_tokens"] = (mask & ~tokens.own).sum().double()
+    for number, name in enumerate(tokens.judge_names if tokens.judges is not None else ()):
+        there = mask & (tokens.judges == number)
+        sums[f"{TEACHER_KL}{name}"] = _total(torch.where(there, estimate, zero))
+        sums[f"{TEACHER_TOKENS}{name}"] = there.sum().double()
     return loss, sums
 
 

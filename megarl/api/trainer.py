@@ -64,8 +64,10 @@ class PromptSupply:
         tokenizer: PreTrainedTokenizerBase,
         check: Callable[[pa.Table], None],
         several_turns: bool = False,
+        further: Mapping[str, Any] | None = None,
     ) -> None:
-        """`check`: raises a ValueError for prompts that the run cannot use; `several_turns`: see `read_prompts`."""
+        """`check`: raises a ValueError for prompts that the run cannot use; `several_turns`, `further`: see `read_prompts`."""
+        self._further = dict(further or {})
         self._data, self._tokenizer, self._check = data, tokenizer, check
         self._several_turns = several_turns
         self._given: Any = None
@@ -120,7 +122,7 @@ class PromptSupply:
                     "PromptDataset's; give rows as a list of dicts instead (table.to_pylist())"
                 )
         else:
-            keywords = reading(data, self._several_turns) | training_reading(data)
+            keywords = reading(data, self._several_turns) | self._further
             reader = PromptReader(self._tokenizer, may_lack=(ANSWER_KEY,), **keywords)
             file = DataFile("prompts")
             rows = [
@@ -223,6 +225,7 @@ class DataCollector:
             models.tokenizer,
             self._check,
             several_turns=plays_turns(config.actor_rollout_ref.rollout),
+            further=training_reading(config),
         )
         self.version = 0  # of the weights in the engines
 

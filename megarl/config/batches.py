@@ -6,16 +6,17 @@ Everything here is for a configuration that `check_config` accepts; every divisi
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import overload
 
 from megarl.config.resolve import (
     GLOBAL_POOL,
+    TEACHER,
     eval_rollout,
-    needs_reference,
     pool_devices,
     reference_in_actor,
+    references,
     validates_concurrently,
 )
 from megarl.config.schema.commands import (
@@ -105,6 +106,7 @@ class BatchPlan:
     ref_micro_batch_tokens: int | None  # at most; with a reference one of this and the next is not None
     ref_micro_batch_sequences: int | None
     rollout: RolloutPlan
+    teachers: dict[str, RolePlan] = field(default_factory=dict)  # several, in place of the reference, by name
     reward_model: RolePlan | None = None  # None: the run has none
     reward_model_micro_batch: str | None = None  # "2048 tokens" or "8 trajectories", at most
     eval_engines: EnginesPlan | None = None  # of concurrent validation; None: there are none
@@ -189,6 +191,7 @@ def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
     if plan.ref is not None:
         size = _micro_batch_size(plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences, noun)
         rows.append(("reference", *_role_cells(plan.ref), "", f"max {size}"))
+    rows += [(f"teacher {name}", *_role_cells(role), "", "") for name, role in plan.teachers.items()]
     if plan.reward_model is not None:
         size = f"max {plan.reward_model_micro_batch}"
         rows.append(("reward model", *_role_cells(plan.reward_model), "", size))
@@ -218,7 +221,8 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
     trajectories = trajectories_per_step(config)
     actor_role = _role(actor, config.resource_pools)
     critic_role = None if critic is None else _role(critic, config.resource_pools)
-    with_ref, reward = needs_reference(config), config.reward_model
+    judges, reward = references(config), config.reward_model
+    with_ref = "ref" in judges
     assert rollout.resource_pool is not None and rollout.num_engines is not None, "resolved"
     return BatchPlan(
         devices=sum(pool.num_devices for pool in (config.resource_pools or {}).values()),
@@ -243,6 +247,11 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
             max_num_seqs=rollout.max_num_seqs,
             ep=rollout.expert_parallel_size,
         ),
+        teachers={
+            role.removeprefix(TEACHER): _role(section, config.resource_pools)
+            for role, section in judges.items()
+            if role != "ref"
+        },
         reward_model=_role(reward, config.resource_pools) if reward.enable else None,
         reward_model_micro_batch=_micro_batch_size(
             reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu, "trajectories"

@@ -3,12 +3,26 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from math import gcd
+from types import MappingProxyType
 from typing import Protocol
 
 from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
-from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, megatron_sections, top_k_in_loss
-from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
+from megarl.config.resolve import (
+    full_kl_in_loss,
+    full_kl_in_reward,
+    megatron_sections,
+    reference_key,
+    top_k_in_loss,
+)
+from megarl.config.schema.commands import (
+    POLICY,
+    EvalConfig,
+    MegatronConfig,
+    RefConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from megarl.config.schema.models import FLOAT8_TOKENS
 from megarl.config.schema.supervised import TuningConfig
 
@@ -100,7 +114,7 @@ def check_models(
     model: ModelFacts,
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
-    teacher: ModelFacts | None = None,
+    teachers: Mapping[str, ModelFacts | None] = MappingProxyType({}),
 ) -> None:
     """`check_model` for every role of a run, and the lengths that the engines are asked for; all problems in one ValueError.
 
@@ -109,11 +123,11 @@ def check_models(
         model: facts of the model that is trained or evaluated.
         critic: those of critic.model.path; None: the same.
         reward_model: those of reward_model.model.path; None: it is not checked.
-        teacher: those of actor_rollout_ref.ref.model.path; None: the policy's own.
+        teachers: of the references that are other models than the policy, by their roles (`taught_references`).
     """
     raise_if_any(
         "the model does not fit its layout",
-        fit_problems(config, model, critic or model, reward_model, teacher),
+        fit_problems(config, model, critic or model, reward_model, teachers),
     )
 
 
@@ -122,7 +136,7 @@ def fit_problems(
     model: ModelFacts | None,
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
-    teacher: ModelFacts | None = None,
+    teachers: Mapping[str, ModelFacts | None] = MappingProxyType({}),
 ) -> list[str]:
     """The problems that `check_models` raises, a line each, of the models whose facts are given.
 
@@ -134,12 +148,14 @@ def fit_problems(
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
         policy, own = config.actor_rollout_ref, {"critic": critic, "reward_model": reward_model}
-        own |= {} if teacher is None else {f"{POLICY}.ref": teacher}
+        own |= {reference_key(role): facts for role, facts in teachers.items()}
         megatrons = [
             (f"{key}.megatron", section.megatron, own.get(key, model))
             for key, section in megatron_sections(config).items()
             if not (
-                key == f"{POLICY}.ref" and section.megatron == policy.actor.megatron and teacher is None
+                isinstance(section, RefConfig)
+                and section.megatron == policy.actor.megatron
+                and key not in own
             )  # the actor's problem
         ]
         rollout = (ROLLOUT_KEY, policy.rollout)
@@ -150,8 +166,9 @@ def fit_problems(
         assert megatron is not None, "resolved"
         if facts is not None and _positive(megatron):
             problems += _megatron_problems(key, megatron, facts)
-    if isinstance(config, TrainConfig) and teacher is not None and model is not None:
-        problems += _teacher_problems(config, model, teacher)
+    for role, facts in teachers.items():
+        if isinstance(config, TrainConfig) and facts is not None and model is not None:
+            problems += _teacher_problems(config, f"{reference_key(role)}.model.path", model, facts)
     if rollout is not None and model is not None and _positive(rollout[1]):
         problems += _rollout_problems(*rollout, model)
     if isinstance(config, TrainConfig) and model is not None and model.moe is None:
@@ -202,9 +219,11 @@ def _muon_problems(
             )
 
 
-def _teacher_problems(config: TrainConfig, model: ModelFacts, teacher: ModelFacts) -> Iterator[str]:
-    """A teacher judges every token that the policy may sample; whole distributions are over the same tokens."""
-    given, known = f"{POLICY}.ref.model.path", f"{model.vocab_size:,} tokens (vocab_size)"
+def _teacher_problems(
+    config: TrainConfig, given: str, model: ModelFacts, teacher: ModelFacts
+) -> Iterator[str]:
+    """A teacher judges every token that the policy may sample; whole distributions are over the same tokens. `given`: the key of its path."""
+    known = f"{model.vocab_size:,} tokens (vocab_size)"
     if teacher.vocab_size < model.vocab_size:
         yield f"{given}: the teacher has {teacher.vocab_size:,} of the policy's {known}; give one with all of them"
     whole = full_kl_in_loss(config) or full_kl_in_reward(config) or top_k_in_loss(config)

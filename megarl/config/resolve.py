@@ -31,6 +31,7 @@ CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 Size = tuple[int | None, int | None]
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 M = TypeVar("M", bound=ModelPathConfig)
+R = TypeVar("R", bound=RefConfig)
 
 
 def resolve(config: C) -> C:
@@ -98,11 +99,10 @@ MegatronSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig
 
 
 def megatron_sections(config: TrainConfig) -> dict[str, MegatronSection]:
-    """The sections of a run's Megatron models by their dotted key: actor, reference (where the run uses one), critic, reward model."""
+    """The sections of a run's Megatron models by their dotted key: actor, reference or teachers (where the run uses any), critic, reward model."""
     policy = config.actor_rollout_ref
     sections: dict[str, MegatronSection] = {f"{POLICY}.actor": policy.actor}
-    if needs_reference(config):
-        sections[f"{POLICY}.ref"] = policy.ref
+    sections |= {reference_key(role): section for role, section in references(config).items()}
     if config.critic is not None:
         sections["critic"] = config.critic
     if config.reward_model.enable:
@@ -119,6 +119,36 @@ def pool_devices(pools: dict[str, PoolConfig] | None, name: str | None) -> int |
 def needs_reference(config: TrainConfig) -> bool:
     """Whether the run uses the reference policy's log-probs."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+TEACHER = "teacher_"  # begins the role of one of several teachers
+
+
+def references(config: TrainConfig) -> dict[str, RefConfig]:
+    """The sections of a run's references by their roles: "ref", or TEACHER and a name for each of several teachers; {}: the run uses none."""
+    policy = config.actor_rollout_ref
+    if not needs_reference(config):
+        return {}
+    if policy.teachers is None:
+        return {"ref": policy.ref}
+    return {f"{TEACHER}{name}": teacher for name, teacher in policy.teachers.items()}
+
+
+def reference_key(role: str) -> str:
+    """The dotted key of the section of a reference's role."""
+    return f"{POLICY}.ref" if role == "ref" else f"{POLICY}.teachers.{role.removeprefix(TEACHER)}"
+
+
+def taught_references(config: TrainConfig) -> dict[str, RefConfig]:
+    """The references of a resolved run that are other models than the policy."""
+    own = config.actor_rollout_ref.model.path
+    return {role: section for role, section in references(config).items() if section.model.path != own}
+
+
+def teacher_of_sources(config: TrainConfig) -> dict[str, str]:
+    """The name of the teacher of each value of data.teacher_key; {}: there are not several teachers."""
+    teachers = config.actor_rollout_ref.teachers or {}
+    return {source: name for name, teacher in teachers.items() for source in teacher.sources or (name,)}
 
 
 def needs_old_log_probs(config: TrainConfig) -> bool:
@@ -173,8 +203,10 @@ def evaluates(config: TrainConfig) -> bool:
 
 def reference_in_actor(config: TrainConfig) -> bool:
     """Whether the reference (of a resolved configuration) lives in the actor's processes: same layout, same pool."""
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    return ref.megatron == actor.megatron and ref.resource_pool == actor.resource_pool
+    policy = config.actor_rollout_ref
+    actor, ref = policy.actor, policy.ref
+    shares = ref.megatron == actor.megatron and ref.resource_pool == actor.resource_pool
+    return shares and policy.teachers is None
 
 
 def has_teacher(config: TrainConfig) -> bool:
@@ -251,6 +283,12 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
             model=_with_tokenizer(model),
             actor=actor,
             ref=_resolve_ref(policy.ref, actor, model.path, longest),
+            teachers=None
+            if policy.teachers is None
+            else {
+                name: _resolve_ref(teacher, actor, model.path, longest)
+                for name, teacher in policy.teachers.items()
+            },
             rollout=_with_engines(rollout, pools.get(rollout.resource_pool or "")),
         ),
         critic=None if critic is None else _resolve_critic(critic, actor, model.path, longest),
@@ -293,7 +331,7 @@ def _resolve_actor(config: TrainConfig, pools: dict[str, PoolConfig]) -> ActorCo
     )
 
 
-def _resolve_ref(ref: RefConfig, actor: ActorConfig, actor_model: str, longest: int) -> RefConfig:
+def _resolve_ref(ref: R, actor: ActorConfig, actor_model: str, longest: int) -> R:
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     tokens, trajectories = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
     if dynamic is False:

@@ -25,12 +25,20 @@ from megarl.config.schema import (
     walk,
     walk_values,
 )
-from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, EvalConfig, TrainConfig
+from megarl.config.schema.commands import (
+    POLICY,
+    ActorConfig,
+    CriticConfig,
+    EvalConfig,
+    RefConfig,
+    TrainConfig,
+)
 from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig, TuningConfig
 
 Config = TrainConfig | TuningConfig | EvalConfig
 
-_ROLE = r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)"
+_REFERENCE = r"actor_rollout_ref\.(?:ref|teachers\.\w+)"
+_ROLE = rf"(actor_rollout_ref\.actor|{_REFERENCE}|critic|reward_model)"
 # Pattern of a key that `resolve` fills in or changes: where its value comes from. The first that fits counts.
 _SOURCES: Mapping[str, str] = {
     r"data\.gen_batch_size": "data.train_batch_size",
@@ -48,8 +56,8 @@ _SOURCES: Mapping[str, str] = {
     r"max_token_len_per_gpu": "data.max_length",
     r"critic\.(ppo_m\w+_per_gpu|use_dynamic_bsz)": "critic.use_dynamic_bsz and actor_rollout_ref.actor.{0}",
     r"critic\.(ppo_mini_batch_size|ppo_epochs|resource_pool)": "actor_rollout_ref.actor.{0}",
-    r"(?:critic|actor_rollout_ref\.ref)\.model\.path": "actor_rollout_ref.model.path",
-    r"actor_rollout_ref\.ref\.log_prob_\w+": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz and the actor's micro-batches",
+    rf"(?:critic|{_REFERENCE})\.model\.path": "actor_rollout_ref.model.path",
+    rf"({_REFERENCE})\.log_prob_\w+": "{{0}}.log_prob_use_dynamic_bsz and the actor's micro-batches",
     r"reward_model\.m\w+_per_gpu": "the actor's micro-batches",
     r"reward_model\.max_length": "data.max_prompt_length + data.max_response_length",
     r"actor_rollout_ref\.actor\.resource_pool": "resource_pools",
@@ -196,7 +204,7 @@ def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
     for key, section in megatron_sections(config).items():
         if key == "reward_model":  # it has no such switch
             continue
-        prefix, first = ("log_prob_", "log_prob_") if key == f"{POLICY}.ref" else ("", "ppo_")
+        prefix, first = ("log_prob_", "log_prob_") if isinstance(section, RefConfig) else ("", "ppo_")
         tokens, trajectories = f"{first}max_token_len_per_gpu", f"{first}micro_batch_size_per_gpu"
         own = getattr(section, f"{prefix}use_dynamic_bsz")
         dynamic = shared if own is None else own
@@ -227,6 +235,8 @@ def _large_micro_batches(config: TrainConfig) -> Iterator[str]:
 
 def _unused_reference(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
     if needs_reference(config):
+        if config.actor_rollout_ref.teachers is not None:
+            yield from _without_effect(given, (f"{POLICY}.ref.",), f"{POLICY}.teachers=null")
         if not config.algorithm.use_kl_in_reward:
             yield from _without_effect(
                 given, ("algorithm.kl_ctrl.", "algorithm.kl_penalty"), "algorithm.use_kl_in_reward=true"
@@ -234,7 +244,13 @@ def _unused_reference(config: TrainConfig, given: Collection[str]) -> Iterator[s
         return
     yield from _without_effect(
         given,
-        (f"{POLICY}.ref.", "algorithm.kl_ctrl.", "algorithm.kl_penalty", f"{POLICY}.actor.kl_loss_"),
+        (
+            f"{POLICY}.ref.",
+            f"{POLICY}.teachers.",
+            "algorithm.kl_ctrl.",
+            "algorithm.kl_penalty",
+            f"{POLICY}.actor.kl_loss_",
+        ),
         f"algorithm.use_kl_in_reward=true (KL in the reward) or {POLICY}.actor.use_kl_loss=true (in the loss)",
     )
 

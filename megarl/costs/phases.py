@@ -5,7 +5,7 @@ Where a model and the rollout engines share devices, each phase of a step has it
     sync              the actor's weights, the engines' weights
     generate          the engines' weights and KV cache
     score_model       the reward model's weights, and still the engines' (more may be generated after their scores)
-    evaluate_models   the weights of actor, reference and critic
+    evaluate_models   the weights of actor, reference (or all teachers) and critic
     update            weights, gradients and optimizer states of actor and critic, one after the other where they
                       share devices; of the reference too, where the loss has the exact KL to it
     eval_sync         the actor's weights (the engines of concurrent validation have devices of their own)
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megarl.config import MegatronConfig, TrainConfig, full_kl_in_loss
+from megarl.config import MegatronConfig, TrainConfig, full_kl_in_loss, references
 
 ALL_OF = {
     role: tuple(f"{role}_{part}" for part in ("weights", "adapters", "gradients", "optimizer"))
@@ -50,9 +50,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """The parts that each phase uses: NEEDS; for the exact KL in the actor's loss also the reference; for a critic that
+    """The parts that each phase uses: NEEDS; those of several teachers, all at once; for the exact KL in the actor's loss also the reference; for a critic that
     shares the actor's model this model."""
     needs = dict(NEEDS)
+    needs["evaluate_models"] += tuple(f"{role}_weights" for role in references(config) if role != "ref")
     if full_kl_in_loss(config):
         for phase in ("update", "update_actor"):
             needs[phase] += ("ref_weights",)
@@ -71,6 +72,7 @@ def frees_engines(config: TrainConfig, gpus: Collection[str]) -> bool:
     if policy.rollout.free_cache_engine is not None:
         return policy.rollout.free_cache_engine
     pools: list[str | None] = [policy.actor.resource_pool, policy.ref.resource_pool]
+    pools += [teacher.resource_pool for teacher in (policy.teachers or {}).values()]
     if config.critic is not None:
         pools.append(config.critic.resource_pool)
     if config.reward_model.enable:

@@ -37,6 +37,7 @@ from megarl.data.trajectories import (
     MESSAGES,
     PROMPT_SCHEMA,
     REF_PROMPT_IDS,
+    TEACHER,
     TEMPLATE_KWARGS,
 )
 
@@ -85,7 +86,7 @@ class PromptReader:
 
     Attributes:
         schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, TEMPLATE_KWARGS with that or
-            keep_template_kwargs, REF_PROMPT_IDS with ref_prompt_key, and GIVEN_RESPONSES with given_response_key.
+            keep_template_kwargs, REF_PROMPT_IDS with ref_prompt_key, GIVEN_RESPONSES with given_response_key, and TEACHER with teachers.
         errors: the wrong rows so far.
         num_filtered: rows left out so far as longer than `max_prompt_length`.
     """
@@ -99,6 +100,8 @@ class PromptReader:
         ref_prompt_key: str | None = None,
         given_response_key: str | None = None,
         max_response_length: int | None = None,
+        teachers: Mapping[str, str] | None = None,
+        teacher_key: str | None = None,
         data_source_key: str = SOURCE_KEY,
         answer_key: str | None = ANSWER_KEY,
         may_lack: Collection[str] = (),
@@ -120,6 +123,8 @@ class PromptReader:
                 are none.
             max_response_length: tokens of such a response, of which a longer one is treated as a longer prompt is, but cut on the right
                 alone.
+            teachers: the name of the teacher for each value of the column `teacher_key` (None: of the data source); None: there are
+                not several teachers.
             data_source_key: the column that becomes `data_source`; may be dotted.
             answer_key: the column that becomes `ground_truth`; may be dotted. None: it is empty.
             may_lack: which of the last two columns rows may lack, or have null in; `data_source` is then UNKNOWN_SOURCE,
@@ -149,6 +154,10 @@ class PromptReader:
         )
         assert given_response_key is None or max_response_length is not None, "responses have a limit"
         self._max_response = max_response_length
+        self._teachers = teachers or {}
+        self._teacher = (
+            Column(teacher_key, "data.teacher_key") if self._teachers and teacher_key is not None else None
+        )
         self._source = Column(
             data_source_key,
             "data.reward_fn_key (no row needs it with reward.rule or custom_reward_function.path)",
@@ -164,6 +173,8 @@ class PromptReader:
         kept = {MESSAGES: keep_messages, TEMPLATE_KWARGS: keep_messages or keep_template_kwargs}
         further = [pa.field(name, pa.string()) for name, keep in kept.items() if keep]
         further += [pa.field(name, pa.list_(pa.int32())) for name in self._prompts if name == REF_PROMPT_IDS]
+        if self._teachers:
+            further.append(pa.field(TEACHER, pa.string()))
         if self._given is not None:
             further.append(pa.field(GIVEN_RESPONSES, pa.list_(pa.list_(pa.int32()))))
         self.schema = pa.schema([*PROMPT_SCHEMA, *further])
@@ -174,7 +185,10 @@ class PromptReader:
     def columns(self) -> list[str]:
         """The columns to read, if a file has them."""
         answer = [] if self._answer is None else [self._answer.name]
-        return with_holders([*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info"])
+        teacher = [] if self._teacher is None else [self._teacher.name]
+        return with_holders(
+            [*self.chat_columns, self._source.name, *answer, *teacher, "reward_model", "extra_info"]
+        )
 
     @property
     def chat_columns(self) -> list[str]:
@@ -184,7 +198,14 @@ class PromptReader:
 
     def needed(self, present: Sequence[str]) -> list[Column]:
         """The columns that a file must have, whatever others are present in it."""
-        named = (*self._prompts.values(), self._given, self._source, self._answer, *self._keywords.needed)
+        named = (
+            *self._prompts.values(),
+            self._given,
+            self._teacher,
+            self._source,
+            self._answer,
+            *self._keywords.needed,
+        )
         return [column for column in named if column is not None and column.name not in self._may_lack]
 
     def has_columns(self, file: DataFile) -> bool:
@@ -230,6 +251,7 @@ class PromptReader:
             keywords,
             {
                 "data_source": self._data_source(row.values),
+                TEACHER: self._teacher_of(row.values),
                 "ground_truth": self._ground_truth(row.values),
                 "extra_info": _to_json(row.values.get("extra_info") or {}, "extra_info"),
                 MESSAGES: _to_json(prompts["prompt_ids"], self._prompts["prompt_ids"].name),
@@ -268,6 +290,21 @@ class PromptReader:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{key!r} must be a string, found {value!r}")
         return value
+
+    def _teacher_of(self, row: dict[str, Any]) -> str:
+        """The name of the row's teacher; "": there are not several."""
+        if not self._teachers:
+            return ""
+        value = self._data_source(row)
+        if self._teacher is not None:
+            value = lookup(row, self._teacher.name, self._teacher.setting)
+        if value not in self._teachers:
+            name = self._source.name if self._teacher is None else self._teacher.name
+            known = ", ".join(f"{source!r} ({teacher})" for source, teacher in self._teachers.items())
+            raise ValueError(
+                f"{name!r} is {value!r}, and no teacher judges such rows; actor_rollout_ref.teachers has {known}: add it to the sources of one"
+            )
+        return self._teachers[value]
 
     def _ground_truth(self, row: dict[str, Any]) -> str:
         """Strings as they are, other values (numbers, lists of accepted answers) as JSON. A row that a reward model scores

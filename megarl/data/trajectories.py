@@ -171,7 +171,8 @@ REF_PROMPT_IDS = (
 REF_TOP_TOKENS = "ref_top_tokens"
 """A column that learning appends: of each response token the log-probabilities of the reference's k most likely tokens, and their numbers,
 float32 [2 k], as bytes."""
-CARRIED = (MESSAGES, TEMPLATE_KWARGS, REF_PROMPT_IDS)
+TEACHER = "teacher"  # the name of the teacher that judges the prompt's responses: another such column
+CARRIED = (MESSAGES, TEMPLATE_KWARGS, REF_PROMPT_IDS, TEACHER)
 SCORED_MASK = "scored_mask"  # `response_mask` before tokens were rejected, 1 on live tokens
 GIVEN_RESPONSES = (
     "given_responses"  # of prompts: token ids of responses that are given (lists of int32 lists)

@@ -24,9 +24,10 @@ from megarl.config import (
     TuningConfig,
     config_problems,
     fit_problems,
-    has_teacher,
     learns_rankings,
+    reference_key,
     resolve,
+    taught_references,
 )
 from megarl.config.checks.data import file_problems
 from megarl.config.checks.layout import split_sequences
@@ -83,7 +84,10 @@ def preflight(config: Config) -> None:
     if not problems:
         config = fetch_models(config, weights=False)
     models, unreadable = _read_models(config)
-    problems += [*unreadable, *fit_problems(config, *models), *_vocabulary_problems(config, models[0])]
+    taught = list(taught_references(config)) if isinstance(config, TrainConfig) else []
+    own, teachers = models[: len(models) - len(taught)], models[len(models) - len(taught) :]
+    fitting = fit_problems(config, *own, teachers=dict(zip(taught, teachers, strict=True)))
+    problems += [*unreadable, *fitting, *_vocabulary_problems(config, models[0])]
     problems += [*_tokenizer_problems(config), *_environment_problems(config), *data_problems(config)]
     problems += [*_attention_problems(config), *delta_net_problems(models[0])]
     if not unreadable and not isinstance(config, EvalConfig):
@@ -94,7 +98,7 @@ def preflight(config: Config) -> None:
 
 
 def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
-    """The facts of the trained or evaluated model, the critic, the reward model and the teacher (None: none readable), and the problems."""
+    """The facts of the trained or evaluated model, the critic, the reward model and the teachers (None: none readable), and the problems."""
     facts: dict[str, ModelConfig | str] = {}  # by folder; a str is its problem
     models: list[ModelConfig | None] = []
     for key, path in _model_paths(config).items():
@@ -113,7 +117,7 @@ def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
 
 
 def _model_paths(config: Config) -> dict[str, str | None]:
-    """The keys of the trained or evaluated model, the critic, the reward model and the teacher, with their paths; None: there is none."""
+    """The keys of the trained or evaluated model, the critic, the reward model and the teachers, with their paths; None: there is none."""
     if not isinstance(config, TrainConfig):
         return {"model.path": config.model.path}
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
@@ -121,7 +125,10 @@ def _model_paths(config: Config) -> dict[str, str | None]:
         "actor_rollout_ref.model.path": policy.model.path,
         "critic.model.path": None if critic is None else critic.model.path,
         "reward_model.model.path": reward.model.path if reward.enable else None,
-        "actor_rollout_ref.ref.model.path": policy.ref.model.path if has_teacher(config) else None,
+        **{
+            f"{reference_key(role)}.model.path": ref.model.path
+            for role, ref in taught_references(config).items()
+        },
     }
 
 
@@ -313,7 +320,7 @@ def _prompts(config: TrainConfig | EvalConfig, further: Mapping[str, Any] | None
 
 
 def _of_training(config: TrainConfig) -> Iterator[_Source]:
-    data, rows = config.data, _prompts(config, training_reading(config.data))
+    data, rows = config.data, _prompts(config, training_reading(config))
     if config.trainer.train_only is None:
         batch = ("data.train_batch_size", data.train_batch_size)
         yield _Source("data.train_files", data.train_files, rows, batch)

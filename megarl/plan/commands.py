@@ -98,7 +98,7 @@ def run_memory(options: argparse.Namespace) -> None:
         config, plan = found
         keys = layout_keys(config)
     else:
-        check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teacher)
+        check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
         plan = plan_of(config, inputs, limit, reserve)
         plan = plan.without_engines() if options.without_engines else plan
     if options.json:
@@ -176,7 +176,7 @@ def run_step(options: argparse.Namespace) -> None:
     if options.search:
         _search(options, inputs, machine, limit, reserve)
         return
-    check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teacher)
+    check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
     plan = plan_memory(config, inputs, limit, reserve)
     job = plan_job(config, inputs, machine, plan, sync=not options.without_sync)
     advice = [] if plan.fits else changes(options.recipe, options.overrides, config, plan, reserve)

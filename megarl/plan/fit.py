@@ -113,7 +113,7 @@ def _plans(
     """Plans of all candidates on so many nodes that the model can have."""
     for candidate in _candidates(config, inputs.model, nodes, engines):
         try:
-            check_models(candidate, inputs.model, inputs.critic, inputs.reward, inputs.teacher)
+            check_models(candidate, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
             plan = plan_memory(candidate, inputs, limit, reserve)
         except ValueError:  # a layout that cannot be: others are tried
             continue
@@ -231,7 +231,7 @@ def changes(
     for keys, why in _possible_changes(config):
         try:
             changed, inputs = read_inputs(recipe, [*overrides, *keys])
-            check_models(changed, inputs.model, inputs.critic, inputs.reward, inputs.teacher)
+            check_models(changed, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
             after = plan_memory(changed, inputs, plan.limit, reserve)
         except ValueError:  # not for this model, or these devices
             continue

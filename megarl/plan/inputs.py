@@ -17,14 +17,14 @@ from megarl.config import (
     TrainConfig,
     TuningConfig,
     check_config,
-    has_teacher,
     load_config,
     needs_old_log_probs,
     needs_ref_log_probs,
-    needs_reference,
     overlaps,
     reference_in_actor,
+    references,
     resolve,
+    taught_references,
 )
 from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
@@ -50,7 +50,7 @@ class PlanInputs:
     model: ModelConfig
     critic: ModelConfig | None = None
     reward: ModelConfig | None = None
-    teacher: ModelConfig | None = None
+    teachers: dict[str, ModelConfig] = field(default_factory=dict)  # by role, of `taught_references`
     tables: dict[object, StageTensors] = field(default_factory=dict)
     _known: dict[object, Any] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class PlanInputs:
             read_model_config(policy.model.path),
             None if critic is None else read_model_config(critic.model.path),
             read_model_config(reward.model.path) if reward.enable else None,
-            read_model_config(policy.ref.model.path) if has_teacher(config) else None,
+            read_teachers(config),
         )
 
     def once(self, key: object, make: Callable[[], T]) -> T:
@@ -80,6 +80,13 @@ class PlanInputs:
     def flops_of(self, model: ModelConfig, head: str) -> ModelFlops:
         """Operations of one of these models."""
         return self.once(("flops", id(model), head), lambda: model_flops(model, head))
+
+
+def read_teachers(config: TrainConfig) -> dict[str, ModelConfig]:
+    """The facts of the references that are other models than the policy, by their roles; `config`: resolved."""
+    return {
+        role: read_model_config(section.model.path) for role, section in taught_references(config).items()
+    }
 
 
 def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
@@ -124,11 +131,11 @@ def roles_of(config: TrainConfig | TuningConfig) -> list[str]:
     """The roles that have processes of their own."""
     if isinstance(config, TuningConfig):
         return [tuned_role(config)]
-    critic, reference = config.critic, needs_reference(config) and not reference_in_actor(config)
+    critic = config.critic
     return [
         "actor",
         *(["critic"] if critic is not None and not critic.model.share_base else []),
-        *(["ref"] if reference else []),
+        *([] if reference_in_actor(config) else references(config)),
         *(["reward_model"] if config.reward_model.enable else []),
     ]
 
@@ -162,9 +169,9 @@ class RoleFacts:
 
 
 def role_facts(config: TrainConfig, inputs: PlanInputs, role: str) -> RoleFacts:
-    """`role`: actor, critic, ref or reward_model."""
+    """`role`: actor, critic, one of `references` or reward_model."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, lora = policy.actor, policy.ref, policy.model.lora
+    actor, lora = policy.actor, policy.model.lora
     longest = config.data.max_prompt_length + config.data.max_response_length
     if role == "actor":
         most = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
@@ -175,10 +182,11 @@ def role_facts(config: TrainConfig, inputs: PlanInputs, role: str) -> RoleFacts:
         own = critic.model.lora
         blocks = lora.blocks if critic.model.share_base else own.blocks
         return RoleFacts("value", inputs.critic or inputs.model, critic, most, longest, True, own, blocks)
-    if role == "ref":
+    ref = references(config).get(role)
+    if ref is not None:
         most = (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
-        if inputs.teacher is not None:
-            return RoleFacts("lm", inputs.teacher, ref, most, longest)
+        if role in inputs.teachers:
+            return RoleFacts("lm", inputs.teachers[role], ref, most, longest)
         return RoleFacts("lm", inputs.model, ref, most, longest, base_block=lora.blocks)
     assert role == "reward_model", role
     most = (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
@@ -186,7 +194,7 @@ def role_facts(config: TrainConfig, inputs: PlanInputs, role: str) -> RoleFacts:
 
 
 def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str) -> ModelUse:
-    """The model of a role: actor, critic, ref or reward_model; sft, rm or dpo. `config`: resolved."""
+    """The model of a role: actor, critic, one of `references` or reward_model; sft, rm or dpo. `config`: resolved."""
     if isinstance(config, TuningConfig):
         assert role == tuned_role(config), role
         tokens, lora, head = (

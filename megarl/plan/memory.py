@@ -17,10 +17,10 @@ from megarl.config import (
     TrainConfig,
     TuningConfig,
     evaluates,
-    needs_reference,
     pool_devices,
     reference_in_actor,
     reference_is_actor,
+    references,
     resolve,
     validates_concurrently,
 )
@@ -192,8 +192,8 @@ def plan_memory(
     owners = [*_trained(config, inputs, "actor", needs)]
     if config.critic is not None:
         owners += _trained(config, inputs, "critic", needs)
-    if needs_reference(config) and not reference_is_actor(config):
-        owners += _evaluated(config, inputs, "ref", "actor" if reference_in_actor(config) else "ref", needs)
+    for role in () if reference_is_actor(config) else references(config):
+        owners += _evaluated(config, inputs, role, "actor" if reference_in_actor(config) else role, needs)
     if config.reward_model.enable:
         owners += _evaluated(config, inputs, "reward_model", "reward_model", needs)
     served, kv_tokens, token = engine_owners(config, inputs, needs, limit)
@@ -323,7 +323,7 @@ def _evaluated(
     weights = tuple(stage.held.weights for stage in stages)
     yield Owner(f"{name}_weights", role, pool, weights, there if movable else None)
     # In the actor's processes these passes and its own are one after the other; a teacher's may take more.
-    if role != "actor" or inputs.teacher is not None:
+    if role != "actor" or inputs.teachers:
         yield Owner(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
 
 

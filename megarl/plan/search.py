@@ -173,7 +173,7 @@ class Search:
                 if self._least_bytes(megatron, world) > self.limit - (self.reserve or 0):
                     continue
                 config = resolve(self._configured(megatron, self.recipe.actor_rollout_ref.rollout))
-                check_models(config, model, self.inputs.critic, self.inputs.reward, self.inputs.teacher)
+                check_models(config, model, self.inputs.critic, self.inputs.reward, self.inputs.teachers)
                 parts = list(model_parts(config, self.inputs, self.machine))
             except ValueError:  # sizes that are no divisors
                 continue
@@ -280,7 +280,7 @@ class Search:
         try:
             check_config(recipe, data_files=False)
             check_models(
-                config, self.inputs.model, self.inputs.critic, self.inputs.reward, self.inputs.teacher
+                config, self.inputs.model, self.inputs.critic, self.inputs.reward, self.inputs.teachers
             )
             self.planned += 1
             memory = plan_memory(config, self.inputs, self.limit, self.reserve)

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs_ref_log_probs
+from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs_ref_log_probs, references
 from megarl.config.batches import UpdatePlan, answered_prompts, resolve_batches
+from megarl.config.resolve import TEACHER
 from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
 from megarl.costs.floors import generation_floor, pass_floor
 from megarl.costs.flops import LayerFlops, prediction_flops
@@ -219,13 +220,13 @@ def _muon(config: TrainConfig, inputs: PlanInputs, role: str) -> tuple[float, fl
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
-    """The work of Megatron's models, by phase."""
-    batches, critic = resolve_batches(config), config.critic
+    """The work of Megatron's models, by phase. Of several teachers each is taken to judge an equal part of the trajectories."""
+    batches, critic, judges = resolve_batches(config), config.critic, references(config)
 
     def part(role: str, update: UpdatePlan | None = None) -> Part:
         """All texts of the step once, forward; or all optimizer steps of a step."""
         facts = role_facts(config, inputs, role)
-        section, name = facts.section, NAMES.get(role, role)
+        section, name = facts.section, NAMES.get(role, role.replace(TEACHER, "teacher ", 1))
         megatron, pool = section.megatron, config.resource_pools[section.resource_pool]
         trained = None if update is None else "adapters" if facts.lora.rank > 0 else "weights"
         passes = Passes(
@@ -250,8 +251,10 @@ def model_parts(
         shared = actor.rollout.n if actor.actor.share_prompts else 1
         least = (texts.prompt / shared, texts.response)
         if update is None:
-            time = pass_time(passes, batches.trajectories_per_step, length, *facts.most)
-            floor = pass_floor(passes, batches.trajectories_per_step, *least)
+            several = len(judges) if role in judges else 1
+            texts_in_all = max(1, batches.trajectories_per_step // several)
+            time = pass_time(passes, texts_in_all, length, *facts.most)
+            floor = pass_floor(passes, texts_in_all, *least)
             return Part(f"{name} forward", section.resource_pool, time.total, time, floor)
         most = (update.micro_batch_tokens, update.micro_batch_sequences)
         time = pass_time(passes, update.sequences_per_mini_batch, length, *most, update.updates_per_step)
@@ -262,8 +265,8 @@ def model_parts(
         yield "score_model", part("reward_model")
     if needs_old_log_probs(config):
         yield "evaluate_models", part("actor")
-    if needs_ref_log_probs(config):
-        yield "evaluate_models", part("ref")
+    for judge in judges if needs_ref_log_probs(config) else ():
+        yield "evaluate_models", part(judge)
     if critic is not None:
         yield "evaluate_models", part("critic")
         yield "update", part("critic", batches.critic_update)

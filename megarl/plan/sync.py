@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from megarl.config import TrainConfig, has_teacher
+from megarl.config import TrainConfig
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.schema.models import MegatronConfig
@@ -27,7 +27,7 @@ from megarl.layout.placement import bytes_there
 from megarl.layout.plan import LINKS, most_in_flight
 from megarl.models import ModelConfig, logical_tensors, read_model_config
 from megarl.plan.drafts import draft_folder
-from megarl.plan.inputs import engine_layout, layout_of, precision, read_config
+from megarl.plan.inputs import engine_layout, layout_of, precision, read_config, read_teachers
 from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import APART, SyncPlan
@@ -231,9 +231,7 @@ def _from_recipe(options: argparse.Namespace) -> tuple[SyncPlan, int]:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
     config = read_config(TrainConfig, options.recipe, options.overrides)
     model = read_model_config(config.actor_rollout_ref.model.path)
-    reference = config.actor_rollout_ref.ref.model.path
-    teacher = read_model_config(reference) if has_teacher(config) else None
-    check_models(config, model, critic=model, teacher=teacher)
+    check_models(config, model, critic=model, teachers=read_teachers(config))
     over = {
         "dtype": options.dtype,
         "quantization": "fp8" if options.fp8 else None,

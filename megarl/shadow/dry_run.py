@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             "--dry-run runs the recipe's own layout; --fit looks for another: use them one after the other"
         )
     config, inputs = read_planned(options.recipe, options.overrides, options.command)
-    check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teacher)
+    check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
     ranks = chosen_ranks(config, inputs, options.ranks)
     roles = list(dict.fromkeys(role for role, _ in ranks))
     together = all_ranks(config, inputs, roles) if options.agree else []

@@ -21,6 +21,7 @@ from megarl.config import (
     needs_old_log_probs,
     needs_ref_log_probs,
     reference_in_actor,
+    references,
     top_k_in_loss,
 )
 from megarl.config.resolve import least_tokens
@@ -112,9 +113,9 @@ def build_worker(config: Config, role: str, rank: int, world_size: int) -> Model
         return (ShadowSFT if role == "sft" else ShadowDPO)(info, spec)
     if role == "critic":
         return ShadowCritic(info, _unread(critic_spec(config, NUM_STEPS)))
-    if role == "ref":
+    if role in references(config):
         temperature = config.actor_rollout_ref.rollout.temperature
-        return ShadowActor(info, _unread(reference_spec(config)), temperature)
+        return ShadowActor(info, _unread(reference_spec(config, role)), temperature)
     if role == "reward_model":
         return ShadowRewardModel(info, _unread(reward_model_spec(config)))
     arguments = actor_arguments(config, NUM_STEPS)
@@ -163,7 +164,7 @@ def steps_of(
         yield _scores(worker, fills.evaluated, number)
     elif isinstance(worker, CriticWorker):
         yield from _critic_steps(config, worker, worker, fills, number)
-    elif role == "ref":
+    elif role in references(config):
         assert isinstance(worker, ActorWorker)
         batch, _ = trajectories(config, fills.evaluated, number)
         yield Step(

@@ -68,6 +68,24 @@ def test_given_responses_are_learnt_from_by_the_divergence_alone(loss_mode: str)
         assert metrics[name] == pytest.approx(own_metrics[name]), name
 
 
+def test_divergences_are_told_by_teacher() -> None:
+    tokens = PolicyTokens(
+        mask=torch.tensor([True, True, True, False]),
+        weights=torch.full((4,), 0.5),
+        old_log_probs=torch.zeros(4),
+        advantages=torch.zeros(4),
+        full_kl=torch.tensor([1.0, 2.0, 4.0, 9.0]),
+        judges=torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        judge_names=("code", "math", "talk"),
+    )
+    options = PolicyLossOptions(0.2, 0.2, None, kl_coef=1.0, kl_kind="top_k")
+    _, sums = actor_loss(torch.zeros(4), None, tokens, options)
+    metrics = reduce_metrics(add_sums([sums, sums]), num_updates=2)
+    found = {name: value for name, value in metrics.items() if "teacher" in name}
+    assert found == {"actor/teacher_kl/code": 2.5, "actor/teacher_kl/math": 2.0}
+    assert metrics["actor/kl_loss"] == 3.5
+
+
 def test_actor_loss_by_hand():
     # 2 live tokens, weights 1/2, ratio 1, A = 1 and -3: pg loss = (-1 + 3) / 2 = 1
     # entropy 0.4 and 0.8: bonus 0.6. KL (mse): r = 0.2 and -0.4: (0.02 + 0.08) / 2 = 0.05

@@ -13,8 +13,13 @@ from megarl.config import (
     needs_reference,
     reference_in_actor,
     reference_is_actor,
+    reference_key,
+    references,
     resolve,
+    resolve_batches,
     save_batch_plan,
+    taught_references,
+    teacher_of_sources,
 )
 from megarl.config.batches import RolePlan, RolloutPlan, UpdatePlan
 from tests.config.conftest import batches_of
@@ -177,6 +182,26 @@ def test_a_teacher_is_a_model_of_its_own(train: Train) -> None:
     assert reference_is_actor(resolve(train(adapted)))
     taught = resolve(train(adapted, teacher))
     assert has_teacher(taught) and reference_in_actor(taught) and not reference_is_actor(taught)
+
+
+def test_several_teachers_are_roles_of_their_own(train: Train) -> None:
+    kl, same = "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.teachers.same={}"
+    math = "actor_rollout_ref.teachers.math={model: {path: other}, sources: [gsm8k, math500], megatron: {}}"
+    assert references(resolve(train(same, math))) == {}
+    config = resolve(train(kl, same, math))
+    assert list(references(config)) == ["teacher_same", "teacher_math"]
+    assert [reference_key(role) for role in references(config)] == [
+        "actor_rollout_ref.teachers.same",
+        "actor_rollout_ref.teachers.math",
+    ]
+    assert list(taught_references(config)) == ["teacher_math"]
+    assert not reference_in_actor(config) and not reference_is_actor(config)
+    assert teacher_of_sources(config) == {"same": "same", "gsm8k": "math", "math500": "math"}
+    plan = resolve_batches(config)
+    assert plan.ref is None and plan.teachers["same"].tp == plan.actor.tp == 2
+    assert plan.teachers["math"].tp == 1 and plan.teachers["math"].dp == plan.teachers["math"].world
+    assert [row[0] for row in batch_table(plan)][3:5] == ["teacher same", "teacher math"]
+    assert resolve(config) == config
 
 
 def test_evaluation_uses_all_devices(evaluation: Callable[..., EvalConfig]) -> None:

@@ -433,15 +433,34 @@ def test_layers_that_cannot_be_trained(
 def test_a_teacher_is_checked_by_its_own_facts(train: Callable[..., TrainConfig]) -> None:
     keys = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.model.path=teacher")
     full = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full")
-    check_models(train(*keys, *full), Facts(), Facts(), teacher=Facts(num_layers=2))
-    (line,) = lines_of(lambda: check_models(train(*keys), Facts(), Facts(), teacher=Facts(num_layers=3)))
+    check_models(train(*keys, *full), Facts(), Facts(), teachers={"ref": Facts(num_layers=2)})
+    (line,) = lines_of(
+        lambda: check_models(train(*keys), Facts(), Facts(), teachers={"ref": Facts(num_layers=3)})
+    )
     assert line.startswith("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2")
     more = Facts(vocab_size=Facts().vocab_size + 64)
-    check_models(train(*keys), Facts(), Facts(), teacher=more)
-    (line,) = lines_of(lambda: check_models(train(*keys, *full), Facts(), Facts(), teacher=more))
+    check_models(train(*keys), Facts(), Facts(), teachers={"ref": more})
+    (line,) = lines_of(lambda: check_models(train(*keys, *full), Facts(), Facts(), teachers={"ref": more}))
     assert "compare distributions over the same tokens" in line
-    (line,) = lines_of(lambda: check_models(train(*keys), more, more, teacher=Facts()))
+    (line,) = lines_of(lambda: check_models(train(*keys), more, more, teachers={"ref": Facts()}))
     assert line.startswith("actor_rollout_ref.ref.model.path: the teacher has ")
+
+
+def test_each_of_several_teachers_is_checked_by_its_own_facts(train: Callable[..., TrainConfig]) -> None:
+    keys = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.teachers.math.model.path=math")
+    own = "actor_rollout_ref.teachers.code={model: {path: code}, megatron: {tensor_model_parallel_size: 4}}"
+    config = train(*keys, own)
+    code, math = "teacher_code", "teacher_math"
+    check_models(config, Facts(), Facts(), teachers={math: Facts(), code: Facts()})
+    few = Facts(num_attention_heads=2, num_query_groups=2)
+    found = lines_of(lambda: check_models(config, Facts(), Facts(), teachers={math: Facts(), code: few}))
+    assert found and all(line.startswith("actor_rollout_ref.teachers.code.megatron.") for line in found)
+    fewer = {math: Facts(vocab_size=8), code: Facts()}
+    found = lines_of(lambda: check_models(config, Facts(), Facts(), teachers=fewer))
+    assert any(
+        line.startswith("actor_rollout_ref.teachers.math.model.path: the teacher has 8 of the policy's")
+        for line in found
+    )
 
 
 def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> None:

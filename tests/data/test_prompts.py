@@ -12,6 +12,7 @@ from megarl.data.trajectories import (
     MESSAGES,
     PROMPT_SCHEMA,
     REF_PROMPT_IDS,
+    TEACHER,
     TEMPLATE_KWARGS,
     expand_prompts,
     response_columns,
@@ -337,6 +338,24 @@ def test_given_responses_are_tokens_that_a_policy_would_generate(tokenizer, tmp_
     shorter = {**reading, "max_response_length": size, "filter_overlong_prompts": True}
     with pytest.raises(ValueError, match="all 4 rows are longer"):
         PromptDataset(path, tokenizer, **shorter)
+
+
+def test_the_teacher_of_a_row(tokenizer, tmp_path):
+    """By its data source or by another column, whose value is one of a teacher's sources; it goes with each request."""
+    rows = [{**prompt_row(), "domain": domain} for domain in ("math", "code", "talk")]
+    path = write(tmp_path / "train.parquet", rows)
+    by_source = {"max_prompt_length": 64, "teachers": {"megarl/arithmetic": "numbers", "math": "other"}}
+    assert PromptDataset(path, tokenizer, **by_source).table[TEACHER].to_pylist() == ["numbers"] * 3
+    by_domain = {"max_prompt_length": 64, "teachers": {"math": "a", "code": "b"}, "teacher_key": "domain"}
+    table = PromptDataset(path, tokenizer, **by_domain, max_samples=2).table
+    assert expand_prompts(table, 2)[TEACHER].to_pylist() == ["a", "a", "b", "b"]
+    with pytest.raises(
+        ValueError, match=r"row 2: 'domain' is 'talk', and no teacher judges.*'math' \(a\), 'code' \(b\)"
+    ):
+        PromptDataset(path, tokenizer, **by_domain)
+    with pytest.raises(ValueError, match=r"'field'.*data\.teacher_key"):
+        PromptDataset(path, tokenizer, **{**by_domain, "teacher_key": "field"})
+    assert TEACHER not in PromptDataset(path, tokenizer, max_prompt_length=64).table.column_names
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.cli.main import main
 from megarl.costs.activations import _in_flight
@@ -106,6 +107,23 @@ def test_a_critic_and_its_base() -> None:
     }
     head = 2 * inputs.model.hidden_size  # goes with the weights where these are the critic's
     assert shared["critic_adapters"] == apart["critic_adapters"] + head
+
+
+def test_each_of_several_teachers_has_its_weights_while_it_judges(capsys: pytest.CaptureFixture) -> None:
+    """All at once, in the phase of log-probs alone, where they share GPUs with the engines; each in processes of its own."""
+    recipe = str(ROOT / "recipes/qwen3_4b_distillation.yaml")
+    one = planned(capsys, recipe)
+    teacher = yaml.safe_load(Path(recipe).read_text())["actor_rollout_ref"]["ref"]
+    half = {**teacher, "megatron": {**teacher["megatron"], "expert_model_parallel_size": 4}}
+    keys = [f"actor_rollout_ref.teachers={json.dumps({'math': teacher, 'code': half})}"]
+    two = planned(capsys, recipe, "actor_rollout_ref.ref=null", *keys)
+    before, after = (plan["phases"]["evaluate_models"] for plan in (one, two))
+    assert after["teacher_math_weights"] == before["ref_weights"]
+    assert 1.5 * after["teacher_math_weights"] < after["teacher_code_weights"]
+    assert "ref_weights" not in after and after["actor_weights"] == before["actor_weights"]
+    for phase in ("sync", "generate", "update_actor"):
+        assert not any("teacher" in name for name in two["phases"][phase])
+    assert two["reserve"] > one["reserve"]
 
 
 def test_671b_in_bf16_is_served_by_engines_over_four_nodes_of_80_gb(capsys) -> None:

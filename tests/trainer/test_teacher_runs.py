@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
 from megarl.data.trajectories import GIVEN, REF_PROMPT_IDS, read_trajectories
-from tests.fixtures.runs import PPO, assert_same_steps, on, steps, succeed
+from tests.fixtures.runs import PPO, assert_same_steps, megarl, on, steps, succeed
 from tests.trainer.roles.test_weight_sync import SMALL
 
 ACTOR = "actor_rollout_ref.actor"
@@ -112,6 +112,44 @@ def test_a_resumed_run_learns_from_the_same_given_responses(
     assert_same_steps(out, again, 3)
     for name in ("hf/model.safetensors", "rollouts/step-000003.parquet"):
         assert (out / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_each_row_is_judged_by_its_teacher(task: Path, teacher: Path, tmp_path: Path) -> None:
+    """One of two layouts, with processes of its own, and the policy before the run; a source that is no teacher's ends a run before it starts."""
+    rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
+    for number, row in enumerate(rows):
+        row["domain"] = ("plus", "minus", "rest")[number % 3]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "domains.parquet")
+    wide = f"{{model: {{path: {teacher}}}, sources: [plus, minus], megatron: {{}}}}"
+    run = [
+        "train", *PPO, *SMALL, f"{ACTOR}.pg_loss_coef=0", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k2",
+        "data.teacher_key=domain", f"actor_rollout_ref.teachers.wide={wide}", f"data.train_files={tmp_path}/domains.parquet",
+    ]  # fmt: skip
+    refused = megarl(*run, *on(task, tmp_path / "none"), run[-1])
+    assert refused.returncode and "'domain' is 'rest', and no teacher judges such rows" in refused.stderr
+    assert "'plus' (wide), 'minus' (wide)" in refused.stderr
+    succeed(*run, *on(task, tmp_path / "run"), run[-1], "actor_rollout_ref.teachers.rest={}")
+    first, second = steps(tmp_path / "run")
+    assert first["actor/teacher_kl/wide"] > 0.01 and first["actor/teacher_kl/rest"] == pytest.approx(
+        0, abs=1e-6
+    )
+    assert second["actor/teacher_kl/rest"] > 0
+    table = read_trajectories(tmp_path / "run" / "rollouts" / "step-000002.parquet")
+    assert set(table["teacher"].to_pylist()) == {"wide", "rest"}
+    for name, folder in (("wide", teacher), ("rest", task / "model")):
+        own = table.filter(pc.field("teacher") == name).to_pylist()
+        check_log_probs(folder, [row["prompt_ids"] for row in own], own)
+
+
+@torch.no_grad()
+def check_log_probs(folder: Path, prompts: list[list[int]], rows: list[dict]) -> None:
+    """The log-probs of the rows' references are those of Hugging Face's model in the folder, after these prompts."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, row in zip(prompts, rows, strict=True):
+        response = row["response_ids"]
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row["ref_log_probs"]), expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -17,8 +17,9 @@ from megarl.config.resolve import (
     GLOBAL_POOL,
     eval_rollout,
     megatron_sections,
-    needs_reference,
     pool_devices,
+    reference_key,
+    references,
     validates_concurrently,
 )
 from megarl.config.schema.commands import (
@@ -47,11 +48,12 @@ def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
     if not pools:
         yield "resource_pools is empty; name at least one pool, or leave it out for one of all devices"
         return
-    given = {
+    given: dict[str, str | None] = {
         f"{POLICY}.actor": policy.actor.resource_pool,
         f"{POLICY}.ref": policy.ref.resource_pool,
         f"{POLICY}.rollout": policy.rollout.resource_pool,
     }
+    given |= {f"{POLICY}.teachers.{one}": own.resource_pool for one, own in (policy.teachers or {}).items()}
     if written.critic is not None:
         given["critic"] = written.critic.resource_pool
     if written.reward_model.enable:
@@ -243,7 +245,7 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
             yield f"max_token_len_per_gpu={tokens} is less than data.max_length={longest}: a long example would not fit"
         return
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    actor = config.actor_rollout_ref.actor
     yield from _mini_batch_problems(actor.ppo_mini_batch_size, config, roles[f"{POLICY}.actor"])
     yield from _micro_batch_problems(f"{POLICY}.actor", actor, config)
     for role in roles.values() if actor.share_prompts else ():
@@ -267,15 +269,17 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         yield from _mini_batch_problems(critic.ppo_mini_batch_size, config, roles["critic"])
         if _micro_batch(critic) != _micro_batch(actor):  # else it is the actor's problem
             yield from _micro_batch_problems("critic", critic, config)
-    if needs_reference(config):
-        what = f"data.train_batch_size={prompts} x {POLICY}.rollout.n={n} = {prompts * n} trajectories"
-        yield from _share_problems(what, prompts * n, roles[f"{POLICY}.ref"])
+    for name, ref in references(config).items():
+        key = reference_key(name)
+        if name == "ref":  # one of several teachers has any number of trajectories
+            what = f"data.train_batch_size={prompts} x {POLICY}.rollout.n={n} = {prompts * n} trajectories"
+            yield from _share_problems(what, prompts * n, roles[key])
         tokens = ref.log_prob_max_token_len_per_gpu
         if tokens is not None and ref.log_prob_micro_batch_size_per_gpu is not None:
             names = "log_prob_max_token_len_per_gpu and log_prob_micro_batch_size_per_gpu"
-            yield f"{POLICY}.ref: {names} are both set; give one of them, or log_prob_use_dynamic_bsz"
+            yield f"{key}: {names} are both set; give one of them, or log_prob_use_dynamic_bsz"
         if tokens is not None and tokens != actor.ppo_max_token_len_per_gpu:
-            yield from _budget_problems(f"{POLICY}.ref.log_prob_max_token_len_per_gpu", tokens, config)
+            yield from _budget_problems(f"{key}.log_prob_max_token_len_per_gpu", tokens, config)
 
 
 def _mini_batch_problems(mini: int | None, config: TrainConfig, role: _Role) -> Iterator[str]:

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.batches import trajectories_per_step
+from megarl.config.checks.teachers import reference_problems, teacher_problems
 from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.resolve import (
     full_kl_in_loss,
     full_kl_in_reward,
-    has_teacher,
-    needs_ref_log_probs,
-    needs_reference,
     reference_in_actor,
     top_k_in_loss,
 )
@@ -89,7 +87,8 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     yield from _replay_problems(config.actor_rollout_ref.actor)
     yield from _frozen_router_problems(config.actor_rollout_ref)
     yield from _full_kl_problems(config)
-    yield from _reference_problems(config)
+    yield from reference_problems(config)
+    yield from teacher_problems(config)
     yield from _health_problems(config)
     lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
     actor = config.actor_rollout_ref.actor
@@ -304,7 +303,8 @@ def _full_kl_problems(config: TrainConfig) -> Iterator[str]:
         "algorithm.kl_penalty": full_kl_in_reward(config),
     }
     for key, used in uses.items():
-        if used and not reference_in_actor(config):
+        several = config.actor_rollout_ref.teachers is not None  # `teacher_problems` has it
+        if used and not reference_in_actor(config) and not several:
             yield (
                 f"{key}='full' compares whole distributions, so policy and reference must be in the same processes: give "
                 f"{POLICY}.ref neither a layout (megatron) nor a resource_pool of its own, or choose low_var_kl"
@@ -320,25 +320,6 @@ def _full_kl_problems(config: TrainConfig) -> Iterator[str]:
             "algorithm.kl_penalty='full' needs the policy's forward pass, which "
             "algorithm.rollout_correction.bypass_mode=true leaves out; choose low_var_kl, or leave bypass_mode out"
         )
-
-
-def _reference_problems(config: TrainConfig) -> Iterator[str]:
-    actor, given = config.actor_rollout_ref.actor, f"{POLICY}.ref.model.path"
-    if has_teacher(config) and not needs_reference(config):
-        yield (
-            f"{given}: nothing compares the policy with a reference; set {POLICY}.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, "
-            "or leave it out"
-        )
-    key = f"data.ref_prompt_key={config.data.ref_prompt_key}"
-    if config.data.ref_prompt_key is not None and not needs_ref_log_probs(config):
-        yield (
-            f"{key}: the reference judges responses after another prompt by their sampled tokens or its most likely ones; "
-            f"set {POLICY}.actor.use_kl_loss=true with kl_loss_type=k2 or top_k, or algorithm.use_kl_in_reward=true with kl_penalty=kl"
-        )
-    if config.data.ref_prompt_key is not None and config.actor_rollout_ref.rollout.multi_turn.enable:
-        yield f"{key}: an environment adds to prompts what the reference would not see; leave one out"
-    if not (actor.pg_loss_coef or actor.use_kl_loss or actor.entropy_coeff or actor.ptx_coef):
-        yield f"{POLICY}.actor.pg_loss_coef=0: the policy would learn from nothing; set use_kl_loss=true beside it, or leave it out"
 
 
 def _health_problems(config: TrainConfig) -> Iterator[str]:

@@ -27,6 +27,12 @@ _WEIGHTS = ("*.safetensors",)
 _CODE = ("*.py",)
 
 
+def model_keys(config: TrainConfig | TuningConfig | EvalConfig) -> tuple[str, ...]:
+    """MODEL_KEYS, and those of several teachers."""
+    teachers = value_at(config, "actor_rollout_ref.teachers") or {}
+    return (*MODEL_KEYS, *(f"actor_rollout_ref.teachers.{name}.model.path" for name in teachers))
+
+
 def is_hub_id(path: str) -> bool:
     """Whether `path` may be an id: owner/name, and no folder that is there."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
@@ -36,14 +42,15 @@ def path_problems(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[s
     """Models and tokenizers that a configuration names, resolved or not, and that are neither here nor ids on the Hub."""
     policy_keys = ("model.path", "actor_rollout_ref.model.path")
     policy = next(path for key in policy_keys if (path := value_at(config, key)) is not None)
-    for key in (*MODEL_KEYS, *TOKENIZER_KEYS, "data.tokenizer"):
+    models = model_keys(config)
+    for key in (*models, *TOKENIZER_KEYS, "data.tokenizer"):
         path = value_at(config, key)
         # A folder that is the policy's is the policy's problem.
         if path is None or (path == policy and key not in policy_keys):
             continue
         if key.startswith("reward_model.") and not value_at(config, "reward_model.enable"):
             continue
-        if key in MODEL_KEYS:
+        if key in models:
             yield from model_problems(key, path)
         elif not is_hub_id(path) and not Path(path).expanduser().is_dir():
             yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
@@ -74,14 +81,15 @@ def fetch_models(config: C, weights: bool = True) -> C:
         ValueError: names the key and the id, and what to do.
     """
     folders: dict[tuple[str, tuple[str, ...]], str] = {}
-    for key in (*MODEL_KEYS, *TOKENIZER_KEYS):
+    models = model_keys(config)
+    for key in (*models, *TOKENIZER_KEYS):
         path = value_at(config, key)
         if key.startswith("reward_model.") and not value_at(config, "reward_model.enable"):
             continue
         if path is not None and is_hub_id(path):
             model = value_at(config, "actor_rollout_ref.model") or value_at(config, "model")
             texts = (*_TEXTS, *_CODE) if model.trust_remote_code else _TEXTS
-            wanted = (path, (*texts, *_WEIGHTS) if weights and key in MODEL_KEYS else texts)
+            wanted = (path, (*texts, *_WEIGHTS) if weights and key in models else texts)
             if wanted not in folders:
                 folders[wanted] = _download(key, *wanted)
             config = with_value(config, key, folders[wanted])

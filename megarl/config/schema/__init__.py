@@ -150,11 +150,13 @@ def walk_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any
 def value_at(config: Any, key: str) -> Any:
     """The value of a dotted key; None where the configuration has no such key or section."""
     for name in key.split("."):
-        config = getattr(config, name, None)
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
     return config
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
     """The configuration with another value of a dotted key."""
     first, _, rest = key.partition(".")
+    if isinstance(config, dict):
+        return {**config, first: with_value(config[first], rest, value) if rest else value}
     return replace(config, **{first: with_value(getattr(config, first), rest, value) if rest else value})

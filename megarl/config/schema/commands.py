@@ -208,6 +208,15 @@ class RefConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig(RefConfig):
+    """One of several teachers; the keys are those of `actor_rollout_ref.ref`. It has processes of its own in any layout."""
+
+    sources: tuple[str, ...] | None = option(
+        "The values of data.teacher_key in the rows that it judges; null: its name.", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorRolloutRefConfig:
     """The policy: its model, its training, its rollouts, its reference."""
 
@@ -223,6 +232,11 @@ class ActorRolloutRefConfig:
     model: TrainedModelConfig = section("The model that is trained.")
     actor: ActorConfig = section("The policy that is trained.")
     ref: RefConfig = section("The reference policy.", RefConfig)
+    teachers: dict[str, TeacherConfig] | None = option(
+        "Several teachers by name in place of ref, each of which judges the trajectories of its rows alone (data.teacher_key), by "
+        "sampled tokens or its most likely ones. null: ref judges all.",
+        None,
+    )
     rollout: RolloutConfig = section("The engines that generate responses.", RolloutConfig)
 
 

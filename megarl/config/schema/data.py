@@ -158,6 +158,10 @@ class DataConfig:
         "most max_prompt_length tokens, too; null: the policy's prompt.",
         None,
     )
+    teacher_key: str | None = option(
+        "actor_rollout_ref.teachers: column whose value names the teacher of a row (one of its sources); null: the data source (reward_fn_key).",
+        None,
+    )
     given_response_key: str | None = option(
         "Column of responses that are given: a text or the assistant's message, or several texts. Some prompts (on_policy_share) are not answered by "
         "the policy; it learns from these responses by the divergence from the reference alone. null: it answers all prompts.",

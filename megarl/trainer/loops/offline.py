@@ -44,7 +44,7 @@ from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.given_responses import given_metrics, own_rows
 from megarl.trainer.stages.inputs import load_model_inputs, num_training_steps
 from megarl.trainer.stages.nonfinite import GENERATED, finite_step, require_finite
-from megarl.trainer.stages.prompt_data import may_lack, training_prompts
+from megarl.trainer.stages.prompt_data import may_lack, training_prompts, training_reading
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
 from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
@@ -215,7 +215,8 @@ def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
         return count_steps(Path(trainer.train_only), trainer.total_training_steps)
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config))
+    further = training_reading(config)
+    loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config), **further)
     return num_training_steps(trainer, loader, config.data.train_batch_size)
 
 

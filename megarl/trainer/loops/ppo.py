@@ -168,7 +168,8 @@ def learn(
     seed = config.trainer.seed * 1_000_003 + step
     check_given(batch, config)
     require_finite(batch, GENERATED)
-    layouts = [role.layout for role in (roles.actor, roles.ref, roles.critic) if role is not None]
+    judged_by = (roles.actor, roles.ref, roles.critic, *roles.teachers.values())
+    layouts = [role.layout for role in judged_by if role is not None]
     num_rows = batch.num_rows
     if evaluates(config):
         with roles.memory.phase("evaluate_models"):

@@ -6,13 +6,13 @@ The needs of each phase, and the parts that leave the devices in other phases, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.cluster import WorkerLost
-from megarl.config import reference_is_actor
+from megarl.config import reference_is_actor, references
 from megarl.costs.phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
 from megarl.util.files import whole_file
 
@@ -271,7 +271,7 @@ def device_memory(
     actor: Role,
     engines: WorkerGroup | None,
     critic: Role | None,
-    ref: Role | None,
+    judges: Mapping[str, Role],
     reward_model: Role | None,
     *,
     trains: bool = True,
@@ -279,6 +279,7 @@ def device_memory(
     """The memory of a run's devices, by owner; freed engines have been released already.
 
     Args:
+        judges: the references by their roles.
         trains: whether the actor has gradients and an optimizer.
     """
     policy, gpus = config.actor_rollout_ref, gpu_pools(run)
@@ -291,9 +292,9 @@ def device_memory(
     owners = _trained(config, gpus, "actor", actor, policy.actor, adapted)
     if not trains:
         owners = [owner for owner in owners if owner.part == "weights"]
-    if ref is not None and not reference_is_actor(config):
-        part = "reference" if ref.group is actor.group else "weights"
-        owners.append(weights("ref_weights", ref, part, policy.ref))
+    for name, judge in {} if reference_is_actor(config) else judges.items():
+        part = "reference" if judge.group is actor.group else "weights"
+        owners.append(weights(f"{name}_weights", judge, part, references(config)[name]))
     if critic is not None:
         section = config.critic
         of_critic = _trained(config, gpus, "critic", critic, section, section.model.lora.rank > 0)

@@ -13,12 +13,13 @@ from megarl.config import (
     LoraConfig,
     MegatronConfig,
     OptimConfig,
+    RefConfig,
     TrainConfig,
-    has_teacher,
     needs_old_log_probs,
     needs_reference,
     reference_in_actor,
     reference_is_actor,
+    references,
     trajectories_per_mini_batch,
     updates_per_step,
 )
@@ -79,12 +80,12 @@ def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
     )
 
 
-def reference_spec(config: TrainConfig) -> ModelSpec:
-    """The spec of a reference with processes of its own. It has no adapters, but, unless it is a teacher, its weights are stored as the
-    actor's are (`lora`)."""
-    policy, share = config.actor_rollout_ref, _share_prompts(config)
-    lora = LoraConfig() if has_teacher(config) else policy.model.lora
-    return _spec(config, policy.ref.model.path, "lm", policy.ref.megatron, lora=lora, share_prompts=share)
+def reference_spec(config: TrainConfig, role: str = "ref") -> ModelSpec:
+    """The spec of a reference (one of `references`) with processes of its own. It has no adapters, but, unless it is a teacher, its weights
+    are stored as the actor's are (`lora`)."""
+    policy, ref, share = config.actor_rollout_ref, references(config)[role], _share_prompts(config)
+    lora = LoraConfig() if ref.model.path != policy.model.path else policy.model.lora
+    return _spec(config, ref.model.path, "lm", ref.megatron, lora=lora, share_prompts=share)
 
 
 def reward_model_spec(config: TrainConfig) -> ModelSpec:
@@ -151,20 +152,27 @@ def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> 
     return _start_model(run, "critic", CRITIC, critic.resource_pool, kwargs, batching)
 
 
-def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
-    """The reference policy: in the actor's processes, or in processes of its own."""
+def start_references(config: TrainConfig, run: Run, actor: Role) -> dict[str, Role]:
+    """The run's references by their roles: in the actor's processes, or in processes of their own."""
+    return {
+        role: _start_reference(config, run, actor, role, section)
+        for role, section in references(config).items()
+    }
+
+
+def _start_reference(config: TrainConfig, run: Run, actor: Role, role: str, ref: RefConfig) -> Role:
     policy = config.actor_rollout_ref
     batching = MicroBatching(
         0,
-        policy.ref.log_prob_max_token_len_per_gpu,
-        policy.ref.log_prob_micro_batch_size_per_gpu,
+        ref.log_prob_max_token_len_per_gpu,
+        ref.log_prob_micro_batch_size_per_gpu,
         share_prompts=policy.actor.share_prompts,
     )
     if reference_in_actor(config):
-        pair_share = model_flops(read_model_config(policy.ref.model.path), "lm").pair_share
+        pair_share = model_flops(read_model_config(ref.model.path), "lm").pair_share
         return Role(actor.group, actor.layout, replace(batching, pair_share=pair_share))
-    kwargs = {"spec": reference_spec(config), "temperature": policy.rollout.temperature}
-    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, kwargs, batching)
+    kwargs = {"spec": reference_spec(config, role), "temperature": policy.rollout.temperature}
+    return _start_model(run, role, ACTOR, ref.resource_pool, kwargs, batching)
 
 
 def start_reward_model(config: TrainConfig, run: Run) -> Role:

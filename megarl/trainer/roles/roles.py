@@ -15,9 +15,9 @@ from megarl.config import (
     RolloutConfig,
     TrainConfig,
     eval_rollout,
-    needs_reference,
     validates_concurrently,
 )
+from megarl.config.resolve import TEACHER
 from megarl.costs.phases import frees_engines
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
@@ -32,7 +32,7 @@ from megarl.trainer.roles.model_roles import (
     say_layers,
     start_actor,
     start_critic,
-    start_reference,
+    start_references,
     start_reward_model,
 )
 from megarl.trainer.roles.restarts import EngineRestarts
@@ -82,7 +82,7 @@ def start_roles(
         # The fork server of the models is ready before that of the engines: start the models first.
         last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
-        actor, critic, ref = _start_models(config, run, num_steps if trains else None)
+        actor, critic, judges = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
         own = None
@@ -93,7 +93,7 @@ def start_roles(
     # Connecting and syncing are repeated after each engine restart; `roles` exists by then.
     join = partial(connect, run, actor.group, engines, sync, config.trainer.collective_timeout)
     facts = join()
-    memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)
+    memory = device_memory(config, run, actor, engines, critic, judges, reward_model, trains=trains)
     if gpu_pools(run):
         memory.reserve()
     restarts = EngineRestarts(
@@ -109,7 +109,10 @@ def start_roles(
         of_eval = _connect_eval_engines(
             config, run, actor.group, *own, lambda version: sync_eval_weights(run, roles, version)
         )
-    roles = Roles(actor, engines, facts, critic, ref, reward_model, memory, restarts, of_eval)
+    judges_of = teachers_of(judges)
+    roles = Roles(
+        actor, engines, facts, critic, judges.get("ref"), reward_model, memory, restarts, judges_of, of_eval
+    )
     memory.recover = restarts.replace_lost
     if restarts.max_restarts:
         run.restarts = restarts
@@ -121,22 +124,27 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
     """Start the trained models and the reference, on their pools alone: no engines, no reward model."""
     open_pools(run, pools_of(config))
     with run.status("starting models"):
-        actor, critic, ref = _start_models(config, run, num_steps)
+        actor, critic, judges = _start_models(config, run, num_steps)
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, run.pools[config.actor_rollout_ref.actor.resource_pool])
-    memory = device_memory(config, run, actor, None, critic, ref, None)
-    return Roles(actor, None, None, critic, ref, None, memory, None)
+    memory = device_memory(config, run, actor, None, critic, judges, None)
+    return Roles(actor, None, None, critic, judges.get("ref"), None, memory, None, teachers_of(judges))
+
+
+def teachers_of(judges: Mapping[str, Role]) -> dict[str, Role]:
+    """Several teachers by their names, of the references by their roles; {}: there are not several."""
+    return {role.removeprefix(TEACHER): judge for role, judge in judges.items() if role != "ref"}
 
 
 def _start_models(
     config: TrainConfig, run: Run, num_steps: int | None
-) -> tuple[Role, Role | None, Role | None]:
-    """Start the actor and, where the run has them, critic and reference; `num_steps` as for `start_actor`."""
+) -> tuple[Role, Role | None, dict[str, Role]]:
+    """Start the actor and, where the run has them, critic and references (by their roles); `num_steps` as for `start_actor`."""
     actor = start_actor(config, run, num_steps)
     if num_steps is None:
-        return actor, None, None
+        return actor, None, {}
     critic = start_critic(config, run, actor, num_steps) if config.critic is not None else None
-    return actor, critic, start_reference(config, run, actor) if needs_reference(config) else None
+    return actor, critic, start_references(config, run, actor)
 
 
 def _synced_engines(

@@ -1,6 +1,7 @@
 """The roles of a PPO run as its stages see them, and the planned sizes of their weight syncs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megarl.cluster import WorkerGroup
 from megarl.trainer.roles.device_memory import DeviceMemory
@@ -51,7 +52,7 @@ class EvalEngines:
 @dataclass(frozen=True)
 class Roles:
     """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
-    `critic.group` where the critic shares the actor's model.
+    `critic.group` where the critic shares the actor's model. `teachers`: several in place of the reference, by name.
 
     A run that generates nothing has no engines, and so neither `sync` nor `restarts`. `eval`: None where validation has no engines of its own.
     """
@@ -64,4 +65,5 @@ class Roles:
     reward_model: Role | None
     memory: DeviceMemory
     restarts: EngineRestarts | None
+    teachers: Mapping[str, Role] = field(default_factory=dict)
     eval: EvalEngines | None = None

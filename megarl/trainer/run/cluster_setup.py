@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from megarl.cluster import ClusterSetup, ProcessKind, gpus_here, open_cluster_setup, rank_environment
-from megarl.config import EvalConfig, PoolConfig, RolloutConfig, TrainConfig, TuningConfig, needs_reference
+from megarl.config import EvalConfig, PoolConfig, RolloutConfig, TrainConfig, TuningConfig, references
 from megarl.config.resolve import GLOBAL_POOL
 from megarl.rollout.sglang.before_import import sglang_environment
 
@@ -26,8 +26,7 @@ def pools_of(config: TrainConfig | TuningConfig | EvalConfig) -> Mapping[str, Po
     used = {config.actor_rollout_ref.actor.resource_pool}
     if config.critic is not None:
         used.add(config.critic.resource_pool)
-    if needs_reference(config):
-        used.add(config.actor_rollout_ref.ref.resource_pool)
+    used |= {section.resource_pool for section in references(config).values()}
     return {name: pool for name, pool in config.resource_pools.items() if name in used}
 
 

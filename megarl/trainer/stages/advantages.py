@@ -17,6 +17,7 @@ from megarl.algorithms.kl import (
     KLController,
     LinearKLController,
     apply_kl_penalty,
+    kl_estimate,
     make_kl_controller,
     place_scores,
     place_steps,
@@ -30,6 +31,7 @@ from megarl.data.sessions import first_rows, last_rows
 from megarl.data.trajectories import (
     GIVEN,
     SCORED_MASK,
+    TEACHER,
     append_column,
     environment_notes,
     from_ragged,
@@ -87,6 +89,9 @@ def make_controls(algorithm: AlgorithmConfig, actor: ActorConfig, num_steps: int
     return Controls(kl, kl_loss, actor.clip_ratio_low, actor.clip_ratio_high)
 
 
+TEACHER_REF_KL = "actor/teacher_ref_kl/"  # before a teacher's name: the KL in the reward
+
+
 def compute_batch_advantages(
     batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
 ) -> tuple[pa.Table, dict[str, float]]:
@@ -127,6 +132,8 @@ def compute_batch_advantages(
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
         metrics |= found
+    if algorithm.use_kl_in_reward and TEACHER in batch.column_names:
+        metrics |= _kl_by_teacher(batch, column, mask, offsets, algorithm)
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, len(first))
     metrics |= found
@@ -186,6 +193,24 @@ def compute_batch_advantages(
         if values is not None:
             batch = append_column(batch, name, (values.numpy(), offsets.numpy()))
     return batch, metrics
+
+
+def _kl_by_teacher(
+    batch: pa.Table,
+    column: dict[str, torch.Tensor],
+    mask: torch.Tensor,
+    offsets: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> dict[str, float]:
+    """The estimate of the KL to each of several teachers, a mean over the live tokens that it judges."""
+    estimate = kl_estimate(column["old_log_probs"], column["ref_log_probs"], algorithm.kl_penalty)
+    judges = np.repeat(np.array(batch[TEACHER].to_pylist()), offsets.diff().numpy())
+    live = {str(name): mask & torch.from_numpy(judges == name) for name in np.unique(judges)}
+    return {
+        f"{TEACHER_REF_KL}{name}": float(estimate[there].double().mean())
+        for name, there in live.items()
+        if there.any()
+    }
 
 
 def _zeros(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:

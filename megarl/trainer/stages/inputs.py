@@ -14,10 +14,11 @@ from megarl.config import (
     DataConfig,
     TrainConfig,
     check_models,
-    has_teacher,
     needs_rules,
     plays_turns,
     position_warnings,
+    reference_key,
+    taught_references,
 )
 from megarl.config.schema.commands import TrainerConfig
 from megarl.data.loader import BatchLoader
@@ -27,7 +28,13 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.facts import Facts, data_text, model_text
-from megarl.trainer.stages.prompt_data import held_out_prompts, may_lack, read_prompts, training_prompts
+from megarl.trainer.stages.prompt_data import (
+    held_out_prompts,
+    may_lack,
+    read_prompts,
+    training_prompts,
+    training_reading,
+)
 from megarl.trainer.stages.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.stages.scoring import check_prompts
 from megarl.trainer.stages.validation import ValidationSet
@@ -85,32 +92,35 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
     model = read_model_config(model_path.path)
     critic = read_model_config(config.critic.model.path) if config.critic is not None else None
     reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
-    teacher = config.actor_rollout_ref.ref.model.path if has_teacher(config) else None
-    taught_by = None if teacher is None else read_model_config(teacher)
-    check_models(config, model, critic, reward, taught_by)
+    taught = taught_references(config)
+    teachers = {role: read_model_config(section.model.path) for role, section in taught.items()}
+    check_models(config, model, critic, reward, teachers)
     check_adapters(config, model, critic)
     mtp = model_path.mtp
     check_hf_weights(model_path.path, model, mtp=mtp != "drop", copies=mtp == "train")
     if critic is not None:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
-    if teacher is not None:
-        assert taught_by is not None
-        check_hf_weights(teacher, taught_by)
-        check_teacher(tokenizer, load_tokenizer(teacher, model_path.trust_remote_code), teacher)
+    for role, section in taught.items():
+        teacher = section.model.path
+        check_hf_weights(teacher, teachers[role])
+        other = load_tokenizer(teacher, model_path.trust_remote_code)
+        check_teacher(tokenizer, other, teacher, f"{reference_key(role)}.model.path")
     reward_model = load_reward_model(config.reward_model, tokenizer) if config.reward_model.enable else None
     return ModelInputs(tokenizer, model, reward_model, tuple(position_warnings(config, model, critic)))
 
 
-def check_teacher(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str) -> None:
-    """ValueError: the teacher, whose tokenizer is `other`, has other tokens: its log-probs would be those of other texts."""
+def check_teacher(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str, key: str
+) -> None:
+    """ValueError: the teacher that `key` names, whose tokenizer is `other`, has other tokens: its log-probs would be those of other texts."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     differing = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)
     if differing:
         number, token = differing[0]
         there = theirs.get(token)
         raise ValueError(
-            f"actor_rollout_ref.ref.model.path: {teacher} has another tokenizer than the policy: {len(differing):,} of {len(ours):,} tokens "
+            f"{key}: {teacher} has another tokenizer than the policy: {len(differing):,} of {len(ours):,} tokens "
             f"differ, such as {token!r}, which is {number} here and {'not' if there is None else there} there; a teacher must have the "
             "policy's tokens, with their numbers"
         )
@@ -136,7 +146,8 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         check(read.table)
         return read
 
-    loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays)
+    further = training_reading(config)
+    loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays, **further)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     held_out = held_out_prompts(data, data.val_max_samples, val_kwargs, dataset)
     return TrainInputs(

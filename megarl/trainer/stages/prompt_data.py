@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from megarl.config import (
     TrainConfig,
     needs_rules,
     plays_turns,
+    teacher_of_sources,
     val_set_sampling,
 )
 from megarl.data.files import resolve_files
@@ -73,9 +74,12 @@ def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> d
     return keywords
 
 
-def training_reading(data: DataConfig) -> dict[str, Any]:
+def training_reading(config: TrainConfig) -> dict[str, Any]:
     """Further keywords of `PromptReader` for training prompts."""
+    data = config.data
     return {
+        "teachers": teacher_of_sources(config),
+        "teacher_key": data.teacher_key,
         "ref_prompt_key": data.ref_prompt_key,
         "given_response_key": data.given_response_key,
         "max_response_length": data.max_response_length,
@@ -166,6 +170,7 @@ def training_prompts(
     check: Check,
     may_lack: Collection[str] = (),
     several_turns: bool = False,
+    **further: Any,
 ) -> tuple[BatchLoader, int]:
     """The loader of training prompts, and how many prompts were left out as too long.
 
@@ -175,12 +180,13 @@ def training_prompts(
         check: raises a ValueError for prompts that the run cannot use.
         may_lack: columns that rows may lack, see the function `may_lack`.
         several_turns: an environment continues the chats (rollout.multi_turn).
+        further: `training_reading`.
 
     Raises:
         ValueError: names the key, file or row that is wrong.
     """
     batch_size = data.gen_batch_size or data.train_batch_size
-    feed_of = partial(_feed, data, tokenizer, check, may_lack, several_turns)
+    feed_of = partial(_feed, data, tokenizer, check, may_lack, several_turns, further)
     if data.mixture is None:
         assert data.train_files is not None, "checked: one of the two"
         feed, num_filtered = feed_of(data.train_files, data.train_max_samples, data.seed)
@@ -201,6 +207,7 @@ def _feed(
     check: Check,
     may_lack: Collection[str],
     several_turns: bool,
+    further: Mapping[str, Any],
     files: Files,
     max_samples: int,
     seed: int,
@@ -209,7 +216,7 @@ def _feed(
     """The rows of some files in their order, and how many were left out as too long."""
     if not data.streaming:
         given = (files, tokenizer, max_samples, uid_prefix, may_lack, several_turns)
-        dataset = read_prompts(data, *given, **training_reading(data))
+        dataset = read_prompts(data, *given, **further)
         check(dataset.table)
         return TableFeed(dataset.table, make_sampler(data.sampler, data.shuffle), seed), dataset.num_filtered
     limit = None if max_samples == -1 else max_samples
@@ -218,7 +225,7 @@ def _feed(
         tokenizer,
         may_lack=may_lack,
         **reading(data, several_turns),
-        **training_reading(data),
+        **further,
     )
     found = resolve_files(files)
     for file in found:

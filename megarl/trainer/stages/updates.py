@@ -24,6 +24,7 @@ from megarl.config import (
     needs_ref_log_probs,
     top_k_in_loss,
 )
+from megarl.config.resolve import TEACHER
 from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.trajectories import (
     REF_PROMPT_IDS,
@@ -32,7 +33,9 @@ from megarl.data.trajectories import (
     ragged,
     replace_column,
     sequence_lengths,
+    take,
 )
+from megarl.data.trajectories import TEACHER as TEACHER_COLUMN
 from megarl.trainer.roles.device_memory import gpu_turns
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.types import Roles
@@ -50,6 +53,7 @@ from megarl.trainer.workers.dispatch import (
     forward_plan,
     merge_columns,
     packing_metrics,
+    rows_to_share,
     update_plan,
 )
 from megarl.trainer.workers.ptx import plan_ptx
@@ -69,9 +73,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     """
     table = run.put(columns_of(batch, READ))
     actor, ref, critic = roles.actor, roles.ref, roles.critic
-    calls: list[
-        tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]
-    ] = []  # roles, group, method and arguments
+    calls: Calls = []
     wants_ref = ref is not None and needs_ref_log_probs(config)
     asked, read = reference_batch(batch), table
     if asked is not batch:
@@ -100,6 +102,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
             method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
             how = (method, read, shares, "ref_log_probs")
         calls.append((("ref",), ref.group, how))
+    calls += _teacher_calls(run, roles.teachers, asked, read, config)
     if critic is not None:
         shares = run.put(forward_plan(batch, critic.layout, critic.batching, run.plans))
         calls.append((("critic",), critic.group, ("compute_values", table, shares)))
@@ -108,10 +111,58 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         # The calls of a turn are made before any is waited for, so that they run at once.
         begun = [(names, group.call(*call)) for names, group, call in (calls[number] for number in turn)]
         answers += [answer for names, refs in begun for answer in _by_role(names, run.wait(refs))]
-    for _, results in answers:
-        batch = merge_columns(batch, results, run.blocks)
+    judged = [(name, results) for name, results in answers if name.startswith(TEACHER)]
+    if judged:  # each has its own rows
+        batch = merge_columns(batch, [part for _, results in judged for part in results], run.blocks)
+    for name, results in answers:
+        if not name.startswith(TEACHER):
+            batch = merge_columns(batch, results, run.blocks)
     require_finite(batch, COMPUTED, answers)
     return batch
+
+
+_LENGTHS = ["prompt_ids", "response_ids"]  # columns that plans are made of
+Calls = list[tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]]  # roles, group, method and arguments
+
+
+def _teacher_calls(
+    run: Run, teachers: Mapping[str, Role], asked: pa.Table, read: ray.ObjectRef, config: TrainConfig
+) -> Calls:
+    """The calls by which several teachers judge the trajectories of their rows, each as many of them as there are.
+
+    Args:
+        asked: the trajectories as references read them, which `read` refers to.
+
+    Raises:
+        ValueError: the trajectories do not say by whom they are judged, or by one that there is not.
+    """
+    if not teachers or not needs_ref_log_probs(config):
+        return []
+    if TEACHER_COLUMN not in asked.column_names:
+        raise ValueError(
+            f"actor_rollout_ref.teachers: the trajectories have no column {TEACHER_COLUMN!r}, so that nothing says who judges them; give prompts as rows "
+            "with their data source"
+        )
+    names = np.array(asked[TEACHER_COLUMN].to_pylist())
+    unknown = sorted(set(names.tolist()) - teachers.keys())
+    if unknown:
+        raise ValueError(
+            f"actor_rollout_ref.teachers has {', '.join(teachers)}, and trajectories are to be judged by {unknown[0]!r}"
+        )
+    top, calls = top_k_in_loss(config), []
+    for name, teacher in teachers.items():
+        rows = np.flatnonzero(names == name)
+        if not len(rows):
+            continue
+        # Ranks share rows evenly: the first come again until they can, and are computed twice.
+        filled = np.resize(rows, rows_to_share(len(rows), teacher.layout))
+        shares = forward_plan(take(asked.select(_LENGTHS), filled), teacher.layout, teacher.batching)
+        numbered = [[[int(filled[row]) for row in micro] for micro in share] for share in shares]
+        method = "compute_ref_top_tokens" if top else "compute_log_probs"
+        last = config.actor_rollout_ref.actor.kl_loss_top_k if top else "ref_log_probs"
+        how = (method, read, run.put(numbered), last)
+        calls.append(((f"{TEACHER}{name}",), teacher.group, how))
+    return calls
 
 
 def reference_batch(batch: pa.Table) -> pa.Table:

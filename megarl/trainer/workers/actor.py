@@ -18,7 +18,7 @@ from megarl.algorithms.kl import FULL_KL, TOP_K
 from megarl.algorithms.metrics import RolloutDifference, reported_difference
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyTokens, Sequences, actor_loss, select_tokens
 from megarl.cluster.ranks import RankInfo
-from megarl.data.trajectories import GIVEN, REF_TOP_TOKENS, append_column, ragged, take
+from megarl.data.trajectories import GIVEN, REF_TOP_TOKENS, TEACHER, append_column, ragged, take
 from megarl.megatron.build import gather_parameters, unwrap
 from megarl.megatron.expert_load import ExpertLoads, violations
 from megarl.megatron.fsdp import release
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 
-OWN = "own"  # column and field: see `with_own_tokens`
+OWN, JUDGE = "own", "judge"  # columns and fields: see `with_own_tokens`, `with_judges`
 
 
 class ActorWorker(ModelWorker):
@@ -195,6 +195,10 @@ class ActorWorker(ModelWorker):
         table = with_own_tokens(table)
         if OWN in table.column_names:
             fields.append(OWN)
+        judges: tuple[str, ...] = ()
+        if how.options.kl_kind is not None and TEACHER in table.column_names:
+            table, judges = with_judges(table)
+            fields.append(JUDGE)
 
         def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             log_probs = output[:, 0]
@@ -210,6 +214,8 @@ class ActorWorker(ModelWorker):
                 selected=batch.fields["selected"] > 0 if how.select is not None else None,
                 sequences=trajectories_of(batch),
                 own=own,
+                judges=batch.fields.get(JUDGE),
+                judge_names=judges,
             )
             value, sums = actor_loss(log_probs, output[:, 1], tokens, how.options)
             if first is not None:
@@ -355,6 +361,14 @@ def with_own_tokens(table: pa.Table) -> pa.Table:
     _, offsets = ragged(table, "response_mask")
     own = np.repeat(~table[GIVEN].to_numpy(), np.diff(offsets))
     return append_column(table, OWN, (own.astype(np.float32), offsets))
+
+
+def with_judges(table: pa.Table) -> tuple[pa.Table, tuple[str, ...]]:
+    """`table` with the number of the teacher of each token as column JUDGE, and the names of the teachers: the same on all ranks."""
+    names, numbers = np.unique(np.array(table[TEACHER].to_pylist()), return_inverse=True)
+    _, offsets = ragged(table, "response_mask")
+    flat = np.repeat(numbers, np.diff(offsets)).astype(np.float32)
+    return append_column(table, JUDGE, (flat, offsets)), tuple(names.tolist())
 
 
 def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, seed: int) -> pa.Table:

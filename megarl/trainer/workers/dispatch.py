@@ -32,6 +32,7 @@ from megarl.data.routing import ROUTED_EXPERTS, list_of_binary
 from megarl.data.sessions import num_sessions, request_of
 from megarl.data.trajectories import (
     GIVEN,
+    TEACHER,
     Blocks,
     append_column,
     from_ragged,
@@ -144,7 +145,7 @@ class MicroBatching:
 
 # The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS)
-LEARNT = (*READ, GIVEN, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
+LEARNT = (*READ, GIVEN, TEACHER, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
 # Before a layer's number: the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).
 EXPERT_VIOLATION = "expert_violation/"
@@ -318,11 +319,12 @@ def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = None) -> pa.Table:
-    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order, in memory of `blocks`."""
+    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order, in memory of `blocks`; of a row that
+    was computed more than once the first result."""
     parts = [part for part in results if part is not None]
     rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
-    assert np.array_equal(np.sort(rows), np.arange(table.num_rows)), "each row is computed exactly once"
-    order = np.argsort(rows)
+    found, order = np.unique(rows, return_index=True)
+    assert np.array_equal(found, np.arange(table.num_rows)), "each row is computed"
     for name in parts[0][1]:
         if parts[0][1][name][0].dtype.kind == "V":  # in a type of their own
             lists = pa.chunked_array([list_of_binary(*columns[name]) for _, columns in parts])

@@ -308,6 +308,28 @@ def test_a_reference_judges_after_its_own_prompt_by_sampled_tokens_alone(grpo: T
         assert found.startswith("data.ref_prompt_key=told: the reference judges")
 
 
+def test_each_row_has_one_of_several_teachers(grpo: Train, folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "taught")
+    key, used = "actor_rollout_ref.teachers", f"{ACTOR}.use_kl_loss=true"
+    math = f"{key}.math.model.path={folder}/taught"
+    check_config(grpo(math, f"{key}.talk={{}}", used, "data.teacher_key=domain"))
+    refused = {
+        f"{key}: nothing compares the policy with a teacher": (math,),
+        f"{ACTOR}.kl_loss_type=full compares whole": (math, used, f"{ACTOR}.kl_loss_type=full"),
+        f"{key} is empty": (f"{key}={{}}", used),
+        f"{key}.talk.sources: 'math' is a source of math, too": (math, f"{key}.talk.sources=[math]", used),
+        f"{key}.math.sources is empty": (math, f"{key}.math.sources=[]", used),
+        f"{key}: the name 'open math' is part": (f"{key}={{open math: {{}}}}", used),
+        "actor_rollout_ref.ref.model.path: with": (math, used, f"actor_rollout_ref.ref.model.path={folder}/taught"),
+        "data.teacher_key=domain needs": ("data.teacher_key=domain",),
+        f"{key}.math.model.path: nowhere is no folder": (f"{key}.math.model.path=nowhere", used),
+        f"{key}.math.resource_pool='far' is unknown": (math, f"{key}.math.resource_pool=far", used),
+    }  # fmt: skip
+    for problem, keys in refused.items():
+        found = problems(grpo(*keys))
+        assert len(found) == 1 and found[0].startswith(problem), found
+
+
 def test_given_responses_go_with_divergences_of_distributions(grpo: Train) -> None:
     given, used = "data.given_response_key=told", f"{ACTOR}.use_kl_loss=true"
     exact = (given, used, f"{ACTOR}.kl_loss_type=full")

@@ -1,4 +1,4 @@
-"""Responses that are given in the data, in the table of a step, beside those of the policy."""
+"""Responses that are given in the data, in the table of a step with those of the policy."""
 
 from pathlib import Path
 

@@ -82,6 +82,13 @@ def test_a_teacher_has_the_policys_tokens(task: Path, tmp_path: Path) -> None:
         ValueError, match=r"ref\.model\.path: .* has another tokenizer than the policy: .* tokens\s+differ"
     ):
         read(other)
+    several = [
+        f"actor_rollout_ref.teachers.{name}.model.path={path}" for name, path in (("a", same), ("b", other))
+    ]
+    with pytest.raises(
+        ValueError, match=r"actor_rollout_ref\.teachers\.b\.model\.path: .* has another tokenizer"
+    ):
+        sets(load_config(TrainConfig, REPOSITORY / recipe, [*keys, *several]))
     (same / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="same"):
         read(same)

@@ -14,7 +14,7 @@ import pytest
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.policy_loss import ClipCov, KLCov
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.trajectories import Blocks, ragged
+from megarl.data.trajectories import TEACHER, Blocks, ragged
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.advantages import make_controls
@@ -60,7 +60,9 @@ class Group:
 
 def evaluated(actor, ref):
     run = SimpleNamespace(put=lambda value: value, wait=lambda refs: refs, plans=Plans(), blocks=Blocks())
-    roles = SimpleNamespace(actor=Role(actor, LAYOUT, CUT), ref=Role(ref, LAYOUT, CUT), critic=None)
+    roles = SimpleNamespace(
+        actor=Role(actor, LAYOUT, CUT), ref=Role(ref, LAYOUT, CUT), critic=None, teachers={}
+    )
     overrides = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"]
     config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", overrides))
     return evaluate_models(run, roles, batch([3, 1, 4, 1, 5, 9, 2, 6]), config, seed=1)
@@ -80,6 +82,37 @@ def test_a_reference_on_ranks_of_its_own_is_called_itself():
     actor, ref = Group(old_log_probs=-1.0), Group(ref_log_probs=-2.0)
     assert numbers(evaluated(actor, ref)) == [{-1.0}, {-2.0}]
     assert (actor.calls, ref.calls) == (["compute_log_probs"], ["compute_log_probs"])
+
+
+def judged(table, **teachers):
+    run = SimpleNamespace(put=lambda value: value, wait=lambda refs: refs, plans=Plans(), blocks=Blocks())
+    roles = SimpleNamespace(
+        actor=Role(Group(old_log_probs=-1.0), LAYOUT, CUT),
+        ref=None,
+        critic=None,
+        teachers={name: Role(group, LAYOUT, CUT) for name, group in teachers.items()},
+    )
+    overrides = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"]
+    config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", overrides))
+    return evaluate_models(run, roles, table, config, seed=1)
+
+
+def test_each_teacher_judges_its_own_rows():
+    """Also so few that its two ranks compute one twice, and none at all, where it is not called."""
+    names = ["math", "code", "math", "math", "math", "math", "math", "math"]
+    table = batch([3, 1, 4, 1, 5, 9, 2, 6]).append_column(TEACHER, [names])
+    groups = {"math": Group(ref_log_probs=-2.0), "code": Group(ref_log_probs=-3.0), "talk": Group()}
+    found = judged(table, **groups)
+    assert numbers(found)[0] == {-1.0}
+    values, offsets = ragged(found, "ref_log_probs")
+    for row, name in enumerate(names):
+        expected = {"math": {-2.0}, "code": {-3.0}}[name]
+        assert set(values[offsets[row] : offsets[row + 1]].tolist()) == expected
+    assert [group.calls for group in groups.values()] == [["compute_log_probs"], ["compute_log_probs"], []]
+    with pytest.raises(ValueError, match=r"actor_rollout_ref\.teachers has math, and .* by 'code'"):
+        judged(table, math=groups["math"])
+    with pytest.raises(ValueError, match="teachers: the trajectories have no column 'teacher'"):
+        judged(table.drop_columns([TEACHER]), math=groups["math"])
 
 
 class Clocked(Group):
@@ -125,7 +158,10 @@ def test_log_probs_and_values_are_computed_in_turns_on_the_same_gpus(gpu_id, cri
 
     run = SimpleNamespace(put=lambda value: value, wait=wait, plans=Plans(), blocks=Blocks())
     roles = SimpleNamespace(
-        actor=Role(actor, LAYOUT, CUT), ref=Role(actor, LAYOUT, CUT), critic=Role(critic, LAYOUT, CUT)
+        actor=Role(actor, LAYOUT, CUT),
+        ref=Role(actor, LAYOUT, CUT),
+        critic=Role(critic, LAYOUT, CUT),
+        teachers={},
     )
     table = evaluate_models(run, roles, batch([3, 1, 4, 1, 5, 9, 2, 6]), config(), seed=1)
     assert worked_at_once(actor, critic) == at_once

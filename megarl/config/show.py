@@ -42,6 +42,7 @@ _ROLE = rf"(actor_rollout_ref\.actor|{_REFERENCE}|critic|reward_model)"
 # Pattern of a key that `resolve` fills in or changes: where its value comes from. The first that fits counts.
 _SOURCES: Mapping[str, str] = {
     r"data\.gen_batch_size": "data.train_batch_size",
+    r"data\.return_raw_input_ids": "actor_rollout_ref.rollout.gateway.enable",
     r"trainer\.max_staleness": "trainer.mode",
     r"data\.tokenizer": "moved to actor_rollout_ref.model.tokenizer_path",
     r"actor_rollout_ref\.model\.tokenizer_path": "data.tokenizer or actor_rollout_ref.model.path",

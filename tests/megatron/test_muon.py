@@ -128,7 +128,7 @@ def test_a_step_with_one_set_of_coefficients_is_torchs(ranks: RankPool) -> None:
     assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
-def _kinds(rank: int, world: int, folder: str, head: str) -> dict[str, set[str]]:
+def _optimizers_of(rank: int, world: int, folder: str, head: str) -> dict[str, set[str]]:
     """By state, the weights that have it, after a step."""
     setting = Setting(world, {}, head=head, muon=True, distributed=False)
     trainee = Trainee(rank, world, folder, setting)
@@ -143,7 +143,7 @@ def _kinds(rank: int, world: int, folder: str, head: str) -> dict[str, set[str]]
 
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_embeddings_heads_and_vectors_have_adam(ranks: RankPool, cases: dict[str, Case], head: str) -> None:
-    (found,) = ranks.run(_kinds, cases["qwen3_moe"].folder, head, world=1)
+    (found,) = ranks.run(_optimizers_of, cases["qwen3_moe"].folder, head, world=1)
     assert found["exp_avg"] == found["exp_avg_sq"]
     matrices, others = found["momentum_buffer"], found["exp_avg"]
     assert not matrices & others

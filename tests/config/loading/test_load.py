@@ -140,7 +140,7 @@ def test_unknown_key_like_no_other_lists_its_section(train: Train) -> None:
     (line,) = lines_of(lambda: train("actor_rollout_ref.zzz=1"))
     assert line == (
         "override 'actor_rollout_ref.zzz=1': unknown key actor_rollout_ref.zzz; keys of actor_rollout_ref: hybrid_engine, "
-        "model, actor, ref, rollout"
+        "model, actor, ref, teachers, rollout"
     )
 
 

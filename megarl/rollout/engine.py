@@ -196,8 +196,9 @@ class EngineCounts:
     def count(self, answer: Mapping[str, Any]) -> None:
         """Count an answer of SGLang's. The first token of each comes from the prompt's pass."""
         told = answer["meta_info"]
-        self.prompt_tokens += told["prompt_tokens"]
-        self.cached_tokens += told["cached_tokens"]
+        # SGLang tells neither of a request that was aborted before it had a place.
+        self.prompt_tokens += told.get("prompt_tokens", 0)
+        self.cached_tokens += told.get("cached_tokens", 0)
         passes = told.get("spec_verify_ct", 0)
         if passes:
             self.passes += passes

@@ -220,6 +220,7 @@ def test_what_was_drafted_is_counted() -> None:
     told = {"prompt_tokens": 10, "cached_tokens": 6}
     counted.count({"meta_info": {"spec_verify_ct": 3, **told}, "output_ids": [1] * 9})
     counted.count({"meta_info": told, "output_ids": [1]})  # of the prompt's pass alone
+    counted.count({"meta_info": {}, "output_ids": []})  # aborted before it had a place
     assert counted == EngineCounts(20, 12, passes=3, tokens=8)
     found = (counted + EngineCounts(20, 0, 1, 4)).metrics()
     assert found == {"perf/prefix_hits": 0.3, "rollout/accept_length": 3.0}

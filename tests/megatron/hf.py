@@ -128,6 +128,7 @@ def place_model(
 def optimizer_settings() -> SimpleNamespace:
     """The `optim` section of a configuration."""
     return SimpleNamespace(
+        optimizer="adam",
         lr=1e-3,
         min_lr=0.0,
         lr_warmup_steps=0,

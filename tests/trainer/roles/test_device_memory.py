@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster import WorkerDied, WorkerLost
-from megarl.config import ActorConfig, OptimConfig
+from megarl.config import ActorConfig, AlgorithmConfig, OptimConfig
 from megarl.costs.phases import NEEDS, phase_needs
 from megarl.trainer.roles.device_memory import MIB, DeviceMemory, Owner, gpu_turns
 
@@ -121,7 +121,8 @@ def test_the_exact_kl_in_the_loss_keeps_the_reference_with_the_actor(used):
     actor = ActorConfig(
         ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0), use_kl_loss=used, kl_loss_type="full"
     )
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor), critic=None)
+    policy = SimpleNamespace(actor=actor, ref=None, teachers=None)
+    config = SimpleNamespace(actor_rollout_ref=policy, critic=None, algorithm=AlgorithmConfig())
     memory, log, _ = make()
     memory.needs = phase_needs(config)
     for phase in STEP:
@@ -234,9 +235,10 @@ def test_a_critic_in_the_actors_processes_waits_for_them(movable):
     assert memory.turns(["critic", "actor"]) == [("update_critic", ("critic",)), ("update_actor", ("actor",))]
     config = SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(
-            actor=ActorConfig(ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0))
+            actor=ActorConfig(ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0)), ref=None, teachers=None
         ),
         critic=SimpleNamespace(model=SimpleNamespace(share_base=True)),
+        algorithm=AlgorithmConfig(),
     )
     memory.needs = phase_needs(config)
     with memory.held("update_critic"):

@@ -28,7 +28,7 @@ from megarl.rollout.engine import EngineCounts, Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
-from megarl.trainer.workers.multi_turn import Players, turns_spec
+from megarl.trainer.workers.multi_turn import Players, tasks_of, turns_spec
 from tests.data.shared import render_prompt
 
 SAMPLING = SamplingParams(max_new_tokens=60)
@@ -48,7 +48,7 @@ def rollout(**options):
 class FakeEngine:
     """Asks the calculator first, then answers by what it was told; sample 1 answers at once."""
 
-    weight_version, last_sign, waiting = 4, 0.0, 0
+    weight_version, last_sign, waiting, num_requests = 4, 0.0, 0, 0
     config = SimpleNamespace(request_timeout=60.0)
     routing = None
 
@@ -162,17 +162,18 @@ def test_numbers_and_failures_of_environments_join_the_rewards(model):
 def test_the_environment_is_told_of_the_task(model):
     worker, tokenizer = make_worker(model)
     table = prompts(tokenizer, [(3, 4)])
-    (task,) = worker.players.tasks(expand_prompts(table, 1))
+    (task,) = tasks_of(expand_prompts(table, 1), worker.engine.tokenizer)
     assert (task.uid, task.ground_truth, task.extra_info) == ("train:0/0", "7", {"index": 0})
     assert task.prompt == "user\nTom has 3 pens and buys 4.\nassistant\n" and task.messages is None
     chat = [{"role": "user", "content": "Tom has 3 pens and buys 4."}]
-    (task,) = worker.players.tasks(
-        expand_prompts(table.append_column(MESSAGES, pa.array([json.dumps(chat)])), 1)
+    (task,) = tasks_of(
+        expand_prompts(table.append_column(MESSAGES, pa.array([json.dumps(chat)])), 1),
+        worker.engine.tokenizer,
     )
     assert task.messages == chat and task.template_kwargs is None
     keywords = {"tools": [{"name": "f"}]}
     given = table.append_column(TEMPLATE_KWARGS, pa.array([json.dumps(keywords)]))
-    (task,) = worker.players.tasks(expand_prompts(given, 1))
+    (task,) = tasks_of(expand_prompts(given, 1), worker.engine.tokenizer)
     assert task.template_kwargs == keywords
 
 

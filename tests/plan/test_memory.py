@@ -109,14 +109,19 @@ def test_a_critic_and_its_base() -> None:
     assert shared["critic_adapters"] == apart["critic_adapters"] + head
 
 
-def test_each_of_several_teachers_has_its_weights_while_it_judges(capsys: pytest.CaptureFixture) -> None:
+def test_each_of_several_teachers_has_its_weights_while_it_judges(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     """All at once, in the phase of log-probs alone, where they share GPUs with the engines; each in processes of its own."""
     recipe = str(ROOT / "recipes/qwen3_4b_distillation.yaml")
     one = planned(capsys, recipe)
-    teacher = yaml.safe_load(Path(recipe).read_text())["actor_rollout_ref"]["ref"]
+    keys = yaml.safe_load(Path(recipe).read_text())
+    teacher = keys["actor_rollout_ref"].pop("ref")
     half = {**teacher, "megatron": {**teacher["megatron"], "expert_model_parallel_size": 4}}
-    keys = [f"actor_rollout_ref.teachers={json.dumps({'math': teacher, 'code': half})}"]
-    two = planned(capsys, recipe, "actor_rollout_ref.ref=null", *keys)
+    keys["actor_rollout_ref"]["teachers"] = {"math": teacher, "code": half}
+    keys["base"] = str(ROOT / "recipes/bases/math_grpo.yaml")
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(keys))
+    two = planned(capsys, str(tmp_path / "two.yaml"))
     before, after = (plan["phases"]["evaluate_models"] for plan in (one, two))
     assert after["teacher_math_weights"] == before["ref_weights"]
     assert 1.5 * after["teacher_math_weights"] < after["teacher_code_weights"]

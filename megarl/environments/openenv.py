@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from megarl.environments.environment import Environment, StepResult, Task, Turn, register_environment
+
+if TYPE_CHECKING:
+    import aiohttp
 
 
 class ServerError(Exception):
@@ -57,6 +58,9 @@ class OpenEnv(Environment):
         missing = [name for name in self._reset if name not in task.extra_info]
         if missing:
             raise ValueError(f"extra_info has no {', '.join(missing)}, with which the environment is reset")
+        # It comes with SGLang, which a machine that only plans or looks need not have.
+        import aiohttp
+
         self._http = aiohttp.ClientSession()
         self._socket = await self._http.ws_connect(self._url, max_msg_size=0)
         data = await self._ask("reset", {name: task.extra_info[name] for name in self._reset})
@@ -81,7 +85,7 @@ class OpenEnv(Environment):
         assert self._socket is not None, "reset comes first"
         await self._socket.send_json({"type": kind, "data": dict(data)})
         message = await self._socket.receive()
-        if message.type is not aiohttp.WSMsgType.TEXT:
+        if not isinstance(message.data, str):  # the connection was closed
             raise ServerError(f"{self._url} has ended the session")
         answer = json.loads(message.data)
         if answer.get("type") != "observation":

@@ -50,7 +50,7 @@ def slow(task):
 
 def jailed(task):
     facts = {}
-    for name, path in (("home", "/root/x"), ("code", task["extra_info"]["code"] + "/x"), ("own", "x"), ("tmp", "/tmp/x")):
+    for name, path in (("system", "/usr/x"), ("code", task["extra_info"]["code"] + "/x"), ("own", "x"), ("tmp", "/tmp/x")):
         try:
             open(path, "w").close()
             facts[name] = True
@@ -190,7 +190,7 @@ def test_an_agent_in_a_sandbox_reaches_the_gateway_alone(agents, tmp_path, tmp_p
         assert notes(one)["error"] is None and one.environment_score == 0.25 and all(one.response_mask)
     facts = json.loads((tmp_path / "run/agents/a-0.log").read_text())
     assert facts == {
-        "home": False, "code": False, "own": True, "tmp": True, "network": False, "secret": False, "processes": False
+        "system": False, "code": False, "own": True, "tmp": True, "network": False, "secret": False, "processes": False
     }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from megarl.trainer.run.start import engine_limits, open_engine_run
 from megarl.trainer.stages.prompt_data import held_out_prompts, may_lack, read_prompts
 from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.stages.validation import ValidationSet, validate
-from megarl.trainer.workers.agents import agents_spec
+from megarl.trainer.workers.agents_spec import agents_spec
 from megarl.trainer.workers.multi_turn import turns_spec
 from megarl.util.files import whole_file
 

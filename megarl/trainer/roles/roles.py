@@ -43,7 +43,7 @@ from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.facts import record_gpus
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.agents import AgentsSpec, agents_spec
+from megarl.trainer.workers.agents_spec import AgentsSpec, agents_spec
 from megarl.trainer.workers.dispatch import ENGINES, EVAL_ENGINES
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
 from megarl.weight_sync.layouts import EngineLayout, best_device_order

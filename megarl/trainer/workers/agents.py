@@ -1,4 +1,4 @@
-"""Agents of a run: the specification from the configuration, and the gateway with its agents in an engine's process.
+"""Agents of a run: the gateway with its agents in an engine's process.
 
 The gateway of an engine listens in the engine's process, on the engine's event loop, and its agents are processes on the same machine.
 So all requests of a session go to the engine that has its prefix, and none passes the controller. The loop runs while the controller
@@ -17,11 +17,9 @@ import json
 import math
 import os
 import secrets
-import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,6 @@ import uvicorn
 
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.ranks import node_address
-from megarl.config import ModelPathConfig, RolloutConfig
-from megarl.config.schema.rollout import GatewayConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
@@ -42,59 +38,9 @@ from megarl.gateway.server import listen, listen_locally, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.multi_turn import tasks_of
 from megarl.util.plugins import load_plugins
-
-LOGS = "agents"  # folder of a run for what its agents print
-
-
-@dataclass(frozen=True)
-class AgentsSpec:
-    """The settings with which an engine's process runs agents.
-
-    Attributes:
-        command: of an agent.
-        readable: folders that an agent in a sandbox may read.
-        logs: folder, as an absolute path.
-    """
-
-    gateway: GatewayConfig
-    model: ModelPathConfig
-    command: tuple[str, ...]
-    readable: tuple[str, ...]
-    logs: str
-    plugins: tuple[str, ...] = ()
-
-
-def agents_spec(
-    rollout: RolloutConfig, model: ModelPathConfig, folder: str, plugins: tuple[str, ...]
-) -> AgentsSpec | None:
-    """The settings of section `rollout.gateway` (resolved and checked); None where it is not enabled.
-
-    Args:
-        folder: of the run.
-
-    Raises:
-        ValueError: there is no such function.
-    """
-    gateway = rollout.gateway
-    if not gateway.enable:
-        return None
-    command, readable = gateway.command, gateway.readable
-    if gateway.agent is not None:
-        find_function(gateway.agent, "rollout.gateway.agent")
-        file, _, function = gateway.agent.rpartition(":")
-        path = str(Path(file).expanduser().resolve())
-        command = (sys.executable, "-m", "megarl.gateway.call", path, function)
-        readable = (*readable, str(Path(path).parent))
-    if gateway.score is not None:
-        find_function(gateway.score, "rollout.gateway.score")
-        file, _, function = gateway.score.rpartition(":")
-        gateway = replace(gateway, score=f"{Path(file).expanduser().resolve()}:{function}")
-    files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
-    logs = Path(folder).expanduser().resolve() / LOGS
-    seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
-    return AgentsSpec(gateway, model, command, seen, str(logs), files)
 
 
 class Agents:

@@ -22,7 +22,8 @@ from megarl.data.trajectories import build_trajectories
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
-from megarl.trainer.workers.agents import Agents, AgentsSpec
+from megarl.trainer.workers.agents import Agents
+from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.dispatch import TRAINING, Landed
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
 from megarl.weight_sync.packets import Address, SyncShare

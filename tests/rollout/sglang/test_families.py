@@ -52,6 +52,10 @@ ALWAYS = (
     "deepseek_v3",
     "minimax_m2",
 )  # all that is special in the others is in one of these, too
+ALONE = (
+    "qwen3_next",
+    "deepseek_v3",
+)  # recurrent layers and latent attention; test_determinism.py has plain attention
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
 UIDS = [f"p{index}" for index in range(len(PROMPTS))]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -96,7 +100,7 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
         expert_parallel_size=EXPERT_PARALLEL[request.param],
         load_format="auto",
         max_num_seqs=8,
-        max_total_tokens=512,
+        max_total_tokens=256,
         enable_memory_saver=True,
         deterministic=OBSTACLE is None,
         return_routed_experts=request.param not in DENSE,
@@ -179,9 +183,11 @@ def test_memory_is_as_planned(family):
 
 
 @needs_invariance
-def test_a_response_has_the_same_bits_in_any_company(family):
+def test_a_response_has_the_same_bits_in_any_company(family, request):
     """Also when the cache is too small for all, so that some are put back and computed again."""
-    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=90)
+    if family.name not in ALONE and not request.config.getoption("--slow"):
+        pytest.skip("takes most of a minute: runs with --slow")
+    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=45)
 
 
 def test_serves_other_weights_after_a_sync(family, tmp_path):

@@ -13,7 +13,8 @@ from megarl.data.trajectories import expand_prompts
 from megarl.rewards.sandbox.sandbox import best_isolation
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import SamplingParams
-from megarl.trainer.workers.agents import Agents, agents_spec
+from megarl.trainer.workers.agents import Agents
+from megarl.trainer.workers.agents_spec import agents_spec
 from tests.gateway.conftest import sglang_parsers  # noqa: F401
 from tests.gateway.policy import WrittenPolicy
 from tests.gateway.published import published

@@ -13,6 +13,11 @@ import pytest
 from tests.cluster.processes import alive, alive_after, carrying, guards_of, start_controller
 
 
+@pytest.fixture(scope="session", autouse=True)
+def prepared(warm_imports: None) -> None:
+    """Runs within this process start as those of tests/fixtures/runs.py do."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A controller with all that it has started: processes, folders that are to be removed, ports that it listens on."""

@@ -79,7 +79,7 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def choosing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSeek-V3.2's kind of model, whose queries attend to 16 keys."""
     folder = tmp_path_factory.mktemp("shadow-choosing") / "model"
-    return make_experts(folder, family="deepseek_v32", index_topk=16, index_n_heads=4)
+    return make_experts(folder, num_layers=2, family="deepseek_v32", index_topk=16, index_n_heads=4)
 
 
 def make_experts(

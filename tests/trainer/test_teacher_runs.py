@@ -49,7 +49,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", ["sampled", "top", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["sampled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("top", "whole"))]
+)
 def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_path: Path, way: str) -> None:
     """In processes of its own by its log-probs, or in the actor's by its whole distributions, where the actor has adapters."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()

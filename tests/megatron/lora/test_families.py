@@ -163,10 +163,7 @@ USUAL = [
     ("glm4_moe", "some rows", "uneven_pp2"),
     (DIRECT, "patterns", "pp2_vpp2_ep2"),
     ("minimax_m2", "plain", "tp2_sp_ep2_etp2"),
-    ("deepseek_v32", "plain", "tp2_sp_ep2"),
-    ("qwen3_next", "plain", "tp2_sp_ep2_etp2"),
     ("qwen3_5", "plain", "tp2_sp_pp2"),
-    ("qwen3_5_moe", "plain", "tp2_sp_ep2_etp2"),
     ("llama", "shared_a", "tp2_sp_cp2"),
     ("qwen2", "first layer", "pp2"),
     ("gpt_oss", "dora", "tp2_sp_ep2"),
@@ -189,6 +186,7 @@ _DENSE, _EXPERTS = (
 GRIDS = [
     *[(name, "plain", layout) for name in _DENSE for layout in ("tp2_sp_pp2", "pp2_vpp2", "tp2_sp_cp2", "uneven_pp3")],
     *[(name, "plain", layout) for name in _EXPERTS for layout in EXPERT_GRID],
+    ("deepseek_v32", "plain", "tp2_sp_ep2"),
     *[(name, "dora", layout) for name in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "deepseek_v3", DIRECT, "glm4_moe")
       for layout in ("pp2", "tp2_sp", "cp2")],
     *[("gpt_oss", kind, layout) for kind in ("plain", "dora") for layout in ("tp2_sp_ep2", "cp2_ep2", "ep2_dp4", "pp2_vpp2_ep2")],

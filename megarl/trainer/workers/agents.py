@@ -37,7 +37,9 @@ from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
 from megarl.gateway.call import find_function
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.sandbox import Sandbox
+from megarl.gateway.sandboxes.find import KEY, find_sandbox, try_sandbox
+from megarl.gateway.sandboxes.interface import SandboxSettings
+from megarl.gateway.sandboxes.local import ROOT
 from megarl.gateway.server import listen, listen_locally, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
@@ -46,6 +48,8 @@ from megarl.trainer.workers.multi_turn import tasks_of
 from megarl.util.plugins import load_plugins
 
 LOGS = "agents"  # folder of a run for what its agents print
+_CALL = "import sys; sys.path.insert(0, sys.argv.pop(1)); from megarl.gateway.call import main; main()"
+_PYTHON = dict.fromkeys(("docker", "podman"), "python3")  # the image's own
 
 
 @dataclass(frozen=True)
@@ -83,18 +87,29 @@ def agents_spec(
     command, readable = gateway.command, gateway.readable
     if gateway.agent is not None:
         find_function(gateway.agent, "rollout.gateway.agent")
-        file, _, function = gateway.agent.rpartition(":")
-        path = str(Path(file).expanduser().resolve())
-        command = (sys.executable, "-m", "megarl.gateway.call", path, function)
+        path, _, function = _absolute(gateway.agent).rpartition(":")
+        command = (_PYTHON.get(gateway.sandbox, sys.executable), "-c", _CALL, ROOT, path, function)
         readable = (*readable, str(Path(path).parent))
+    if ":" in gateway.sandbox:
+        find_function(gateway.sandbox, KEY)
+        gateway = replace(gateway, sandbox=_absolute(gateway.sandbox))
     if gateway.score is not None:
         find_function(gateway.score, "rollout.gateway.score")
-        file, _, function = gateway.score.rpartition(":")
-        gateway = replace(gateway, score=f"{Path(file).expanduser().resolve()}:{function}")
+        gateway = replace(gateway, score=_absolute(gateway.score))
     files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
     logs = Path(folder).expanduser().resolve() / LOGS
     seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
     return AgentsSpec(gateway, model, command, seen, str(logs), files)
+
+
+def check_sandbox(spec: AgentsSpec) -> None:
+    """Before an engine is started.
+
+    Raises:
+        ValueError: this machine has no such sandbox.
+    """
+    settings = spec.gateway
+    try_sandbox(settings.sandbox, spec.readable, settings.memory_mb, settings.image)
 
 
 class Agents:
@@ -127,11 +142,12 @@ class Agents:
         )
         self._server = _Server(config)
 
-        sandbox = None
-        if settings.sandbox != "none":
-            local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
-            listeners.append(listen_locally(local))
-            sandbox = Sandbox(str(local), port, spec.readable, settings.memory_mb)
+        local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
+        listeners.append(listen_locally(local))
+        sandbox = find_sandbox(
+            settings.sandbox,
+            SandboxSettings(str(local), port, spec.readable, settings.memory_mb, settings.image),
+        )
 
         async def serve() -> asyncio.Task[None]:
             return asyncio.create_task(self._server.serve(listeners))
@@ -194,6 +210,12 @@ def _nothing(uid: str, prompt_ids: list[int], version: int, error: str) -> Gener
         num_turns=0,
         environment_notes=json.dumps({"numbers": {"num_turns": 0.0}, "error": error}),
     )
+
+
+def _absolute(name: str) -> str:
+    """FILE.py:NAME with the file's absolute path."""
+    file, _, attribute = name.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{attribute}"
 
 
 def _texts(values: Mapping[str, Any] | None) -> dict[str, str]:

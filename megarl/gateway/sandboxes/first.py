@@ -3,7 +3,8 @@ it does. As a script, by a Python of the sandbox's (3.8 or newer) and its standa
 
     python3 -I -S -B first.py SOCKET PORT MEMORY_MB COMMAND...
 
-Its end is the end of all that is in the sandbox. So it also ends when the gateway does: it keeps a connection, which the system closes then.
+Its end is the end of all that is in the sandbox. So it also ends when the gateway does: it keeps a connection, which the system closes
+then. (uvicorn 0.54.0 limits the time of a connection from its first answer on, and there is none.)
 """
 
 from __future__ import annotations

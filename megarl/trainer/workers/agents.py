@@ -143,7 +143,8 @@ class Agents:
         self._server = _Server(config)
 
         local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
-        listeners.append(listen_locally(local))
+        if settings.sandbox != "none":
+            listeners.append(listen_locally(local))
         sandbox = find_sandbox(
             settings.sandbox,
             SandboxSettings(str(local), port, spec.readable, settings.memory_mb, settings.image),

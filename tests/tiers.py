@@ -39,6 +39,7 @@ BY_NAME: Mapping[str, str] = {
     "data/test_gsm8k.py": PROCESSES,
     "doctor/test_doctor.py": PROCESSES,
     "faults/": CHAOS,
+    "gateway/sandboxes/": PROCESSES,
     "gateway/test_agents.py": PROCESSES,
     "trainer/workers/test_agents.py": PROCESSES,
     "gateway/test_frameworks.py": PROCESSES,

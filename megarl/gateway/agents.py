@@ -21,28 +21,24 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
-from megarl.gateway.sandbox import Sandbox
+from megarl.gateway.sandboxes.interface import AgentProcess, NoSandbox, Sandbox, new_name
+from megarl.gateway.sandboxes.processes import run_agent
 from megarl.gateway.service import Gateway, Session
 from megarl.rollout.engine import SamplingParams
 
 Score = Callable[[Task, Session], float]
 """The reward of a finished session; `Session.tree` has its turns, `Session.score` what the agent has posted."""
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
+NO_SANDBOX = NoSandbox()
 _LOG_END = 400  # characters of an agent's log that its error shows
-_TICK = 1.0  # seconds, of which at most two count between two looks at an agent
 
 
 class AgentFailed(Exception):
@@ -64,7 +60,7 @@ class AgentRunner:
         environment: Mapping[str, str] | None = None,
         score: Score | None = None,
         keep_logs: bool = True,
-        sandbox: Sandbox | None = None,
+        sandbox: Sandbox = NO_SANDBOX,
     ) -> None:
         """
         Args:
@@ -75,7 +71,7 @@ class AgentRunner:
             environment: further variables of the command's.
             score: the rewards; None: those that the agents post.
             keep_logs: false: logs of agents that did not fail are removed.
-            sandbox: what agents see; None: all that this process sees.
+            sandbox: in which agents run.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
         self._keep_logs, self._sandbox = keep_logs, sandbox
@@ -131,27 +127,15 @@ class AgentRunner:
             place, file = Path(folder, "work"), Path(folder, "task.json")
             place.mkdir()
             file.write_text(json.dumps(_told(task)), encoding="utf-8")
-            command = self._command
-            if self._sandbox is not None:
-                command = self._sandbox.command(command, Path(folder))
+            variables = self._variables(session, place, file)
+            command = tuple(self._command)
+            agent = AgentProcess(new_name(), task, command, Path(folder), place, variables)
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    cwd=place,
-                    env=self._variables(session, place, file),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+                code = await run_agent(self._sandbox, agent, output, self._seconds)
             except OSError as error:
                 raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
-            try:
-                code = await _ended(process, self._seconds)
-            finally:
-                with suppress(ProcessLookupError):  # none of its group is left
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            except Exception as error:  # whatever a user's sandbox raises
+                raise AgentFailed(f"sandbox: {type(error).__name__}: {error}") from error
         if code is None:
             raise AgentFailed(f"it did not end within {self._seconds:g} s; {_end_of(log)}")
         if code != 0:
@@ -161,7 +145,6 @@ class AgentRunner:
 
     def _variables(self, session: Session, place: Path, file: Path) -> dict[str, str]:
         return {
-            **{name: os.environ[name] for name in _KEPT if name in os.environ},
             "HOME": str(place),
             "OPENAI_BASE_URL": f"{self._url}/v1",
             "OPENAI_API_KEY": session.token,
@@ -171,21 +154,6 @@ class AgentRunner:
             "MEGARL_TASK": str(file),
             **self._environment,
         }
-
-
-async def _ended(process: asyncio.subprocess.Process, seconds: float) -> int | None:
-    """The exit code of a process; None: it did not end in time."""
-    end = asyncio.ensure_future(process.wait())
-    try:
-        while seconds > 0:
-            begun = time.monotonic()
-            await asyncio.wait({end}, timeout=min(seconds, _TICK))
-            if end.done():
-                return end.result()
-            seconds -= min(time.monotonic() - begun, 2 * _TICK)
-        return None
-    finally:
-        end.cancel()
 
 
 def _told(task: Task) -> dict[str, Any]:

@@ -5,11 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.cookies import SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
+import openai.types.responses
 import pytest
 
+from examples.agents import nemo_gym_agent
 from examples.agents.calculator_task import demonstration
+from examples.agents.harbor_agent import write_rows
 from examples.arithmetic import Problem
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
@@ -124,3 +131,129 @@ def test_an_environment_of_verifiers_plays_a_session_and_its_rewards_are_posted(
     (one,), error = playing.result(300)
     assert error is None and (one.environment_score, one.num_turns) == (1.0, 1)
     assert all(one.response_mask)
+
+
+HARBOR = """#!PYTHON
+import json, os, sys, urllib.request
+from pathlib import Path
+options = sys.argv[1:]
+value = {name: options[options.index(name) + 1] for name in ("--path", "--trials-dir", "--trial-name", "--model", "--agent")}
+instruction = Path(value["--path"], "instruction.md").read_text()
+body = {"model": value["--model"].removeprefix("openai/"), "messages": [{"role": "user", "content": instruction}]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+                                 {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+result = {"verifier_result": {"rewards": {"reward": 0.5, "words": len(said.split())}}, "exception_info": None}
+if instruction == "Fail.":
+    result = {"verifier_result": None, "exception_info": {"exception_type": "EnvironmentStartTimeoutError", "exception_message": "slow"}}
+folder = Path(value["--trials-dir"], value["--trial-name"])
+folder.mkdir(parents=True)
+(folder / "result.json").write_text(json.dumps(result))
+print("Trial completed!", options[:2])
+"""
+
+
+def test_harbor_plays_its_tasks_and_the_verifiers_reward_is_posted(serve, tmp_path):
+    """A stand-in for `harbor`, which takes its options and writes its result (harbor 0.26.0, harbor/models/trial/result.py)."""
+    for name, text in (("b-rain", "Will it rain?"), ("c-fail", "Fail.")):
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+        (tmp_path / "tasks" / name / "task.toml").write_text('schema_version = "1.4"\n')
+        (tmp_path / "tasks" / name / "instruction.md").write_text(text)
+    harbor = tmp_path / "bin/harbor"
+    harbor.parent.mkdir()
+    harbor.write_text(HARBOR.replace("PYTHON", sys.executable))
+    harbor.chmod(0o755)
+    file = tmp_path / "rows.jsonl"
+    write_rows(tmp_path / "tasks", file, [])
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["prompt"], row["data_source"]) for row in rows] == [
+        ("Will it rain?", "harbor/tasks"), ("Fail.", "harbor/tasks"),
+    ]  # fmt: skip
+    served = serve(["It may rain."], tools=None)
+    program = [sys.executable, str(AGENTS / "harbor_agent.py")]
+    environment = {"PATH": f"{harbor.parent}:{os.environ['PATH']}"}
+    runner = AgentRunner(
+        served.gateway, served.url, program, tmp_path / "logs", seconds=200, environment=environment
+    )
+
+    async def play():
+        return await asyncio.gather(
+            *(
+                runner.play(
+                    Task(f"p/{number}", row["prompt"], None, row["data_source"], None, row["extra_info"])
+                )
+                for number, row in enumerate(rows)
+            )
+        )
+
+    ((one,), error), ((other,), failed) = asyncio.run_coroutine_threadsafe(play(), served.loop).result(300)
+    assert error is None and one.environment_score == 0.5 and all(one.response_mask)
+    assert json.loads(one.environment_notes)["numbers"]["harbor_words"] == 3.0
+    assert "no reward: EnvironmentStartTimeoutError: slow" in failed and not any(other.response_mask)
+
+
+class Counters(BaseHTTPRequestHandler):
+    """NeMo Gym's example_session_state_mgmt (nemo-gym 0.4.0, resources_servers/): a counter a session, which is known by a cookie."""
+
+    counters: ClassVar[dict[str, int]] = {}
+    verified: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        session = SimpleCookie(self.headers.get("Cookie", ""))
+        key = session["gym"].value if "gym" in session else str(len(self.counters))
+        answer: dict[str, Any] = {}
+        if self.path == "/seed_session":
+            self.counters[key] = body["initial_count"]
+        elif self.path == "/increment_counter":
+            self.counters[key] += body["count"]
+            answer = {"success": True}
+        elif self.path == "/get_counter_value":
+            answer = {"count": self.counters[key]}
+        elif self.path == "/verify":
+            self.verified.append(body)
+            answer = {**body, "reward": float(body["expected_count"] == self.counters[key])}
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Set-Cookie", f"gym={key}; path=/; httponly")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_resources_server_of_nemo_gym_answers_calls_and_verifies_the_session(serve, tmp_path):
+    gym = ThreadingHTTPServer(("127.0.0.1", 0), Counters)
+    threading.Thread(target=gym.serve_forever, daemon=True).start()
+    tools = [
+        {"name": name, "type": "function", "strict": True, "description": "", "parameters": {"type": "object", "properties": {}}}
+        for name in ("increment_counter", "get_counter_value", "forget")
+    ]  # fmt: skip
+    asked = {"input": [{"role": "user", "content": "add 1 then get the count"}], "tools": tools}
+    rows = tmp_path / "example.jsonl"
+    rows.write_text(
+        json.dumps({"responses_create_params": asked, "expected_count": 4, "initial_count": 3}) + "\n"
+    )
+    nemo_gym_agent.write_rows(rows, tmp_path / "train.jsonl", f"http://127.0.0.1:{gym.server_port}", 4)
+    row = json.loads((tmp_path / "train.jsonl").read_text())
+    assert (row["prompt"], row["data_source"]) == ("add 1 then get the count", "nemo_gym/example")
+    served = serve(
+        [called("increment_counter", count=1), called("forget"), called("get_counter_value"), "It is 4."]
+    )
+    command = [sys.executable, "-m", "megarl.gateway.call", str(AGENTS / "nemo_gym_agent.py"), "agent"]
+    runner = AgentRunner(served.gateway, served.url, command, tmp_path / "logs", seconds=200)
+    task = Task("p/0", row["prompt"], None, row["data_source"], None, row["extra_info"])
+    playing = asyncio.run_coroutine_threadsafe(runner.play(task), served.loop)
+    (one,), error = playing.result(300)
+    gym.shutdown()
+    gym.server_close()
+    assert error is None and (one.environment_score, one.num_turns) == (1.0, 4)
+    # What their server reads: OpenAI's class, and all items that the session has added.
+    (verified,) = Counters.verified
+    items = verified["response"]["output"]
+    assert [item["type"] for item in items] == ["function_call", "function_call_output"] * 3 + ["message"]
+    policys = [item for item in items if item["type"] != "function_call_output"]
+    openai.types.responses.Response.model_validate({**verified["response"], "output": policys})
+    assert '{"count": 4}' in served.policy.tokenizer.decode(served.policy.asked[-1].prompt_ids)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl.config.checks.values import given_keys
 from megarl.config.schema.commands import EvalConfig, TrainConfig
-from megarl.config.schema.rollout import GatewayConfig
+from megarl.config.schema.rollout import CONTAINERS, SANDBOXES, GatewayConfig
 
 _NO_SESSIONS = {
     "remax": "compares with greedy answers, and a session has no greedy answer of its own",
@@ -35,12 +35,22 @@ def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
 
 
 def _sandbox_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
-    if gateway.sandbox == "none":
-        if given := given_keys(gateway, ("readable", "memory_mb")):
-            names = ", ".join(f"{prefix}.{name}" for name in given)
-            yield f"{names} has no effect without {prefix}.sandbox=namespaces"
-    elif gateway.host != "127.0.0.1":
-        yield f"{prefix}.host={gateway.host!r} with {prefix}.sandbox={gateway.sandbox}: the sandbox is on the engine's machine; leave host out"
+    name, own = gateway.sandbox, ":" in gateway.sandbox
+    if own:
+        yield from _function_problems(f"{prefix}.sandbox", name, "NAME")
+    elif name not in SANDBOXES:
+        yield f"{prefix}.sandbox={name!r} must be one of {', '.join(SANDBOXES)}, or FILE.py:NAME for one of your own"
+        return
+    if name == "none":
+        if given := given_keys(gateway, ("readable", "memory_mb", "image")):
+            names = ", ".join(f"{prefix}.{key}" for key in given)
+            yield f"{names} has no effect without a sandbox, such as {prefix}.sandbox=namespaces"
+    elif not own and gateway.host != "127.0.0.1":
+        yield f"{prefix}.host={gateway.host!r} with {prefix}.sandbox={name}: the sandbox is on the engine's machine; leave host out"
+    if name in CONTAINERS and not gateway.image:
+        yield f"{prefix}.sandbox={name} needs {prefix}.image, such as python:3.12-slim"
+    if name in ("namespaces", "bubblewrap") and gateway.image is not None:
+        yield f"{prefix}.image={gateway.image!r} has no effect with {prefix}.sandbox={name}; containers are {' and '.join(CONTAINERS)}"
     for folder in gateway.readable:
         if not Path(folder).expanduser().is_dir():
             yield f"{prefix}.readable: {folder} is no folder (working directory {Path.cwd()})"
@@ -50,14 +60,16 @@ def _agent_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
     if bool(gateway.command) == (gateway.agent is not None):
         yield f"{prefix}.command (a program and its arguments) or {prefix}.agent (FILE.py:FUNCTION): give one of them"
     for name in ("agent", "score"):
-        value = getattr(gateway, name)
-        if value is None:
-            continue
-        file, _, function = value.rpartition(":")
-        if not file.endswith(".py") or not function.isidentifier():
-            yield f"{prefix}.{name}={value!r} must be FILE.py:FUNCTION"
-        elif not Path(file).expanduser().is_file():
-            yield f"{prefix}.{name}: the file {file} does not exist (working directory {Path.cwd()})"
+        if (value := getattr(gateway, name)) is not None:
+            yield from _function_problems(f"{prefix}.{name}", value, "FUNCTION")
+
+
+def _function_problems(key: str, value: str, noun: str) -> Iterator[str]:
+    file, _, function = value.rpartition(":")
+    if not file.endswith(".py") or not function.isidentifier():
+        yield f"{key}={value!r} must be FILE.py:{noun}"
+    elif not Path(file).expanduser().is_file():
+        yield f"{key}: the file {file} does not exist (working directory {Path.cwd()})"
 
 
 def _training_problems(prefix: str, config: TrainConfig) -> Iterator[str]:

@@ -81,18 +81,28 @@ class GatewayConfig:
         (),
     )
     sandbox: str = option(
-        "namespaces: agents run in Linux namespaces: they read the system's folders, Python's and those of readable, write into a folder of "
-        "their own, and reach no network but the gateway. none: they have the network and the rights of the run's user.",
+        "Where agents run. none: as programs with the network and the rights of the run's user. namespaces, bubblewrap (needs bwrap): they read "
+        "the system's folders, Python's and those of readable, write into a folder of their own, and reach no network but the gateway. docker, "
+        "podman: in a container of image, which reaches no network but the gateway. FILE.py:NAME: a sandbox of your own (docs/gateway.md).",
         "none",
-        choices=("none", "namespaces"),
+    )
+    image: str | None = option(
+        "The image of docker's and podman's containers, with python3 in it; {NAME} in it is extra_info.NAME of the row.",
+        None,
     )
     readable: tuple[str, ...] = option(
         "Further folders that agents in a sandbox may read, besides that of the agent's file.", ()
     )
     memory_mb: int | None = option(
-        "MiB of data that a process of an agent in a sandbox may have; null: any.", None, ge=16
+        "MiB of memory that an agent's container may have, or of data each process of an agent in another sandbox; null: any.",
+        None,
+        ge=16,
     )
     keep_logs: bool = option("Keep what agents print, a file each; false: of those that failed alone.", False)
+
+
+CONTAINERS = ("docker", "podman")
+SANDBOXES = ("none", "namespaces", "bubblewrap", *CONTAINERS)  # or FILE.py:NAME
 
 
 ROLLOUT_ENGINES = ("sglang",)

@@ -33,7 +33,8 @@ from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
 from megarl.gateway.call import find_function
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.sandbox import Sandbox
+from megarl.gateway.sandboxes.find import find_sandbox, try_sandbox
+from megarl.gateway.sandboxes.interface import SandboxSettings
 from megarl.gateway.server import listen, listen_locally, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
@@ -41,6 +42,16 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.multi_turn import tasks_of
 from megarl.util.plugins import load_plugins
+
+
+def check_sandbox(spec: AgentsSpec) -> None:
+    """Before an engine is started.
+
+    Raises:
+        ValueError: this machine has no such sandbox.
+    """
+    settings = spec.gateway
+    try_sandbox(settings.sandbox, spec.readable, settings.memory_mb, settings.image)
 
 
 class Agents:
@@ -73,11 +84,13 @@ class Agents:
         )
         self._server = _Server(config)
 
-        sandbox = None
+        local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
         if settings.sandbox != "none":
-            local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
             listeners.append(listen_locally(local))
-            sandbox = Sandbox(str(local), port, spec.readable, settings.memory_mb)
+        sandbox = find_sandbox(
+            settings.sandbox,
+            SandboxSettings(str(local), port, spec.readable, settings.memory_mb, settings.image),
+        )
 
         async def serve() -> asyncio.Task[None]:
             return asyncio.create_task(self._server.serve(listeners))

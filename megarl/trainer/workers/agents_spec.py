@@ -9,8 +9,12 @@ from pathlib import Path
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import GatewayConfig
 from megarl.gateway.call import find_function
+from megarl.gateway.sandboxes.find import KEY
+from megarl.gateway.sandboxes.local import ROOT
 
 LOGS = "agents"  # folder of a run for what its agents print
+_CALL = "import sys; sys.path.insert(0, sys.argv.pop(1)); from megarl.gateway.call import main; main()"
+_PYTHON = dict.fromkeys(("docker", "podman"), "python3")  # the image's own
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,22 @@ def agents_spec(
     command, readable = gateway.command, gateway.readable
     if gateway.agent is not None:
         find_function(gateway.agent, "rollout.gateway.agent")
-        file, _, function = gateway.agent.rpartition(":")
-        path = str(Path(file).expanduser().resolve())
-        command = (sys.executable, "-m", "megarl.gateway.call", path, function)
+        path, _, function = _absolute(gateway.agent).rpartition(":")
+        command = (_PYTHON.get(gateway.sandbox, sys.executable), "-c", _CALL, ROOT, path, function)
         readable = (*readable, str(Path(path).parent))
+    if ":" in gateway.sandbox:
+        find_function(gateway.sandbox, KEY)
+        gateway = replace(gateway, sandbox=_absolute(gateway.sandbox))
     if gateway.score is not None:
         find_function(gateway.score, "rollout.gateway.score")
-        file, _, function = gateway.score.rpartition(":")
-        gateway = replace(gateway, score=f"{Path(file).expanduser().resolve()}:{function}")
+        gateway = replace(gateway, score=_absolute(gateway.score))
     files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
     logs = Path(folder).expanduser().resolve() / LOGS
     seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
     return AgentsSpec(gateway, model, command, seen, str(logs), files)
+
+
+def _absolute(name: str) -> str:
+    """FILE.py:NAME with the file's absolute path."""
+    file, _, attribute = name.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{attribute}"

@@ -22,7 +22,7 @@ from megarl.data.trajectories import build_trajectories
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
-from megarl.trainer.workers.agents import Agents
+from megarl.trainer.workers.agents import Agents, check_sandbox
 from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.dispatch import TRAINING, Landed
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
@@ -81,6 +81,8 @@ class EngineWorker:
         self.info = info
         # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
+        if isinstance(turns, AgentsSpec):
+            check_sandbox(turns)
         if info.parts > 1:
             config = replace(config, nodes=info.parts, node=info.part, address=address(info))
         self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)

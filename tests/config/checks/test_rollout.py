@@ -255,6 +255,18 @@ def test_agents(train, evaluation, tmp_path):
         (["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2"], "no one length"),
         ([f"{GATEWAY}.models=[]"], "need a name"),
         (
+            [f"{GATEWAY}.sandbox=dokcer"],
+            "sandbox='dokcer' must be one of none, namespaces, bubblewrap, docker, podman, or FILE.py:NAME",
+        ),
+        ([f"{GATEWAY}.sandbox=docker"], "sandbox=docker needs actor_rollout_ref.rollout.gateway.image"),
+        ([f"{GATEWAY}.sandbox=bubblewrap", f"{GATEWAY}.image=a"], "image='a' has no effect with"),
+        ([f"{GATEWAY}.image=a"], "image has no effect without a sandbox"),
+        ([f"{GATEWAY}.sandbox=podman", f"{GATEWAY}.image=a", f"{GATEWAY}.host=cluster"], "leave host out"),
+        (
+            [f"{GATEWAY}.sandbox=none.py:Own", f"{GATEWAY}.host=cluster"],
+            "sandbox: the file none.py does not exist",
+        ),
+        (
             [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"],
             "an agent or an environment",
         ),

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from megarl.rollout.completions import Flight
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.workers.agents import Agents
 from megarl.trainer.workers.agents_spec import agents_spec
+from megarl.trainer.workers.engine import EngineWorker
 from tests.gateway.conftest import sglang_parsers  # noqa: F401
 from tests.gateway.policy import WrittenPolicy
 from tests.gateway.published import published
@@ -175,7 +177,7 @@ def test_time_in_which_nothing_is_generated_does_not_count(agents, tmp_path, mon
         if file.exists():
             clock[0] = 3600.0
 
-    monkeypatch.setattr("megarl.gateway.agents.time", Clock)
+    monkeypatch.setattr("megarl.gateway.sandboxes.processes.time", Clock)
     _, played = agents("slow", timeout=60)(meanwhile=pause, file=str(file))
     assert clock == [3600.0] and [notes(one)["error"] for (one,) in played] == [None, None]
 
@@ -201,3 +203,12 @@ def test_a_function_that_is_missing_is_told_before_the_run(tmp_path):
     with pytest.raises(ValueError, match="has no function plya"):
         agents_spec(RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), str(tmp_path), ())
     assert "MEGARL_RANK" not in os.environ
+
+
+def test_a_sandbox_that_is_not_there_is_told_before_the_engine_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gateway = GatewayConfig(enable=True, command=("agent",), sandbox="docker", image="image")
+    spec = agents_spec(RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), str(tmp_path), ())
+    with pytest.raises(ValueError, match=r"gateway\.sandbox=docker .* no program docker"):
+        EngineWorker(SimpleNamespace(scratch=str(tmp_path)), None, spec)

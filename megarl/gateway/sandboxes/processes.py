@@ -1,0 +1,72 @@
+"""The processes of sandboxes: an agent's program from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import IO
+
+from megarl.gateway.sandboxes.interface import AgentProcess, Program, Sandbox
+
+_TICK = 1.0  # seconds, of which at most two count between two times that an agent is asked for
+_STOP_SECONDS = 60.0
+
+
+async def run_agent(sandbox: Sandbox, agent: AgentProcess, log: IO[bytes], seconds: float) -> int | None:
+    """Start an agent and wait for its end, by itself or at its time limit, and leave nothing of it also where this is cancelled.
+
+    Returns:
+        Its exit code; None: it did not end in time.
+
+    Raises:
+        ValueError: this task's agent cannot be started; OSError: its program cannot be.
+    """
+    process = await _start(sandbox.start(agent), agent, log)
+    code = None
+    try:
+        code = await _ended(process, seconds)
+    finally:
+        with suppress(ProcessLookupError):  # none of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        # Also where the program has failed by itself: the agent need not have ended with it.
+        if code != 0 and (stopping := sandbox.stop(agent)) is not None:
+            await _stop(stopping, agent)
+    return code
+
+
+async def _start(program: Program, agent: AgentProcess, log: IO[bytes] | int) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *program.arguments,
+        cwd=agent.work,
+        env=dict(program.environment),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+async def _stop(program: Program, agent: AgentProcess) -> None:
+    process = await _start(program, agent, asyncio.subprocess.DEVNULL)
+    if await _ended(process, _STOP_SECONDS) is None:
+        process.kill()
+    await process.wait()
+
+
+async def _ended(process: asyncio.subprocess.Process, seconds: float) -> int | None:
+    end = asyncio.ensure_future(process.wait())
+    try:
+        while seconds > 0:
+            begun = time.monotonic()
+            await asyncio.wait({end}, timeout=min(seconds, _TICK))
+            if end.done():
+                return end.result()
+            # The event loop may have stood still.
+            seconds -= min(time.monotonic() - begun, 2 * _TICK)
+        return None
+    finally:
+        end.cancel()

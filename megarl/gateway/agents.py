@@ -22,17 +22,16 @@ import asyncio
 import json
 import math
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
+from megarl.gateway.processes import AgentProcess, ForkServer, Program
 from megarl.gateway.sandbox import Sandbox
 from megarl.gateway.service import Gateway, Session
 from megarl.rollout.engine import SamplingParams
@@ -65,6 +64,7 @@ class AgentRunner:
         score: Score | None = None,
         keep_logs: bool = True,
         sandbox: Sandbox | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         """
         Args:
@@ -76,9 +76,10 @@ class AgentRunner:
             score: the rewards; None: those that the agents post.
             keep_logs: false: logs of agents that did not fail are removed.
             sandbox: what agents see; None: all that this process sees.
+            forks: agents are its copies, in place of `command`.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
-        self._keep_logs, self._sandbox = keep_logs, sandbox
+        self._keep_logs, self._sandbox, self._forks = keep_logs, sandbox, forks
         self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
         self._places = asyncio.Semaphore(concurrency)
 
@@ -89,6 +90,9 @@ class AgentRunner:
 
         Args:
             sampling: of the session's requests; None: the gateway's.
+
+        Raises:
+            EngineError: the engine has failed, or what agents are copies of: the task is to be played again by another one.
         """
         async with self._places:
             session = self._gateway.begin(task.uid, sampling)
@@ -131,27 +135,15 @@ class AgentRunner:
             place, file = Path(folder, "work"), Path(folder, "task.json")
             place.mkdir()
             file.write_text(json.dumps(_told(task)), encoding="utf-8")
-            command = self._command
-            if self._sandbox is not None:
-                command = self._sandbox.command(command, Path(folder))
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    cwd=place,
-                    env=self._variables(session, place, file),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
+            process = await self._start(
+                self._variables(session, place, file), Path(folder), place, log, output
+            )
             try:
                 code = await _ended(process, self._seconds)
             finally:
-                with suppress(ProcessLookupError):  # none of its group is left
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await process.end()
+        if session.failure is not None:  # whatever the agent made of it
+            raise session.failure
         if code is None:
             raise AgentFailed(f"it did not end within {self._seconds:g} s; {_end_of(log)}")
         if code != 0:
@@ -159,9 +151,22 @@ class AgentRunner:
         if not self._keep_logs:
             log.unlink()
 
+    async def _start(
+        self, variables: Mapping[str, str], folder: Path, place: Path, log: Path, output: IO[bytes]
+    ) -> AgentProcess:
+        if self._forks is not None:
+            return await self._forks.start(variables, place, log)
+        command = self._command
+        if self._sandbox is not None:
+            command = self._sandbox.command(command, folder)
+        try:
+            return await Program.start(command, variables, place, output)
+        except OSError as error:
+            raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
+
     def _variables(self, session: Session, place: Path, file: Path) -> dict[str, str]:
         return {
-            **{name: os.environ[name] for name in _KEPT if name in os.environ},
+            **kept_environment(),
             "HOME": str(place),
             "OPENAI_BASE_URL": f"{self._url}/v1",
             "OPENAI_API_KEY": session.token,
@@ -173,7 +178,12 @@ class AgentRunner:
         }
 
 
-async def _ended(process: asyncio.subprocess.Process, seconds: float) -> int | None:
+def kept_environment() -> dict[str, str]:
+    """The variables of this process that agents have."""
+    return {name: os.environ[name] for name in _KEPT if name in os.environ}
+
+
+async def _ended(process: AgentProcess, seconds: float) -> int | None:
     """The exit code of a process; None: it did not end in time."""
     end = asyncio.ensure_future(process.wait())
     try:

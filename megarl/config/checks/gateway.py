@@ -1,5 +1,6 @@
 """Checks of agents as programs: section rollout.gateway."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,12 @@ def _sandbox_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
         if given := given_keys(gateway, ("readable", "memory_mb")):
             names = ", ".join(f"{prefix}.{name}" for name in given)
             yield f"{names} has no effect without {prefix}.sandbox=namespaces"
-    elif gateway.host != "127.0.0.1":
+        return
+    if gateway.preload:
+        yield (
+            f"{prefix}.preload with {prefix}.sandbox={gateway.sandbox}: an agent in a sandbox is no copy of a process outside; leave one of them out"
+        )
+    if gateway.host != "127.0.0.1":
         yield f"{prefix}.host={gateway.host!r} with {prefix}.sandbox={gateway.sandbox}: the sandbox is on the engine's machine; leave host out"
     for folder in gateway.readable:
         if not Path(folder).expanduser().is_dir():
@@ -49,6 +55,11 @@ def _sandbox_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
 def _agent_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
     if bool(gateway.command) == (gateway.agent is not None):
         yield f"{prefix}.command (a program and its arguments) or {prefix}.agent (FILE.py:FUNCTION): give one of them"
+    if gateway.agent is None and (given := given_keys(gateway, ("python", "preload"))):
+        names = ", ".join(f"{prefix}.{name}" for name in given)
+        yield f"{names}: for {prefix}.agent=FILE.py:FUNCTION alone; {prefix}.command names its own program"
+    if gateway.python is not None and shutil.which(str(Path(gateway.python).expanduser())) is None:
+        yield f"{prefix}.python={gateway.python!r}: there is no such program (working directory {Path.cwd()})"
     for name in ("agent", "score"):
         value = getattr(gateway, name)
         if value is None:

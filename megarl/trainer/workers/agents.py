@@ -17,11 +17,13 @@ import json
 import math
 import os
 import secrets
+import shutil
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import GatewayConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.environment import Task
-from megarl.gateway.agents import AgentRunner
+from megarl.gateway.agents import AgentRunner, kept_environment
 from megarl.gateway.call import find_function
+from megarl.gateway.processes import ForkServer, python_command
 from megarl.gateway.reader import TurnReader
 from megarl.gateway.sandbox import Sandbox
 from megarl.gateway.server import listen, listen_locally, make_app
@@ -54,6 +57,7 @@ class AgentsSpec:
 
     Attributes:
         command: of an agent.
+        agent: file and function of an agent that is a Python function.
         readable: folders that an agent in a sandbox may read.
         logs: folder, as an absolute path.
     """
@@ -63,6 +67,7 @@ class AgentsSpec:
     command: tuple[str, ...]
     readable: tuple[str, ...]
     logs: str
+    agent: tuple[str, str] | None = None
     plugins: tuple[str, ...] = ()
 
 
@@ -81,12 +86,19 @@ def agents_spec(
     if not gateway.enable:
         return None
     command, readable = gateway.command, gateway.readable
+    agent = None
     if gateway.agent is not None:
-        find_function(gateway.agent, "rollout.gateway.agent")
         file, _, function = gateway.agent.rpartition(":")
-        path = str(Path(file).expanduser().resolve())
-        command = (sys.executable, "-m", "megarl.gateway.call", path, function)
-        readable = (*readable, str(Path(path).parent))
+        agent = str(Path(file).expanduser().resolve()), function
+        if gateway.python is None:
+            find_function(gateway.agent, "rollout.gateway.agent")
+            _find_modules(gateway.preload, Path(agent[0]).parent)
+        if gateway.python is not None:  # links in virtual environments say which environment it is
+            found = shutil.which(Path(gateway.python).expanduser())
+            assert found is not None, "checked"
+            gateway = replace(gateway, python=os.path.abspath(found))
+        command = (*python_command(gateway.python, "call", *agent),)
+        readable = (*readable, str(Path(agent[0]).parent))
     if gateway.score is not None:
         find_function(gateway.score, "rollout.gateway.score")
         file, _, function = gateway.score.rpartition(":")
@@ -94,7 +106,14 @@ def agents_spec(
     files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
     logs = Path(folder).expanduser().resolve() / LOGS
     seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
-    return AgentsSpec(gateway, model, command, seen, str(logs), files)
+    return AgentsSpec(gateway, model, command, seen, str(logs), agent, files)
+
+
+def _find_modules(names: Sequence[str], folder: Path) -> None:
+    """ValueError: one of them is neither installed nor in the folder of the agent's file."""
+    for name in names:
+        if PathFinder.find_spec(name.partition(".")[0], [str(folder), *sys.path]) is None:
+            raise ValueError(f"rollout.gateway.preload: there is no module {name}")
 
 
 class Agents:
@@ -143,6 +162,12 @@ class Agents:
             for name, value in os.environ.items()
             if name.startswith(MARK_PREFIX) or name in settings.pass_env
         }
+        environment = {**passed, **KEEP_ENVIRON, **_texts(settings.environment)}
+        forks = None
+        if settings.preload:
+            assert spec.agent is not None, "checked"
+            inherited = {**kept_environment(), **environment}
+            forks = ForkServer(*spec.agent, settings.preload, inherited, settings.python)
         shown = f"[{host}]" if ":" in host else host
         self._runner = AgentRunner(
             gateway,
@@ -151,10 +176,11 @@ class Agents:
             Path(spec.logs),
             seconds=settings.timeout,
             concurrency=settings.concurrency,
-            environment={**passed, **KEEP_ENVIRON, **_texts(settings.environment)},
+            environment=environment,
             score=score,
             keep_logs=settings.keep_logs,
             sandbox=sandbox,
+            forks=forks,
         )
 
     def answers(

@@ -31,9 +31,10 @@ def kill_the_engine():
         return
     for parent in psutil.Process().parents():
         for child in parent.children():
-            if "sglang::scheduler" in " ".join(child.cmdline()):
+            if child.status() != "zombie" and "sglang::scheduler" in " ".join(child.cmdline()):
                 child.kill()
                 time.sleep(1000)
+    raise RuntimeError("no engine")
 
 def ask(*messages):
     body = {"model": "tiny", "messages": messages, "max_tokens": 6}

@@ -93,7 +93,7 @@ def agents_spec(
         if gateway.python is None:
             find_function(gateway.agent, "rollout.gateway.agent")
             _find_modules(gateway.preload, Path(agent[0]).parent)
-        if gateway.python is not None:  # links in virtual environments say which environment it is
+        else:  # links in virtual environments say which environment it is
             found = shutil.which(Path(gateway.python).expanduser())
             assert found is not None, "checked"
             gateway = replace(gateway, python=os.path.abspath(found))

@@ -85,7 +85,9 @@ def write_task(
     _write_prompts(data / "test.parquet", problems[num_sft + num_train :], "test")
     with (data / "questions.jsonl").open("w", encoding="utf-8") as file:
         for problem in problems[num_sft:]:
-            file.write(json.dumps({"question": problem.question, "answer": str(problem.result)}) + "\n")
+            work = f"{problem.a} {SIGNS[problem.op]} {problem.b}"
+            row = {"question": problem.question, "work": work, "answer": str(problem.result)}
+            file.write(json.dumps(row) + "\n")
     words = [
         json.dumps({"name": TOOL, "arguments": {"expression": "3+4"}}),
         "<tool_call>\n</tool_call>",

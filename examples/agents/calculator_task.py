@@ -10,6 +10,8 @@ writes a random model, demonstrations for `megarl sft`, and problems for `megarl
     assistant: #### 7
 
 In the other demonstrations the assistant answers a random number at once. So what reinforcement learning can teach is to use the tool.
+With `--work` there is no tool, and the assistant writes "3 + 4 = 7 #### 7" in its place. data/questions.jsonl has the problems of both splits for
+other environments.
 """
 
 import argparse
@@ -41,9 +43,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def demonstration(problem: Problem, guess: int | None) -> list[dict[str, Any]]:
-    """A chat in which the assistant calls the tool or, given a guess, answers it at once."""
+def demonstration(problem: Problem, guess: int | None, work: bool = False) -> list[dict[str, Any]]:
+    """A chat in which the assistant calls the tool, or writes its work, or, given a guess, answers it at once."""
     user = {"role": "user", "content": problem.question}
+    if work and guess is None:
+        return [user, {"role": "assistant", "content": problem.answer(show_work=True)}]
     if guess is not None:
         return [user, {"role": "assistant", "content": f"#### {guess}"}]
     arguments = json.dumps({"expression": f"{problem.a}{SIGNS[problem.op]}{problem.b}"})
@@ -58,18 +62,19 @@ def demonstration(problem: Problem, guess: int | None) -> list[dict[str, Any]]:
 
 def write_task(
     folder: Path, *, num_sft: int = 2000, num_train: int = 256, num_test: int = 16, guesses: float = 0.5, seed: int = 1,
-    max_operand: int = 9, hidden_size: int = 128, num_layers: int = 2,
+    max_operand: int = 9, hidden_size: int = 128, num_layers: int = 2, work: bool = False,
 ) -> None:  # fmt: skip
-    """Write model/, data/sft.jsonl, data/train.parquet and data/test.parquet.
+    """Write model/, data/sft.jsonl, data/train.parquet, data/test.parquet and data/questions.jsonl.
 
     Args:
         guesses: the part of the demonstrations that do not call the tool.
+        work: the others work the answer out in words.
     """
     problems = make_problems(num_sft + num_train + num_test, seed=seed, max_operand=max_operand)
     generator = np.random.default_rng((seed, 1))
     guessed = [int(number) for number in generator.integers(0, 2 * max_operand + 1, num_sft)]
     chats = [
-        demonstration(problem, guess if generator.random() < guesses else None)
+        demonstration(problem, guess if generator.random() < guesses else None, work)
         for problem, guess in zip(problems[:num_sft], guessed, strict=True)
     ]
     data = folder / "data"
@@ -78,6 +83,11 @@ def write_task(
         file.writelines(json.dumps({"messages": chat}) + "\n" for chat in chats)
     _write_prompts(data / "train.parquet", problems[num_sft : num_sft + num_train], "train")
     _write_prompts(data / "test.parquet", problems[num_sft + num_train :], "test")
+    with (data / "questions.jsonl").open("w", encoding="utf-8") as file:
+        for problem in problems[num_sft:]:
+            work = f"{problem.a} {SIGNS[problem.op]} {problem.b}"
+            row = {"question": problem.question, "work": work, "answer": str(problem.result)}
+            file.write(json.dumps(row) + "\n")
     words = [
         json.dumps({"name": TOOL, "arguments": {"expression": "3+4"}}),
         "<tool_call>\n</tool_call>",
@@ -120,5 +130,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the task")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--work", action="store_true", help="demonstrations of work in place of calls")
     options = parser.parse_args()
-    write_task(options.out, seed=options.seed)
+    write_task(options.out, seed=options.seed, work=options.work)

@@ -167,7 +167,7 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
     gateway = _policy(config).rollout.gateway
     if gateway.enable:
         for key, name in (("agent", gateway.agent), ("score", gateway.score)):
-            if name is not None:
+            if name is not None and (key == "score" or gateway.python is None):
                 find_function(name, f"rollout.gateway.{key}")
     multi_turn = _policy(config).rollout.multi_turn
     if multi_turn.enable and multi_turn.environment is not None:

@@ -25,10 +25,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
+from megarl.gateway.copies import ForkServer, run_copy
 from megarl.gateway.sandboxes.interface import AgentProcess, NoSandbox, Sandbox, new_name
 from megarl.gateway.sandboxes.processes import run_agent
 from megarl.gateway.service import Gateway, Session
@@ -61,6 +62,7 @@ class AgentRunner:
         score: Score | None = None,
         keep_logs: bool = True,
         sandbox: Sandbox = NO_SANDBOX,
+        forks: ForkServer | None = None,
     ) -> None:
         """
         Args:
@@ -72,9 +74,10 @@ class AgentRunner:
             score: the rewards; None: those that the agents post.
             keep_logs: false: logs of agents that did not fail are removed.
             sandbox: in which agents run.
+            forks: agents are its copies, in place of `command`.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
-        self._keep_logs, self._sandbox = keep_logs, sandbox
+        self._keep_logs, self._sandbox, self._forks = keep_logs, sandbox, forks
         self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
         self._places = asyncio.Semaphore(concurrency)
 
@@ -85,6 +88,9 @@ class AgentRunner:
 
         Args:
             sampling: of the session's requests; None: the gateway's.
+
+        Raises:
+            EngineError: the engine has failed, or what agents are copies of: the task is to be played again by another one.
         """
         async with self._places:
             session = self._gateway.begin(task.uid, sampling)
@@ -128,20 +134,30 @@ class AgentRunner:
             place.mkdir()
             file.write_text(json.dumps(_told(task)), encoding="utf-8")
             variables = self._variables(session, place, file)
-            command = tuple(self._command)
-            agent = AgentProcess(new_name(), task, command, Path(folder), place, variables)
-            try:
-                code = await run_agent(self._sandbox, agent, output, self._seconds)
-            except OSError as error:
-                raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
-            except Exception as error:  # whatever a user's sandbox raises
-                raise AgentFailed(f"sandbox: {type(error).__name__}: {error}") from error
+            if self._forks is not None:
+                code = await run_copy(await self._forks.start(variables, place, log), self._seconds)
+            else:
+                code = await self._run_program(task, variables, Path(folder), place, output)
+        if session.failure is not None:  # whatever the agent made of it
+            raise session.failure
         if code is None:
             raise AgentFailed(f"it did not end within {self._seconds:g} s; {_end_of(log)}")
         if code != 0:
             raise AgentFailed(f"exit code {code}; {_end_of(log)}")
         if not self._keep_logs:
             log.unlink()
+
+    async def _run_program(
+        self, task: Task, variables: Mapping[str, str], folder: Path, place: Path, output: IO[bytes]
+    ) -> int | None:
+        """As `run_agent`."""
+        agent = AgentProcess(new_name(), task, tuple(self._command), folder, place, variables)
+        try:
+            return await run_agent(self._sandbox, agent, output, self._seconds)
+        except OSError as error:
+            raise AgentFailed(f"{self._command[0]}: {error.strerror}") from error
+        except Exception as error:  # whatever a user's sandbox raises
+            raise AgentFailed(f"sandbox: {type(error).__name__}: {error}") from error
 
     def _variables(self, session: Session, place: Path, file: Path) -> dict[str, str]:
         return {

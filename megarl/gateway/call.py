@@ -40,7 +40,12 @@ def find_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def main() -> None:
-    file, function = sys.argv[1:]
+    """As a script."""
+    call(*sys.argv[1:])
+
+
+def call(file: str, function: str) -> None:
+    """Call the agent with the task of this process, and post its score."""
     # As for a script: what lies next to the file can be imported.
     sys.path.insert(0, str(Path(file).parent))
     agent = find_function(f"{file}:{function}", "agent")

@@ -72,6 +72,7 @@ class Session:
         sampling: of its requests, where they say nothing.
         score: its reward, as it was posted; None: none was.
         last_used: by `time.monotonic`.
+        failure: of the engine, in one of its requests.
         answers: conversations up to an answer, by its name, for the API that goes on by these.
     """
 
@@ -84,6 +85,7 @@ class Session:
     in_flight: int = 0
     num_requests: int = 0
     last_used: float = field(default_factory=time.monotonic)
+    failure: EngineError | None = None
     answers: dict[str, list[Message]] = field(default_factory=dict)
 
     def trajectories(self) -> list[Generation]:
@@ -292,6 +294,7 @@ class Gateway:
         except TimeoutError:
             raise RequestError(f"no answer within {self.limits.request_seconds:g} s", LATE) from None
         except EngineError as error:
+            session.failure = error
             raise RequestError(f"the engine has failed: {error}", UNAVAILABLE) from error
         except ValueError as error:  # what the engine refuses
             raise RequestError(str(error), param="messages") from error

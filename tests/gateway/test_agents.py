@@ -12,6 +12,9 @@ import pytest
 
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
+from megarl.gateway.copies import ForkServer
+from megarl.gateway.sandboxes.interface import kept_environment
+from megarl.rollout.engine import EngineError
 from tests.gateway.conftest import MODEL
 
 HEAD = f"""
@@ -139,3 +142,89 @@ time.sleep(1000)
     key = (tmp_path / "key").read_text()
     assert httpx.get(f"{served.url}/session/trajectories", headers={"x-api-key": key}).status_code == 401
     assert os.environ.get("OPENAI_API_KEY") != key
+
+
+def test_an_engine_that_fails_is_no_failure_of_an_agent(serve, tmp_path):
+    """The session is nobody's: its task is played again by another engine."""
+    served = serve(["It rains."], tools=None)
+    served.policy.failure = EngineError("no answer")
+    command = [sys.executable, "-c", HEAD + "try: ask(user)\nexcept OSError: pass"]
+    runner = AgentRunner(served.gateway, served.url, command, tmp_path)
+    with pytest.raises(EngineError, match="no answer"):
+        asyncio.run_coroutine_threadsafe(runner.play(task()), served.loop).result(60)
+
+
+SHARED = """
+import os, random
+STARTED = os.getpid()
+"""
+COPIED = """
+import json, os, random, subprocess, sys, time, urllib.request
+import shared
+
+def play(task):
+    assert os.environ["OPENAI_BASE_URL"].startswith(os.environ["MEGARL_GATEWAY"])
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+    facts = [os.getpid(), shared.STARTED, os.getcwd() == os.environ["HOME"], random.random(), "SECRET" in os.environ]
+    print(json.dumps(facts), flush=True)
+    if task["uid"] == "p/1":
+        sys.exit("broken")
+    if task["uid"] == "p/2":
+        child = subprocess.Popen(["sleep", "1000"])
+        open(task["extra_info"]["file"], "w").write(f"{child.pid}.")
+        time.sleep(1000)
+    return 0.5
+"""
+
+
+@pytest.fixture
+def forks(tmp_path, monkeypatch):
+    """forks(text of a module) -> a fork server of the agent `COPIED` that has imported it."""
+    servers = []
+
+    def start(shared=SHARED):
+        (tmp_path / "shared.py").write_text(shared)
+        (tmp_path / "copied.py").write_text(COPIED)
+        servers.append(ForkServer(str(tmp_path / "copied.py"), "play", ["shared"], kept_environment()))
+        return servers[-1]
+
+    monkeypatch.setenv("SECRET", "x")
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_agents_are_copies_of_a_process_that_has_made_the_imports(serve, tmp_path, forks):
+    served, file = serve(["It rains."], tools=None), tmp_path / "pid"
+    runner = AgentRunner(served.gateway, served.url, [], tmp_path / "logs", forks=forks(), seconds=20)
+    told = {"file": str(file)}
+    tasks = [Task(f"p/{number}", "Rain?", None, "source", None, told) for number in range(4)]
+
+    async def all_of_them():
+        return await asyncio.gather(*map(runner.play, tasks))
+
+    played = asyncio.run_coroutine_threadsafe(all_of_them(), served.loop).result(60)
+    ((one,), none), (_, broken), (_, late), ((other,), _) = played
+    assert none is None and (one.environment_score, one.num_turns) == (0.5, 1) and all(other.response_mask)
+    assert "exit code 1" in broken and "broken" in broken and "did not end within 20 s" in late
+    wait_for(lambda: not alive(int(file.read_text().rstrip("."))))
+    logs = [(tmp_path / f"logs/p-{number}.log").read_text().splitlines()[0] for number in range(4)]
+    pids, started, at_home, drawn, secrets = zip(*map(json.loads, logs), strict=True)
+    assert len(set(pids)) == len(set(drawn)) == 4 and len(set(started)) == 1 and started[0] not in pids
+    assert all(at_home) and not any(secrets)
+
+
+@pytest.mark.parametrize(
+    ("shared", "told"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()", "starts 1 threads"),
+        ("raise KeyError('here')", "KeyError: 'here'"),
+    ],
+)  # fmt: skip
+def test_imports_that_cannot_be_shared_are_told(serve, tmp_path, forks, shared, told):
+    served = serve(["It rains."], tools=None)
+    runner = AgentRunner(served.gateway, served.url, [], tmp_path / "logs", forks=forks(shared))
+    with pytest.raises(EngineError, match=told):
+        asyncio.run_coroutine_threadsafe(runner.play(task()), served.loop).result(60)

@@ -1,7 +1,11 @@
-"""A real run whose trajectories are sessions of agents, in a mode that interrupts them: what is trained on is what the engine saw, once."""
+"""Real runs whose trajectories are sessions of agents: what is trained on is what the engine saw, once.
+
+The first one is in a mode that interrupts sessions, and its engine is killed in the middle of some.
+"""
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,8 +14,27 @@ from megarl.data.sessions import by_request
 from megarl.data.trajectories import environment_notes, ragged, read_trajectories
 from tests.fixtures.runs import PPO, on, steps, succeed
 
+# The engine is killed when some sessions have ended, if the file `kill` is there.
 AGENT = """
-import json, os, sys, urllib.request
+import json, os, sys, time, urllib.request
+from pathlib import Path
+
+ENDED, KILL = Path(__file__).with_name("ended"), Path(__file__).with_name("kill")
+
+def kill_the_engine():
+    import psutil
+    if ENDED.stat().st_size < 5:
+        return
+    try:
+        KILL.unlink()
+    except FileNotFoundError:
+        return
+    for parent in psutil.Process().parents():
+        for child in parent.children():
+            if child.status() != "zombie" and "sglang::scheduler" in " ".join(child.cmdline()):
+                child.kill()
+                time.sleep(1000)
+    raise RuntimeError("no engine")
 
 def ask(*messages):
     body = {"model": "tiny", "messages": messages, "max_tokens": 6}
@@ -24,8 +47,11 @@ def play(task):
     user, sample = task["messages"][-1], task["uid"].rpartition("/")[2]
     first = ask(user)
     ask(user, first, {"role": "user", "content": "Sure?"})
+    kill_the_engine()
     if sample == "1":
         ask(user, first, {"role": "user", "content": "Really?"})
+    with ENDED.open("a") as file:
+        file.write("x")
     if sample == "3":
         sys.exit("broken")
     return float(len(json.dumps(first)) % 3)
@@ -33,23 +59,39 @@ def play(task):
 PROMPTS, SAMPLES, STEPS = 4, 4, 3
 
 
-@pytest.fixture(scope="module")
-def run(task, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents")
+def write_agent(folder, kill):
     (folder / "agent.py").write_text(AGENT)
+    for name in ("ended", "kill")[: 2 if kill else 1]:
+        (folder / name).touch()
+
+
+def overrides(folder):
+    """Of an agent in a folder, and of steps of few sessions."""
     rollout = "actor_rollout_ref.rollout"
-    succeed(
-        "train", *PPO, *on(task, folder / "out"), "critic=null", "algorithm.adv_estimator=grpo",
-        "algorithm.use_kl_in_reward=false", "trainer.n_gpus_per_node=1", "trainer.mode=partial_rollouts",
+    return [
+        "critic=null", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false",
         f"data.train_batch_size={PROMPTS}", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "data.max_prompt_length=64", "data.max_response_length=64", "data.val_max_samples=2", "trainer.test_freq=3",
-        "actor_rollout_ref.actor.optim.lr=1e-3", f"trainer.total_training_steps={STEPS}",
+        "data.max_prompt_length=64", "data.max_response_length=64", "actor_rollout_ref.actor.optim.lr=1e-3",
         *(f"actor_rollout_ref.actor.megatron.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")),
         f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.n={SAMPLES}", f"{rollout}.gateway.enable=true",
         f"{rollout}.gateway.agent={folder}/agent.py:play", f"{rollout}.gateway.models=[tiny]",
-        f"{rollout}.gateway.concurrency=8", timeout=600,
-    )  # fmt: skip
+        f"{rollout}.gateway.preload=[urllib.request,psutil]", f"{rollout}.gateway.concurrency=8",
+    ]  # fmt: skip
+
+
+def arguments(task, folder, out):
+    return [
+        "train", *PPO, *on(task, out), *overrides(folder), "trainer.n_gpus_per_node=1", "trainer.mode=partial_rollouts",
+        "data.val_max_samples=2", "trainer.test_freq=3", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(task, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agents")
+    write_agent(folder, kill=True)
     out = folder / "out"
+    succeed(*arguments(task, folder, out), timeout=600)
     files = [f"step-{number:06d}" for number in range(1, STEPS + 1)]
     return out, {
         name: read_trajectories(out / f"rollouts/{name}.parquet") for name in [*files, f"val-{STEPS:06d}"]
@@ -72,6 +114,14 @@ def test_a_step_has_its_sessions_and_each_is_trained_on_once(run):
             turns = {note.numbers["num_turns"] for note in environment_notes(own)}
             assert turns == {3.0 if uid.endswith("/1") else 2.0}
     assert len(set(seen)) == len(seen)
+
+
+def test_an_engine_was_killed_and_its_sessions_began_anew(run):
+    """All other tests are of what came of it."""
+    out, _ = run
+    assert not (out.parent / "kill").exists()
+    (report,) = (out / "failures").iterdir()
+    assert "\nrole: rollout\nrank: 0\n" in report.read_text()
 
 
 def test_the_trainers_log_probs_are_the_engines(run):
@@ -125,3 +175,38 @@ def test_agents_answer_held_out_prompts(run):
     table = tables[f"val-{STEPS:06d}"]
     assert len(by_request(table)) == table.num_rows == 2
     assert steps(out)[-1]["val/score/mean"] == pytest.approx(np.mean(table["score"].to_numpy()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_with_sessions_that_it_has_not_trained_on(run, task, tmp_path):
+    """As after the run's end in step 3: from the checkpoint of step 2."""
+    out, _ = run
+    shutil.copytree(out / "checkpoints/step-2", tmp_path / "checkpoints/step-2")
+    printed = succeed(*arguments(task, out.parent, tmp_path), timeout=600)
+    assert "going on from step 2" in printed
+    assert [path.name for path in (tmp_path / "rollouts").glob("step-*")] == ["step-000003.parquet"]
+    found = by_request(read_trajectories(tmp_path / "rollouts/step-000003.parquet"))
+    before = {uid for batch in batches(run)[:2] for uid in by_request(batch)}
+    assert len(found) == PROMPTS * SAMPLES and not before & set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_agents_play_while_the_models_learn(task, tmp_path, mode):
+    """In both modes an engine is killed, too."""
+    write_agent(tmp_path, kill=True)
+    succeed(
+        "train", f"recipes/{mode}_cpu.yaml", *on(task, tmp_path / "out"), *overrides(tmp_path), "trainer.test_freq=-1",
+        "data.val_files=null", f"trainer.total_training_steps={STEPS}", timeout=800,
+    )  # fmt: skip
+    assert not (tmp_path / "kill").exists()
+    seen = []
+    for number in range(1, STEPS + 1):
+        sessions = by_request(read_trajectories(tmp_path / f"out/rollouts/step-{number:06d}.parquet"))
+        assert len(sessions) == PROMPTS * SAMPLES
+        assert all(own.num_rows == (2 if uid.endswith("/1") else 1) for uid, own in sessions.items())
+        seen += sessions
+    assert len(set(seen)) == len(seen)
+    assert max(metrics["staleness/max"] for metrics in steps(tmp_path / "out")) == 1

@@ -1,5 +1,6 @@
 """Checks of agents as programs: section rollout.gateway."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,12 @@ def _sandbox_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
         if given := given_keys(gateway, ("readable", "memory_mb", "image")):
             names = ", ".join(f"{prefix}.{key}" for key in given)
             yield f"{names} has no effect without a sandbox, such as {prefix}.sandbox=namespaces"
-    elif not own and gateway.host != "127.0.0.1":
+        return
+    if gateway.preload:
+        yield f"{prefix}.preload with {prefix}.sandbox={name}: an agent in a sandbox is no copy of a process outside; leave one of them out"
+    if name in CONTAINERS and gateway.python is not None:
+        yield f"{prefix}.python={gateway.python!r} with {prefix}.sandbox={name}: agents have the image's python3; leave python out"
+    if not own and gateway.host != "127.0.0.1":
         yield f"{prefix}.host={gateway.host!r} with {prefix}.sandbox={name}: the sandbox is on the engine's machine; leave host out"
     if name in CONTAINERS and not gateway.image:
         yield f"{prefix}.sandbox={name} needs {prefix}.image, such as python:3.12-slim"
@@ -59,6 +65,11 @@ def _sandbox_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
 def _agent_problems(prefix: str, gateway: GatewayConfig) -> Iterator[str]:
     if bool(gateway.command) == (gateway.agent is not None):
         yield f"{prefix}.command (a program and its arguments) or {prefix}.agent (FILE.py:FUNCTION): give one of them"
+    if gateway.agent is None and (given := given_keys(gateway, ("python", "preload"))):
+        names = ", ".join(f"{prefix}.{name}" for name in given)
+        yield f"{names}: for {prefix}.agent=FILE.py:FUNCTION alone; {prefix}.command names its own program"
+    if gateway.python is not None and shutil.which(str(Path(gateway.python).expanduser())) is None:
+        yield f"{prefix}.python={gateway.python!r}: there is no such program (working directory {Path.cwd()})"
     for name in ("agent", "score"):
         if (value := getattr(gateway, name)) is not None:
             yield from _function_problems(f"{prefix}.{name}", value, "FUNCTION")

@@ -52,6 +52,15 @@ class GatewayConfig:
         "In place of command.",
         None,
     )
+    python: str | None = option(
+        "The interpreter that calls agent, such as that of a virtual environment of its own; null: the run's.",
+        None,
+    )
+    preload: tuple[str, ...] = option(
+        "Modules that agent imports, such as its framework: they are imported once, in a process of which each agent is a copy (fork). They must "
+        "start no threads, and read the gateway's address and key only when they are used.",
+        (),
+    )
     score: str | None = option(
         "FILE.py:FUNCTION: the score of a finished session, as a function of the task and the session; null: what the agent posts, and else the "
         "reward of its last trajectory.",

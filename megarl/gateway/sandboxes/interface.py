@@ -86,7 +86,12 @@ class NoSandbox:
 
 def variables_here(agent: AgentProcess) -> dict[str, str]:
     """The environment of an agent that uses this machine's programs."""
-    return {name: os.environ[name] for name in _KEPT if name in os.environ} | dict(agent.variables)
+    return kept_environment() | dict(agent.variables)
+
+
+def kept_environment() -> dict[str, str]:
+    """The variables of this process that agents have."""
+    return {name: os.environ[name] for name in _KEPT if name in os.environ}
 
 
 def new_name() -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import IO
+from typing import IO, Protocol
 
 from megarl.gateway.sandboxes.interface import AgentProcess, Program, Sandbox
 
@@ -27,7 +27,7 @@ async def run_agent(sandbox: Sandbox, agent: AgentProcess, log: IO[bytes], secon
     process = await _start(sandbox.start(agent), agent, log)
     code = None
     try:
-        code = await _ended(process, seconds)
+        code = await ended_within(process, seconds)
     finally:
         with suppress(ProcessLookupError):  # none of its group is left
             os.killpg(process.pid, signal.SIGKILL)
@@ -52,12 +52,17 @@ async def _start(program: Program, agent: AgentProcess, log: IO[bytes] | int) ->
 
 async def _stop(program: Program, agent: AgentProcess) -> None:
     process = await _start(program, agent, asyncio.subprocess.DEVNULL)
-    if await _ended(process, _STOP_SECONDS) is None:
+    if await ended_within(process, _STOP_SECONDS) is None:
         process.kill()
     await process.wait()
 
 
-async def _ended(process: asyncio.subprocess.Process, seconds: float) -> int | None:
+class Ending(Protocol):
+    async def wait(self) -> int: ...
+
+
+async def ended_within(process: Ending, seconds: float) -> int | None:
+    """The exit code of a process; None: it did not end within this time, in which the event loop's standstills do not count."""
     end = asyncio.ensure_future(process.wait())
     try:
         while seconds > 0:

@@ -32,9 +32,10 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
 from megarl.gateway.call import find_function
+from megarl.gateway.copies import ForkServer
 from megarl.gateway.reader import TurnReader
 from megarl.gateway.sandboxes.find import find_sandbox, try_sandbox
-from megarl.gateway.sandboxes.interface import SandboxSettings
+from megarl.gateway.sandboxes.interface import NoSandbox, Sandbox, SandboxSettings, kept_environment
 from megarl.gateway.server import listen, listen_locally, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
@@ -84,13 +85,12 @@ class Agents:
         )
         self._server = _Server(config)
 
-        local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
+        sandbox: Sandbox = NoSandbox()
         if settings.sandbox != "none":
+            local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
             listeners.append(listen_locally(local))
-        sandbox = find_sandbox(
-            settings.sandbox,
-            SandboxSettings(str(local), port, spec.readable, settings.memory_mb, settings.image),
-        )
+            told = SandboxSettings(str(local), port, spec.readable, settings.memory_mb, settings.image)
+            sandbox = find_sandbox(settings.sandbox, told)
 
         async def serve() -> asyncio.Task[None]:
             return asyncio.create_task(self._server.serve(listeners))
@@ -102,6 +102,12 @@ class Agents:
             for name, value in os.environ.items()
             if name.startswith(MARK_PREFIX) or name in settings.pass_env
         }
+        environment = {**passed, **KEEP_ENVIRON, **_texts(settings.environment)}
+        forks = None
+        if settings.preload:
+            assert spec.agent is not None, "checked"
+            inherited = {**kept_environment(), **environment}
+            forks = ForkServer(*spec.agent, settings.preload, inherited, settings.python)
         shown = f"[{host}]" if ":" in host else host
         self._runner = AgentRunner(
             gateway,
@@ -110,10 +116,11 @@ class Agents:
             Path(spec.logs),
             seconds=settings.timeout,
             concurrency=settings.concurrency,
-            environment={**passed, **KEEP_ENVIRON, **_texts(settings.environment)},
+            environment=environment,
             score=score,
             keep_logs=settings.keep_logs,
             sandbox=sandbox,
+            forks=forks,
         )
 
     def answers(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megarl.config import ModelPathConfig, RolloutConfig
-from megarl.config.schema.rollout import GatewayConfig
+from megarl.config.schema.rollout import CONTAINERS, GatewayConfig
 from megarl.gateway.call import find_function
+from megarl.gateway.copies import python_command
 from megarl.gateway.sandboxes.find import KEY
-from megarl.gateway.sandboxes.local import ROOT
 
 LOGS = "agents"  # folder of a run for what its agents print
-_CALL = "import sys; sys.path.insert(0, sys.argv.pop(1)); from megarl.gateway.call import main; main()"
-_PYTHON = dict.fromkeys(("docker", "podman"), "python3")  # the image's own
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class AgentsSpec:
 
     Attributes:
         command: of an agent.
+        agent: file and function of an agent that is a Python function.
         readable: folders that an agent in a sandbox may read.
         logs: folder, as an absolute path.
     """
@@ -32,6 +35,7 @@ class AgentsSpec:
     command: tuple[str, ...]
     readable: tuple[str, ...]
     logs: str
+    agent: tuple[str, str] | None = None
     plugins: tuple[str, ...] = ()
 
 
@@ -50,10 +54,21 @@ def agents_spec(
     if not gateway.enable:
         return None
     command, readable = gateway.command, gateway.readable
+    agent = None
     if gateway.agent is not None:
-        find_function(gateway.agent, "rollout.gateway.agent")
         path, _, function = _absolute(gateway.agent).rpartition(":")
-        command = (_PYTHON.get(gateway.sandbox, sys.executable), "-c", _CALL, ROOT, path, function)
+        agent = path, function
+        if gateway.python is None:
+            find_function(gateway.agent, "rollout.gateway.agent")
+            _find_modules(gateway.preload, Path(path).parent)
+        else:  # links in virtual environments say which environment it is
+            found = shutil.which(Path(gateway.python).expanduser())
+            assert found is not None, "checked"
+            gateway = replace(gateway, python=os.path.abspath(found))
+        python = (
+            "python3" if gateway.sandbox in CONTAINERS else gateway.python
+        )  # a container's is the image's own
+        command = (*python_command(python, "call", *agent),)
         readable = (*readable, str(Path(path).parent))
     if ":" in gateway.sandbox:
         find_function(gateway.sandbox, KEY)
@@ -64,7 +79,14 @@ def agents_spec(
     files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
     logs = Path(folder).expanduser().resolve() / LOGS
     seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
-    return AgentsSpec(gateway, model, command, seen, str(logs), files)
+    return AgentsSpec(gateway, model, command, seen, str(logs), agent, files)
+
+
+def _find_modules(names: Sequence[str], folder: Path) -> None:
+    """ValueError: one of them is neither installed nor in the folder of the agent's file."""
+    for name in names:
+        if PathFinder.find_spec(name.partition(".")[0], [str(folder), *sys.path]) is None:
+            raise ValueError(f"rollout.gateway.preload: there is no module {name}")
 
 
 def _absolute(name: str) -> str:

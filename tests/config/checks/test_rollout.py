@@ -245,6 +245,10 @@ def test_agents(train, evaluation, tmp_path):
     assert f"{tmp_path}/none.py does not exist" in line
     (line,) = problems(train(*enabled, f"{GATEWAY}.score={agent}"))
     assert line.endswith("must be FILE.py:FUNCTION")
+    (line,) = problems(train(*enabled, f"{GATEWAY}.sandbox=namespaces", f"{GATEWAY}.preload=[agents]"))
+    assert "an agent in a sandbox is no copy" in line
+    (line,) = problems(train(*enabled, f"{GATEWAY}.python={tmp_path}/python"))
+    assert f"{tmp_path}/python': there is no such program" in line
 
 
 @pytest.mark.parametrize(
@@ -270,6 +274,7 @@ def test_agents(train, evaluation, tmp_path):
             [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"],
             "an agent or an environment",
         ),
+        ([f"{GATEWAY}.preload=[agents]"], "preload: for .*gateway.agent=FILE.py:FUNCTION alone"),
     ],
 )
 def test_what_agents_cannot_have(train, overrides, told):
@@ -280,7 +285,7 @@ def test_what_agents_cannot_have(train, overrides, told):
         "critic=null",
     ]
     (line,) = problems(train(*enabled, f"{ROLLOUT}.n=2", *overrides))
-    assert told in line
+    assert re.search(told, line)
 
 
 def test_keys_of_turns_that_there_are_not_are_refused(train):

@@ -9,6 +9,7 @@ import pytest
 from megarl.shadow import device
 
 
+@pytest.mark.slow
 def test_each_environment_compiles_a_device_of_its_own(
     machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

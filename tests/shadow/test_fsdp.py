@@ -22,7 +22,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, ["two words"], tie_word_embeddings=False, **sizes)
 
 
-@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("level", [pytest.param("optim_grads", marks=pytest.mark.slow), "optim_grads_params"])
 def test_ranks_take_what_was_planned(machine, wide: Path, level: str) -> None:
     """The actor TP2 DP2, with a reference as it is; the last rank, whose shards are no larger than the first one's, of a critic DP4 that
     computes its layers again."""

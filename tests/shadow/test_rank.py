@@ -73,7 +73,7 @@ MODULES = ["recompute_granularity=selective", "recompute_modules=[layernorm,mla_
         ["recompute_granularity=full"],
         # as in `test_layers_of_multi_token_prediction_take_what_was_planned`
         pytest.param(["recompute_granularity=null"], marks=pytest.mark.slow),
-        MODULES,
+        pytest.param(MODULES, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -112,9 +112,8 @@ def test_attention_to_chosen_keys_takes_what_was_planned(machine, choosing: Path
 @pytest.mark.parametrize(
     ("stages", "recompute"),
     [
-        (1, "null"),
         (2, "full"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "full"), (2, "null"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "null"), (1, "full"), (2, "null"))),
     ],
 )
 def test_layers_of_multi_token_prediction_take_what_was_planned(
@@ -142,7 +141,7 @@ def test_layers_of_multi_token_prediction_take_what_was_planned(
         assert abs(row.difference) < 0.05, row
 
 
-@pytest.mark.parametrize("mode", ["rollout", "trainer"])
+@pytest.mark.parametrize("mode", [pytest.param("rollout", marks=pytest.mark.slow), "trainer"])
 def test_routers_replay_experts_without_waiting_for_the_device(machine, experts: Path, mode: str) -> None:
     keys = [
         *expert_overrides(experts),
@@ -168,7 +167,7 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
     ("delta_nets", "recompute", "mtp"),
     [
         ("qwen3_next", "null", "train"),
-        ("qwen3_5", "full", "drop"),
+        pytest.param("qwen3_5", "full", "drop", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "full", "drop", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "null", "train", marks=pytest.mark.slow),
     ],

@@ -119,6 +119,7 @@ def test_its_answers_are_those_of_its_steps_weights(finished: FinishedRun) -> No
     assert finished.answers(2) != finished.answers(4)
 
 
+@pytest.mark.slow
 def test_a_validation_that_a_run_did_not_finish_is_repeated(finished: FinishedRun, tmp_path: Path) -> None:
     """From the checkpoint of step 2, which was saved before the results: they come again. In the next validation the engine is killed: it is
     named, and the validation repeated with the same weights."""

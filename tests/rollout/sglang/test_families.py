@@ -48,10 +48,8 @@ DENSE = ("qwen3", "qwen3_5", "qwen3_5 with vision")
 ALWAYS = (
     "qwen3_moe",
     "qwen3_next",
-    "qwen3_5_moe with vision",
     "deepseek_v3",
-    "minimax_m2",
-)  # all that is special in the others is in one of these, too
+)  # the kinds of layers of the others are in one of these, too
 ALONE = (
     "qwen3_next",
     "deepseek_v3",

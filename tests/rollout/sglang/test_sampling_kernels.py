@@ -143,6 +143,7 @@ def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
         assert not [what for what in kernel if what.startswith(("lg2", "div.full"))], (name, kernel)
 
 
+@pytest.mark.slow
 def test_only_gpus_have_the_hook() -> None:
     code = "from megarl.rollout.sglang.process import hooks; print(*(set(hooks('cuda', 1)) - set(hooks('cpu', 1))))"
     environment = {**os.environ, **sglang_environment("cpu", 1)}  # with which SGLang can be imported here

@@ -56,6 +56,7 @@ def play(task):
         sys.exit("broken")
     return float(len(json.dumps(first)) % 3)
 """
+pytestmark = pytest.mark.timeout(900)  # a run in which an engine is started anew
 PROMPTS, SAMPLES, STEPS = 4, 4, 3
 
 

@@ -73,6 +73,7 @@ def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_pat
         check_judged(teacher, tmp_path / "rollouts" / "step-000001.parquet")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_learns_from_the_same_given_responses(
     task: Path, teacher: Path, tmp_path: Path
 ) -> None:

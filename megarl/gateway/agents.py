@@ -30,7 +30,13 @@ from typing import IO, Any
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
 from megarl.gateway.copies import ForkServer, run_copy
-from megarl.gateway.sandboxes.interface import AgentProcess, NoSandbox, Sandbox, new_name
+from megarl.gateway.sandboxes.interface import (
+    AgentProcess,
+    NoSandbox,
+    Sandbox,
+    kept_environment,
+    new_name,
+)
 from megarl.gateway.sandboxes.processes import run_agent
 from megarl.gateway.service import Gateway, Session
 from megarl.rollout.engine import SamplingParams
@@ -135,7 +141,8 @@ class AgentRunner:
             file.write_text(json.dumps(_told(task)), encoding="utf-8")
             variables = self._variables(session, place, file)
             if self._forks is not None:
-                code = await run_copy(await self._forks.start(variables, place, log), self._seconds)
+                copy = await self._forks.start(kept_environment() | variables, place, log)
+                code = await run_copy(copy, self._seconds)
             else:
                 code = await self._run_program(task, variables, Path(folder), place, output)
         if session.failure is not None:  # whatever the agent made of it

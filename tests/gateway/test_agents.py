@@ -167,7 +167,7 @@ def play(task):
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}]}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
-    facts = [os.getpid(), shared.STARTED, os.getcwd() == os.environ["HOME"], random.random(), "SECRET" in os.environ]
+    facts = [os.getpid(), shared.STARTED, os.getcwd() == os.environ["HOME"], random.random(), "SECRET" in os.environ, os.environ["PATH"]]
     print(json.dumps(facts), flush=True)
     if task["uid"] == "p/1":
         sys.exit("broken")
@@ -198,7 +198,7 @@ def forks(tmp_path, monkeypatch):
 
 def test_agents_are_copies_of_a_process_that_has_made_the_imports(serve, tmp_path, forks):
     served, file = serve(["It rains."], tools=None), tmp_path / "pid"
-    runner = AgentRunner(served.gateway, served.url, [], tmp_path / "logs", forks=forks(), seconds=20)
+    runner = AgentRunner(served.gateway, served.url, [], tmp_path / "logs", forks=forks(), seconds=10)
     told = {"file": str(file)}
     tasks = [Task(f"p/{number}", "Rain?", None, "source", None, told) for number in range(4)]
 
@@ -208,12 +208,12 @@ def test_agents_are_copies_of_a_process_that_has_made_the_imports(serve, tmp_pat
     played = asyncio.run_coroutine_threadsafe(all_of_them(), served.loop).result(60)
     ((one,), none), (_, broken), (_, late), ((other,), _) = played
     assert none is None and (one.environment_score, one.num_turns) == (0.5, 1) and all(other.response_mask)
-    assert "exit code 1" in broken and "broken" in broken and "did not end within 20 s" in late
+    assert "exit code 1" in broken and "broken" in broken and "did not end within 10 s" in late
     wait_for(lambda: not alive(int(file.read_text().rstrip("."))))
     logs = [(tmp_path / f"logs/p-{number}.log").read_text().splitlines()[0] for number in range(4)]
-    pids, started, at_home, drawn, secrets = zip(*map(json.loads, logs), strict=True)
+    pids, started, at_home, drawn, secrets, paths = zip(*map(json.loads, logs), strict=True)
     assert len(set(pids)) == len(set(drawn)) == 4 and len(set(started)) == 1 and started[0] not in pids
-    assert all(at_home) and not any(secrets)
+    assert all(at_home) and not any(secrets) and set(paths) == {os.environ["PATH"]}
 
 
 @pytest.mark.parametrize(

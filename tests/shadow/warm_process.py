@@ -1,8 +1,8 @@
-"""A process that has done the imports of shadow ranks and forks for each start: `python -m tests.shadow.warm_process SOCKET MODULE`, with
-the number of its socket and the module of `megarl.shadow` whose work it does.
+"""A process that has done the imports of shadow ranks and forks for each start (tests/fixtures/forks.py): `python -m
+tests.shadow.warm_process SOCKET MODULE`, with the module of `megarl.shadow` whose work it does.
 
-A message is a list of requests as JSON, the file for what is printed and the working directory; with it comes a pipe, into which the fork
-writes its number and, at its end, its exit code. Imports no torch before the module has prepared itself.
+A request is a list of requests as JSON, the file for what is printed and the working directory. Imports no torch before the module has
+prepared itself.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 from megarl.shadow.requests import Request
+from tests.fixtures.forks import serve
 
-LONGEST = 1 << 20  # bytes of a message
-NUMBER = 16  # bytes of a number in a pipe
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What ranks import in their runs.
 LATER = {
@@ -36,36 +33,18 @@ LATER = {
 }
 
 
-def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    name, process, prepared = sys.argv[2], importlib.import_module(sys.argv[2]), None
-    while True:
-        told, pipes, _, _ = socket.recv_fds(connection, LONGEST, 1)
-        if not told:
-            return
-        requests, log, folder = json.loads(told)
-        requests = [Request(**request) for request in requests]
-        if prepared is None:
-            prepared = process.prepare(requests[0])
+def main() -> NoReturn:
+    name, process, prepared = sys.argv[2], importlib.import_module(sys.argv[2]), []
+
+    def prepare(text: str) -> None:
+        if not prepared:
+            prepared.append(process.prepare(Request(**json.loads(text)[0][0])))
             for module in LATER[name]:
                 importlib.import_module(module)
-            # Forks leave nothing behind. Not earlier: the compiler of the device waits for its own processes.
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        child = os.fork()
-        if child == 0:
-            connection.close()
-            _answer(process, prepared, requests, log, folder, pipes[0])
-        os.close(pipes[0])
 
-
-def _answer(
-    process: Any, prepared: Any, requests: Sequence[Request], log: str, folder: str, writes: int
-) -> None:
-    """As the fork, which ends here."""
+    text, _ = serve(int(sys.argv[1]), prepare)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.set_inheritable(writes, False)
-    os.write(writes, str(os.getpid()).rjust(NUMBER).encode())
+    requests, log, folder = json.loads(text)
     os.chdir(folder)
     code = 1
     with open(log, "w") as output:
@@ -73,13 +52,12 @@ def _answer(
         os.dup2(output.fileno(), 2)
         try:
             for request in requests:
-                process.answer(prepared, request)
+                process.answer(prepared[0], Request(**request))
             code = 0
         except Exception:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(writes, str(code).rjust(NUMBER).encode())
         os._exit(code)
 
 

@@ -65,9 +65,8 @@ def agents_spec(
             found = shutil.which(Path(gateway.python).expanduser())
             assert found is not None, "checked"
             gateway = replace(gateway, python=os.path.abspath(found))
-        python = (
-            "python3" if gateway.sandbox in CONTAINERS else gateway.python
-        )  # a container's is the image's own
+        # A container has the image's own.
+        python = "python3" if gateway.sandbox in CONTAINERS else gateway.python
         command = (*python_command(python, "call", *agent),)
         readable = (*readable, str(Path(path).parent))
     if ":" in gateway.sandbox:

@@ -2,17 +2,14 @@
 
     python harbor_agent.py TASKS train.jsonl -- --agent terminus-2 --model openai/policy --env docker
 
-writes a row a task, and without arguments the task that MEGARL_TASK names is played: `harbor trial start` makes the task's environment, has its
-agent call the policy there, and runs the task's verifier, whose reward is posted. The options behind "--" are those of that command, which is
-run as it is found in PATH.
+writes a row a task. `play` is the agent: `harbor trial start` makes the task's environment, has Harbor's agent call the policy there, and runs the
+task's verifier, whose reward is the score. The options behind "--" are those of that command, which is run as it is found in PATH.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -35,57 +32,31 @@ def write_rows(tasks: Path, out: Path, options: list[str]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def play(task: dict[str, Any]) -> dict[str, float]:
-    """The rewards of a trial, by name."""
-    told = task["extra_info"]
-    trials = Path.cwd() / "trials"
-    command = [
-        "harbor",
-        "trial",
-        "start",
-        "--path",
-        told["task"],
-        "--trials-dir",
-        str(trials),
-        "--trial-name",
-        "trial",
-    ]
-    subprocess.run([*command, *json.loads(told["options"])], check=True)
+def play(task: dict[str, Any]) -> dict[str, Any]:
+    """The score of a trial and all its rewards, as numbers by name."""
+    told, trials = task["extra_info"], Path.cwd() / "trials"
+    command = ["harbor", "trial", "start", "--path", told["task"]]
+    command += ["--trials-dir", str(trials), "--trial-name", "trial", *json.loads(told["options"])]
+    subprocess.run(command, check=True)
     result = json.loads((trials / "trial/result.json").read_text(encoding="utf-8"))
     rewards = (result.get("verifier_result") or {}).get("rewards")
     if not rewards:
         problem = result.get("exception_info") or {}
         sys.exit(f"no reward: {problem.get('exception_type')}: {problem.get('exception_message')}")
-    return {name: float(value) for name, value in rewards.items()}
-
-
-def score_of(rewards: dict[str, float]) -> float:
-    """Of a verifier's reward.txt, which is the reward `reward`, or of its reward.json, whose rewards are added up without one of that name."""
-    return rewards.get("reward", sum(rewards.values()))
-
-
-def post(rewards: dict[str, float]) -> None:
-    body = {
-        "score": score_of(rewards),
-        "numbers": {f"harbor_{name}": value for name, value in rewards.items()},
+    # Of a verifier's reward.txt, which is the reward `reward`, or of its reward.json, whose rewards are added up without one of that name.
+    score = float(rewards.get("reward", sum(rewards.values())))
+    return {
+        "score": score,
+        "numbers": {f"harbor_{name}": float(value) for name, value in rewards.items()},
     }
-    request = urllib.request.Request(
-        f"{os.environ['MEGARL_GATEWAY']}/session/score",
-        json.dumps(body).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
-    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
 
 
 if __name__ == "__main__":
-    if "MEGARL_TASK" in os.environ:
-        post(play(json.loads(Path(os.environ["MEGARL_TASK"]).read_text(encoding="utf-8"))))
-    else:
-        parser = argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.add_argument("tasks", type=Path, help="a folder of tasks")
-        parser.add_argument("out", type=Path, help="file of JSON lines")
-        parser.add_argument("options", nargs="*", help="of `harbor trial start`, behind --")
-        given = parser.parse_args()
-        write_rows(given.tasks, given.out, given.options)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tasks", type=Path, help="a folder of tasks")
+    parser.add_argument("out", type=Path, help="file of JSON lines")
+    parser.add_argument("options", nargs="*", help="of `harbor trial start`, behind --")
+    given = parser.parse_args()
+    write_rows(given.tasks, given.out, given.options)

@@ -2,17 +2,15 @@
 
     PYTHON verifiers_agent.py '{"taskset": {"id": "MODULE"}}' train.jsonl --stop 256
 
-writes a row a task, and without arguments the task that MEGARL_TASK names is played, and the sum of its rewards posted. PYTHON is that of a
-virtual environment with verifiers and the environment's package: verifiers and SGLang need different versions of openai.
+writes a row a task, and `play` is the agent. PYTHON (`gateway.python`) is that of a virtual environment with verifiers and the environment's
+package: verifiers and SGLang need different versions of openai.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 import os
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +48,13 @@ async def play(task: dict[str, Any]) -> float:
     return sum(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 
-def post(score: float) -> None:
-    request = urllib.request.Request(
-        f"{os.environ['MEGARL_GATEWAY']}/session/score",
-        json.dumps({"score": score}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
-    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
-
-
 if __name__ == "__main__":
-    if "MEGARL_TASK" in os.environ:
-        post(asyncio.run(play(json.loads(Path(os.environ["MEGARL_TASK"]).read_text(encoding="utf-8")))))
-    else:
-        parser = argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.add_argument("environment", help="verifiers' section env, as JSON")
-        parser.add_argument("out", type=Path, help="file of JSON lines")
-        parser.add_argument("--start", type=int, default=0, help="first task")
-        parser.add_argument("--stop", type=int, help="task after the last one; all where it is left out")
-        options = parser.parse_args()
-        write_rows(options.environment, options.out, options.start, options.stop)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("environment", help="verifiers' section env, as JSON")
+    parser.add_argument("out", type=Path, help="file of JSON lines")
+    parser.add_argument("--start", type=int, default=0, help="first task")
+    parser.add_argument("--stop", type=int, help="task after the last one; all where it is left out")
+    options = parser.parse_args()
+    write_rows(options.environment, options.out, options.start, options.stop)

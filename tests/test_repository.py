@@ -20,6 +20,7 @@ SCREEN = 60  # lines
 FLOORS = {
     "util": 0,
     "util/rendezvous": 1,
+    "util/gloo": 0,
     "config": 1,
     "platform": 1,
     "algorithms": 2,
@@ -63,6 +64,7 @@ HEAVY = {"torch", "transformers", "ray", "megatron", "sglang"}
 FORBIDDEN = {
     "util": HEAVY,
     "util/rendezvous": {"transformers", "ray", "megatron", "sglang"},
+    "util/gloo": {"transformers", "ray", "megatron", "sglang"},
     "config": HEAVY,
     "platform": {"transformers", "ray", "sglang"},
     "algorithms": {"transformers", "ray", "megatron", "sglang"},

@@ -149,6 +149,7 @@ def test_what_is_not_installed_is_named_with_the_command_that_installs_it(
     assert looked.returncode == 1 and command[0].rstrip(";") in looked.stdout, looked.stdout + looked.stderr
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_gets_files_of_the_wheel(environment: Path, task: Path) -> None:
     command = ("launch", "slurm", "recipe:quickstart_ppo", "--cpu", "--dry-run")
     printed = run(environment / "megarl", *command, cwd=task)

@@ -8,6 +8,7 @@ names the process, with exit code 1. A run that has saved its state and is to be
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import select
@@ -315,6 +316,7 @@ def program() -> NoReturn:
             sys.exit(main())
         finally:
             _write_out()
+            gc.freeze()  # or Python's last collection looks at all objects of all modules, which takes seconds
     finally:  # Python takes a second to end, in which a job's signal would turn success into failure
         for number in JOB_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

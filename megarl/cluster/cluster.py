@@ -201,6 +201,7 @@ def start_cluster(
         job_signals_blocked(),
         _own_handlers(),
         _paused(cluster_setup.processes),
+        _light_setup(),
     ):
         try:
             context = ray.init(
@@ -374,6 +375,18 @@ def _loopback_only() -> Iterator[None]:
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _light_setup() -> Iterator[None]:
+    """Lets a raylet that is started within the block begin its workers with setup_worker.py in place of Ray's (2.60): the name is joined to a
+    folder of Ray's, which an absolute path replaces."""
+    before = ray_constants.SETUP_WORKER_FILENAME
+    ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("setup_worker.py"))
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = before
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def on_sglang_start() -> None:
     """Let SGLang's CPU engine work as its GPU engine does.
 
     It gets the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, and numbers that do not depend
-    on other requests; it does without NCCL and pinned memory. SGLang calls this in each of its processes (engine, schedulers,
+    on other requests; it does without NCCL and pinned memory, and groups of gloo share a device. SGLang calls this in each of its processes (engine, schedulers,
     detokenizer) before it builds a model.
     """
     if os.environ.get(SWITCH) != "1":
@@ -39,7 +39,9 @@ def on_sglang_start() -> None:
     from sglang.srt.utils import cpu_has_amx_support
 
     from megarl.sglang_cpu import batch_invariant, delta_net, fp8, gpt_oss, memory_saver, minimax_m2
+    from megarl.util.gloo import share_device
 
+    share_device()
     _register(HOOKS)
     _register(gpt_oss.HOOKS)
     batch_invariant.offer_backend()

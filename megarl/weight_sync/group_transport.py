@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.util import nccl
+from megarl.util import gloo, nccl
 from megarl.weight_sync.hub import Member, MemberStore
 from megarl.weight_sync.links import LinkError
 from megarl.weight_sync.transport import Moving, Part
@@ -129,7 +129,7 @@ def agree(member: Member, here: Mapping[str, str]) -> None:
 def _group(store: MemberStore, number: int, size: int, device: str, timeout: timedelta) -> Any:
     """A backend of torch.distributed; it has the sends and receives of a ProcessGroup."""
     if device == "cpu":
-        return torch.distributed.ProcessGroupGloo(store, number, size, timeout)
+        return gloo.make_group(store, number, size, timeout)
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # With this variable the thread that waits gets the error, and raises a LinkError. Without it torch gives each group a thread that

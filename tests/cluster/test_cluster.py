@@ -112,6 +112,7 @@ def test_a_cluster_that_asks_for_a_token_gets_it(controller, tmp_path, monkeypat
         start_cluster(cluster["address"], 1, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_knows_no_tokens_gets_none(controller, tmp_path, monkeypatch):
     """To send one would not only be useless: Ray's workers could then not answer the controller."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")

@@ -173,6 +173,7 @@ def test_a_group_ends_with_its_relays(start_relayed):
     assert len(pids) == 5 and alive(pids) == []
 
 
+@pytest.mark.slow
 def test_relays_on_two_machines(controller, tmp_path):
     """Two raylets: each has the relay of its own ranks, and deaths on the one where the controller is not are told."""
     process, report = controller("relays_on_two_nodes", tmp_path)

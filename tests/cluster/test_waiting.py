@@ -207,6 +207,7 @@ def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_n
     assert alive_after(carrying(report["mark"].partition("=")[2]), 5) == []
 
 
+@pytest.mark.slow
 def test_a_killed_controller_leaves_a_joined_cluster_clean(controller, tmp_path):
     """The cluster lives on, the killed controller's ranks and their children do not; the next has the devices."""
     _, cluster = controller("serve")

@@ -42,9 +42,8 @@ def joined() -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
     process.wait()
 
 
-@pytest.mark.parametrize(
-    "server", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("raylet", "both")), "gcs_server"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["raylet", "both", "gcs_server"])
 def test_a_killed_server_of_a_cluster_that_was_joined(start_run, joined, tmp_path, server):
     """As under Slurm and KubeRay: the controller is on the head's machine. Ray itself would wait a minute for the GCS server."""
     owner, report = joined

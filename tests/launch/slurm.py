@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -107,6 +107,15 @@ class Slurm:
         """All that runs on a node."""
         pids = self.run("ip", "netns", "pids", f"megarl-n{node}").split()
         return [psutil.Process(int(pid)) for pid in pids]
+
+    def names(self) -> set[str]:
+        """Of the processes on both nodes."""
+        names = set()
+        for node in (1, 2):
+            for pid in self.run("ip", "netns", "pids", f"megarl-n{node}").split():
+                with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                    names.add(psutil.Process(int(pid)).name())
+        return names
 
     def everything(self, job: str) -> str:
         texts = [self.run("squeue"), self.output(job)[-5000:]]

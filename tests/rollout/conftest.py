@@ -74,7 +74,7 @@ def refuses_before_a_sync(process: EngineProcess) -> None:
         process.call("generate", [[1, 2]], ["a"], SamplingParams(temperature=0.0, max_new_tokens=2))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
     """A TP2 engine that was started with dummy weights, and refuses to serve them."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
@@ -92,7 +92,7 @@ def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
     process.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sync(engine, tmp_path_factory) -> Callable[..., object]:
     """sync(model, version) -> SyncReport: bring a model's weights into the shared engine."""
 

@@ -71,6 +71,7 @@ def test_engines_are_left_out_on_request(machine, model: Path, monkeypatch: pyte
     assert asked == [[("actor", 1), ("critic", 1), ("rollout", 0)], [("actor", 1), ("critic", 1)]]
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_comparison(machine, small: Path, capsys) -> None:
     arguments = ["plan", "memory", str(RECIPE), *overrides(small), "--dry-run", "--ranks", "1,3"]
     assert main([*arguments, "--agree", "--json"]) in (0, 1)

@@ -41,9 +41,8 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "recompute", [["recompute_granularity=full"], pytest.param(MODULES, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [["recompute_granularity=full"], MODULES], ids=str)
 def test_experts_and_latent_attention(machine, uneven: Path, recompute: list[str]) -> None:
     """Their rows are filled up; engines in float8 get the weights, which are in bfloat16."""
     keys = [

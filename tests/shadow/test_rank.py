@@ -95,7 +95,8 @@ def test_experts_and_latent_attention_take_what_was_planned(
         assert -0.05 < row.difference < most, row
 
 
-@pytest.mark.parametrize("recompute", ["full", pytest.param("null", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "null"])
 def test_attention_to_chosen_keys_takes_what_was_planned(machine, choosing: Path, recompute: str) -> None:
     """In memory, and in operations: of the actor and the reference, a micro-batch each, on one of two tensor parallel ranks."""
     keys = [
@@ -141,7 +142,8 @@ def test_layers_of_multi_token_prediction_take_what_was_planned(
         assert abs(row.difference) < 0.05, row
 
 
-@pytest.mark.parametrize("mode", [pytest.param("rollout", marks=pytest.mark.slow), "trainer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["rollout", "trainer"])
 def test_routers_replay_experts_without_waiting_for_the_device(machine, experts: Path, mode: str) -> None:
     keys = [
         *expert_overrides(experts),

@@ -65,6 +65,7 @@ def of_actor(reports: list[dict]) -> Agreement:
     return agreements(reports)["actor"]
 
 
+@pytest.mark.slow
 def test_ranks_with_uneven_micro_batches_agree(cases) -> None:
     found = of_actor(cases["dense"])
     assert found.problems == [] and found.open_ended == 0 and found.matched > 150
@@ -75,6 +76,7 @@ def test_ranks_with_uneven_micro_batches_agree(cases) -> None:
     assert len(received) == 3
 
 
+@pytest.mark.slow
 def test_ranks_with_uneven_experts_agree(cases) -> None:
     found = of_actor(cases["experts"])
     assert found.problems == [] and found.open_ended == 0
@@ -88,6 +90,7 @@ def test_ranks_with_uneven_experts_agree(cases) -> None:
     assert any(one.sends != one.expects for one in uneven)
 
 
+@pytest.mark.slow
 def test_a_send_that_a_worker_leaves_out_shows_in_its_receivers_shapes(cases) -> None:
     """Rank 3 takes the next output for the one that is left out; its neighbour has the right one, and the others are stopped."""
     reports = cases["send"]

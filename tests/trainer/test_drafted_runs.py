@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.fixtures.runs import MEASURED, TWO_STEPS, on, steps, succeed
 from tests.rollout.invariance import needs_compiler, needs_invariance
 
 DRAFTED = "rollout/accept_length"
 
 
+@pytest.mark.slow
 @needs_compiler
 @needs_invariance
 def test_a_run_with_drafted_tokens_has_the_numbers_of_one_without(ppo_run, tmp_path: Path) -> None:

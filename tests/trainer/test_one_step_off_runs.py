@@ -217,6 +217,7 @@ def test_a_checkpoint_has_the_next_batch(whole: FinishedRun) -> None:
     assert [path.name for path in last.iterdir()] == ["state.json"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: FinishedRun, tmp_path: Path) -> None:
     """From step 2: the same metrics, trajectories and weights. In another mode it does not."""
     shutil.copytree(whole.folder / "checkpoints/step-2", tmp_path / "checkpoints/step-2")

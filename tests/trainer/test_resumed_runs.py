@@ -102,6 +102,7 @@ def test_a_checkpoint_saved_in_the_background_is_complete(whole: FinishedRun) ->
         assert find_damage(read_checkpoint(checkpoints / f"step-{step}"), hashes=True) == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_full_disk_and_a_killed_reward_worker(
     whole: FinishedRun, tmp_path: Path
 ) -> None:

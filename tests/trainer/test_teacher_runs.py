@@ -117,6 +117,7 @@ def test_a_resumed_run_learns_from_the_same_given_responses(
         assert (out / name).read_bytes() == (again / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_each_row_is_judged_by_its_teacher(task: Path, teacher: Path, tmp_path: Path) -> None:
     """One of two layouts, with processes of its own, and the policy before the run; a source that is no teacher's ends a run before it starts."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()

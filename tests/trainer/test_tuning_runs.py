@@ -96,6 +96,7 @@ def test_the_run_ended_early_with_its_best_model(text_run):
         assert mean_loss(model, files["val"].table).item() == pytest.approx(min(held_out), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_follows_its_definition(task, tmp_path):
     """Two steps on TP2 x DP2, and one of a run that goes on from there."""
     rows = pq.read_table(task / "data/sft.parquet").to_pylist()[:12]
@@ -160,6 +161,7 @@ def rewards_of(model, lists):
     return [model(torch.tensor([ids])).logits[0, 0] for ids in lists]
 
 
+@pytest.mark.slow
 def test_a_reward_model_follows_transformers(rm_run, task):
     out, _, dataset = rm_run
     model = AutoModelForSequenceClassification.from_pretrained(task / "model", num_labels=1)
@@ -183,6 +185,7 @@ def test_a_reward_model_follows_transformers(rm_run, task):
     assert given.std() > 1e-3
 
 
+@pytest.mark.slow
 def test_metrics_of_held_out_rankings(rm_run, task):
     out, printed, _ = rm_run
     assert [("val/accuracy" in step) for step in steps(out / "run")] == [False, True, False, True]
@@ -208,6 +211,7 @@ def test_metrics_of_held_out_rankings(rm_run, task):
     assert "updates x rankings" in printed
 
 
+@pytest.mark.slow
 def test_rewards_of_the_reference_answers_have_mean_zero(rm_run, task):
     """The first nine demonstrations, as PPO's reward model would score them."""
     out, printed, _ = rm_run

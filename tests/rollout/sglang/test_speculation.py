@@ -137,7 +137,10 @@ def test_penalties_are_refused(drafting, model_a, tmp_path) -> None:
 @needs_invariance
 @pytest.mark.parametrize(
     ("family", "temperature"),
-    [("deepseek_v3", 0.7), pytest.param("glm4_moe", 0.7, marks=pytest.mark.slow), ("gpt_oss", 0.05)],
+    [
+        ("deepseek_v3", 0.7),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("glm4_moe", 0.7), ("gpt_oss", 0.05))),
+    ],
 )
 def test_latent_attention_and_experts_give_the_same_bits(tmp_path, family: str, temperature: float) -> None:
     """At temperatures at which these models repeat themselves."""

@@ -4,13 +4,16 @@ import asyncio
 import json
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from examples.agents.coding_agent import TURNS
 from megarl.config import ModelPathConfig
 from megarl.config.schema.rollout import GatewayConfig, RolloutConfig
 from megarl.data.trajectories import expand_prompts
+from megarl.rewards.rules.code_tests import compute_score
 from megarl.rewards.sandbox.sandbox import best_isolation
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import SamplingParams
@@ -22,6 +25,7 @@ from tests.gateway.policy import WrittenPolicy
 from tests.gateway.published import published
 from tests.trainer.trajectories import prompts
 
+CODING = Path(__file__).parents[3] / "examples/agents/coding_agent.py"
 AGENT = """
 import json, os, time, urllib.request
 
@@ -98,12 +102,12 @@ def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
     (tmp_path / "agent.py").write_text(AGENT)
     loop = asyncio.new_event_loop()
 
-    def start(function, **settings):
-        engine = Engine(published("qwen2_5"), ["It rains."])
+    def start(function, words=("It rains.",), file=tmp_path / "agent.py", **settings):
+        engine = Engine(published("qwen2_5"), [*words])
         engine.loop = loop
         gateway = GatewayConfig(
             enable=True,
-            agent=f"{tmp_path}/agent.py:{function}",
+            agent=f"{file}:{function}",
             environment={"TOOL_LEVEL": 7},
             pass_env=("TOOL_KEY",),
             **settings,
@@ -195,6 +199,39 @@ def test_an_agent_in_a_sandbox_reaches_the_gateway_alone(agents, tmp_path, tmp_p
     assert facts == {
         "system": False, "code": False, "own": True, "tmp": True, "network": False, "secret": False, "processes": False
     }  # fmt: skip
+
+
+def test_drafts_of_programs_run_in_the_sandbox_and_the_rule_judges_the_answer(agents):
+    """examples/agents/coding_agent.py."""
+    if best_isolation() != "namespaces":
+        pytest.skip("this system gives ordinary processes no namespaces")
+
+    def call(name, **arguments):
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    draft = "import os\nprint(sum(map(int, input().split())), len(os.environ.get('OPENAI_API_KEY', '')))"
+    right = "It adds them.\n```python\nprint(sum(map(int, input().split())))\n```"
+    words = [
+        call("run", program=draft, stdin="3 4"),
+        call("run", program=7),
+        right,
+        call("run", program="1/0"),
+    ]
+    play = agents(
+        "agent", words, CODING, sandbox="namespaces", tool_parser="qwen25", concurrency=1, keep_logs=True
+    )
+    engine, ((solved,), (endless,)) = play()
+    assert [notes(one)["error"] for one in (solved, endless)] == [None, None]
+    assert [notes(one)["numbers"]["num_turns"] for one in (solved, endless)] == [3.0, TURNS]
+    told = [
+        engine.tokenizer.decode(asked.prompt_ids).rpartition("<tool_response>")[2] for asked in engine.asked
+    ]
+    assert told[1].startswith("\nexit code 0\n7 0\n") and "are texts" in told[2]
+    assert "exit code 1" in told[-1] and "ZeroDivisionError" in told[-1]
+    truth = json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})
+    assert solved.environment_score is None and endless.environment_score is None  # the rule's to give
+    texts = [engine.tokenizer.decode(one.response_ids) for one in (solved, endless)]
+    assert [compute_score("codecontests", text, truth)["score"] for text in texts] == [1.0, 0.0]
 
 
 def test_a_function_that_is_missing_is_told_before_the_run(tmp_path):

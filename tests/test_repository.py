@@ -264,9 +264,9 @@ def test_a_run_is_checked_before_anything_heavy_is_loaded() -> None:
     assert loaded_by(["megarl.doctor.preflight"], HEAVY) == "[]"
 
 
-def test_controller_loads_neither_megatron_nor_sglang() -> None:
+def test_controller_loads_neither_megatron_nor_sglang_nor_a_compiler() -> None:
     loops = [f"megarl.trainer.loops.{name}" for name in ("ppo", "sft", "rm", "dpo", "evaluate")]
-    assert loaded_by(loops, {"megatron", "sglang"}) == "[]"
+    assert loaded_by(loops, {"megatron", "sglang", "torch._dynamo"}) == "[]"
 
 
 def test_ranks_load_no_transformers() -> None:

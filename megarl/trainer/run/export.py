@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from megarl.checkpoints.hf.adapters import AdapterExport, write_peft_adapter
 from megarl.checkpoints.hf.export import Bundle, ExportPlan, write_hf_checkpoint
@@ -74,6 +73,9 @@ def verify_greedy(model_path: str, trajectories: str, max_samples: int) -> None:
         raise ValueError(
             f"{trajectories} has answers of several turns: transformers has no environment for them"
         )
+    # Here, and not above: with torch._dynamo, it takes a controller seconds that runs do not need.
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     different = []
     for uid, prompt, response in zip(

@@ -79,6 +79,7 @@ BY_NAME: Mapping[str, str] = {
     "test_security.py::test_a_run_on_one_machine": E2E,
     "test_security.py::test_keys_are_nowhere": E2E,
     "test_wheel.py": PROCESSES,
+    "trainer/roles/test_engines.py::test_a_run": E2E,
     "trainer/roles/test_weight_sync.py": E2E,
     "trainer/run/test_cluster_setup.py": PROCESSES,
     "trainer/run/test_facts.py::test_the_status_of_a_run": PROCESSES,

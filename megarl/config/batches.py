@@ -17,6 +17,7 @@ from megarl.config.resolve import (
     pool_devices,
     reference_in_actor,
     references,
+    served_references,
     validates_concurrently,
 )
 from megarl.config.schema.commands import (
@@ -110,6 +111,7 @@ class BatchPlan:
     reward_model: RolePlan | None = None  # None: the run has none
     reward_model_micro_batch: str | None = None  # "2048 tokens" or "8 trajectories", at most
     eval_engines: EnginesPlan | None = None  # of concurrent validation; None: there are none
+    judging_engines: dict[str, EnginesPlan] = field(default_factory=dict)  # by the role of the reference
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,9 @@ def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
         size = _micro_batch_size(plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences, noun)
         rows.append(("reference", *_role_cells(plan.ref), "", f"max {size}"))
     rows += [(f"teacher {name}", *_role_cells(role), "", "") for name, role in plan.teachers.items()]
+    for role, served in plan.judging_engines.items():
+        name = "reference" if role == "ref" else f"teacher {role.removeprefix(TEACHER)}"
+        rows.append((name, served.pool, str(served.devices), _layout_cell(served), "", ""))
     if plan.reward_model is not None:
         size = f"max {plan.reward_model_micro_batch}"
         rows.append(("reward model", *_role_cells(plan.reward_model), "", size))
@@ -259,6 +264,7 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
         if reward.enable
         else None,
         eval_engines=_engines(eval_rollout(config)) if validates_concurrently(config) else None,
+        judging_engines={role: _engines(engines) for role, engines in served_references(config).items()},
     )
 
 

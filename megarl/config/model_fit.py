@@ -9,10 +9,12 @@ from typing import Protocol
 from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import (
+    JUDGED_ROOM,
     full_kl_in_loss,
     full_kl_in_reward,
     megatron_sections,
     reference_key,
+    served_references,
     top_k_in_loss,
 )
 from megarl.config.schema.commands import (
@@ -169,6 +171,8 @@ def fit_problems(
     for role, facts in teachers.items():
         if isinstance(config, TrainConfig) and facts is not None and model is not None:
             problems += _teacher_problems(config, f"{reference_key(role)}.model.path", model, facts)
+    if isinstance(config, TrainConfig):
+        problems += _served_problems(config, model, teachers)
     if rollout is not None and model is not None and _positive(rollout[1]):
         problems += _rollout_problems(*rollout, model)
     if isinstance(config, TrainConfig) and model is not None and model.moe is None:
@@ -233,6 +237,25 @@ def _teacher_problems(
             f"has {teacher.vocab_size:,}, the policy {known}; "
             "choose an estimate (low_var_kl, k2)"
         )
+
+
+def _served_problems(
+    config: TrainConfig, model: ModelFacts | None, teachers: Mapping[str, ModelFacts | None]
+) -> Iterator[str]:
+    """References that engines serve: their models fit the engines, and trajectories their contexts."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    for role, engines in served_references(config).items():
+        facts, key = teachers.get(role, model), reference_key(role)
+        if facts is None:
+            continue
+        if _positive(engines):
+            yield from _rollout_problems(f"{key}.engine", engines, facts)
+        field, most = facts.context_length
+        if prompt + response + JUDGED_ROOM > most:
+            yield (
+                f"{key}.engine: data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens, and {JUDGED_ROOM} "
+                f"that SGLang keeps free, do not fit into the context of its model, {most} ({field} in its config.json); lower one of them"
+            )
 
 
 def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:

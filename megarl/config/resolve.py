@@ -1,6 +1,6 @@
 """Fills in the values that a configuration leaves to be derived, so that no later code derives them again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar, cast
 
 from megarl.config.schema.algorithm import COVARIANCE_LOSSES, OWN_AGGREGATION
@@ -21,6 +21,7 @@ from megarl.config.schema.commands import (
     TrainerConfig,
 )
 from megarl.config.schema.rewards import RewardModelConfig
+from megarl.config.schema.rollout import TeacherEngineConfig
 from megarl.config.schema.supervised import TuningConfig, TuningTrainerConfig, learns_rankings
 
 GLOBAL_POOL, EVAL_POOL = "global", "eval"
@@ -32,6 +33,7 @@ Size = tuple[int | None, int | None]
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 M = TypeVar("M", bound=ModelPathConfig)
 R = TypeVar("R", bound=RefConfig)
+E = TypeVar("E", RolloutConfig, TeacherEngineConfig)
 
 
 def resolve(config: C) -> C:
@@ -121,10 +123,12 @@ def needs_reference(config: TrainConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+# SGLang (0.5.21) computes inputs that are so many tokens shorter than its context, or its cache, at least.
+JUDGED_ROOM = 7
 TEACHER = "teacher_"  # begins the role of one of several teachers
 
 
-def references(config: TrainConfig) -> dict[str, RefConfig]:
+def all_references(config: TrainConfig) -> dict[str, RefConfig]:
     """The sections of a run's references by their roles: "ref", or TEACHER and a name for each of several teachers; {}: the run uses none."""
     policy = config.actor_rollout_ref
     if not needs_reference(config):
@@ -132,6 +136,27 @@ def references(config: TrainConfig) -> dict[str, RefConfig]:
     if policy.teachers is None:
         return {"ref": policy.ref}
     return {f"{TEACHER}{name}": teacher for name, teacher in policy.teachers.items()}
+
+
+def references(config: TrainConfig) -> dict[str, RefConfig]:
+    """Those of `all_references` that are Megatron models."""
+    return {role: section for role, section in all_references(config).items() if section.engine is None}
+
+
+def served_references(config: TrainConfig) -> dict[str, RolloutConfig]:
+    """The engines of the other ones (of a resolved configuration), as sections of engines that generate have them."""
+    return {
+        role: engines_of(section)
+        for role, section in all_references(config).items()
+        if section.engine is not None
+    }
+
+
+def engines_of(section: RefConfig) -> RolloutConfig:
+    """The engines of a reference as a section `rollout`, all of whose other keys have no meaning for them."""
+    assert section.engine is not None, section
+    own = {member.name: getattr(section.engine, member.name) for member in fields(section.engine)}
+    return RolloutConfig(**own, resource_pool=section.resource_pool)
 
 
 def reference_key(role: str) -> str:
@@ -142,7 +167,7 @@ def reference_key(role: str) -> str:
 def taught_references(config: TrainConfig) -> dict[str, RefConfig]:
     """The references of a resolved run that are other models than the policy."""
     own = config.actor_rollout_ref.model.path
-    return {role: section for role, section in references(config).items() if section.model.path != own}
+    return {role: section for role, section in all_references(config).items() if section.model.path != own}
 
 
 def teacher_of_sources(config: TrainConfig) -> dict[str, str]:
@@ -206,7 +231,7 @@ def reference_in_actor(config: TrainConfig) -> bool:
     policy = config.actor_rollout_ref
     actor, ref = policy.actor, policy.ref
     shares = ref.megatron == actor.megatron and ref.resource_pool == actor.resource_pool
-    return shares and policy.teachers is None
+    return shares and policy.teachers is None and ref.engine is None
 
 
 def has_teacher(config: TrainConfig) -> bool:
@@ -282,11 +307,11 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
             policy,
             model=_with_tokenizer(model),
             actor=actor,
-            ref=_resolve_ref(policy.ref, actor, model.path, longest),
+            ref=_resolve_ref(policy.ref, actor, model.path, longest, pools),
             teachers=None
             if policy.teachers is None
             else {
-                name: _resolve_ref(teacher, actor, model.path, longest)
+                name: _resolve_ref(teacher, actor, model.path, longest, pools)
                 for name, teacher in policy.teachers.items()
             },
             rollout=_with_engines(rollout, pools.get(rollout.resource_pool or "")),
@@ -331,7 +356,12 @@ def _resolve_actor(config: TrainConfig, pools: dict[str, PoolConfig]) -> ActorCo
     )
 
 
-def _resolve_ref(ref: R, actor: ActorConfig, actor_model: str, longest: int) -> R:
+def _resolve_ref(
+    ref: R, actor: ActorConfig, actor_model: str, longest: int, pools: dict[str, PoolConfig]
+) -> R:
+    named = replace(ref.model, path=ref.model.path or actor_model)
+    if ref.engine is not None:  # what is Megatron's stays null, and the pool is its own
+        return replace(ref, model=named, engine=_with_engines(ref.engine, pools.get(ref.resource_pool or "")))
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     tokens, trajectories = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
     if dynamic is False:
@@ -342,7 +372,7 @@ def _resolve_ref(ref: R, actor: ActorConfig, actor_model: str, longest: int) -> 
     tokens, trajectories = _chosen(dynamic, (tokens, trajectories), longest)
     return replace(
         ref,
-        model=replace(ref.model, path=ref.model.path or actor_model),
+        model=named,
         log_prob_use_dynamic_bsz=dynamic,
         log_prob_max_token_len_per_gpu=tokens,
         log_prob_micro_batch_size_per_gpu=trajectories,
@@ -455,7 +485,7 @@ def overlaps(megatron: MegatronConfig, replicas: int, *, on_gpus: bool, adapted:
     )
 
 
-def _with_engines(rollout: RolloutConfig, pool: PoolConfig | None) -> RolloutConfig:
+def _with_engines(rollout: E, pool: PoolConfig | None) -> E:
     # A tensor parallel size of zero or over the devices is refused by `check_config`, with its key.
     tp = rollout.tensor_model_parallel_size
     if pool is None or min(tp, pool.n_gpus_per_node) < 1:

@@ -66,6 +66,8 @@ _SOURCES: Mapping[str, str] = {
     r"rollout\.resource_pool": "evaluation's only pool",
     r"(?:actor_rollout_ref\.)?rollout\.num_engines": "the devices of the pool over rollout.tensor_model_parallel_size",
     r"(?:actor_rollout_ref\.)?rollout\.nodes_per_engine": "rollout.tensor_model_parallel_size over the pool's n_gpus_per_node",
+    rf"({_REFERENCE})\.engine\.num_engines": "the devices of the pool over {{0}}.engine.tensor_model_parallel_size",
+    rf"({_REFERENCE})\.engine\.nodes_per_engine": "{{0}}.engine.tensor_model_parallel_size over the pool's n_gpus_per_node",
     r"actor_rollout_ref\.actor\.megatron\.recompute_granularity": "actor_rollout_ref.model.enable_gradient_checkpointing",
     r"megatron\.recompute_granularity": "model.enable_gradient_checkpointing",
     r"critic\.megatron\.(recompute_granularity)": "critic.model.enable_gradient_checkpointing or the actor's {0}",

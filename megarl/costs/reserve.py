@@ -13,6 +13,9 @@
 - An engine's sampler: with a seed for each request it has, for each of them and each token of the vocabulary, logits,
   probabilities and log-probs in float32, a hash of 4 bytes and two float64 (`multinomial_with_seed` in layers/sampler.py, 0.5.21). Validation
   with top_k or top_p takes that; training rollouts, which megarl's own kernels sample, take the logits alone.
+- An engine that judges texts has no graphs and no sampler. It makes logits of 2048 tokens at a time (SGLANG_LOGPROB_CHUNK_SIZE), up to three times in
+  float32: its own rows of the head, those of all ranks, and these in one piece (0.5.21, `_can_borrow_logprob_memory` in
+  layers/logprob_processor.py).
 - Workspaces: of cuBLAS 32 MiB for each handle and stream on Hopper (torch; two of them), of Transformer Engine 32 MiB for GEMMs and four more
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
@@ -32,6 +35,7 @@ COMMUNICATOR = 24 * (4 + 4.7 + 0.5) * MIB
 DECODE_GRAPH, PREFILL_GRAPHS, PREFILL_GRAPHS_MLA = 2 * MIB, 58 * 8 * MIB, 1536 * MIB
 MOST_GRAPHED = 512  # requests of the largest decode graph
 SAMPLING = 4 + 4 + 4 + 4 + 8 + 8  # bytes of a request's token of the vocabulary
+JUDGED_LOGITS = 2048 * 3 * 4  # bytes of a token of the vocabulary
 CUBLAS, TRAINER_WORKSPACE, ENGINE_WORKSPACE = 64 * MIB, 5 * 32 * MIB, 384 * MIB
 FRAGMENTS = 1024 * MIB
 
@@ -41,6 +45,7 @@ class EngineRank:
     """A rank of an engine on the GPU: the engine's ranks, the rank's concurrent requests, and the relevant facts of its model.
 
     attention_tp: ranks that cut attention. tokens: of a request, for which a pass gives logits: the newest, and drafted ones.
+    judges: whether it only judges texts, so that it decodes, captures and samples nothing.
     """
 
     tp: int
@@ -49,6 +54,7 @@ class EngineRank:
     latent: bool
     attention_tp: int = 1
     tokens: int = 1
+    judges: bool = False
 
 
 def communicators(layout: ParallelLayout) -> int:
@@ -77,19 +83,23 @@ def reserved(
     """
     processes, groups = len(models), sum(map(communicators, models)) + exchanges
     workspaces = len(models) * (CUBLAS + TRAINER_WORKSPACE)
-    graphs = sampling = 0
+    graphs = sampling = logits = 0
     if engine is not None:
         processes += 1
         groups += sum(2 for size in {engine.tp, engine.attention_tp} if size > 1)
         workspaces += CUBLAS + ENGINE_WORKSPACE
-        graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
-        graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS
-        sampling = SAMPLING * engine.requests * engine.tokens * engine.vocab_size
+        if engine.judges:
+            logits = JUDGED_LOGITS * engine.vocab_size
+        else:
+            graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
+            graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS
+            sampling = SAMPLING * engine.requests * engine.tokens * engine.vocab_size
     return {
         f"CUDA contexts: {processes}": processes * CONTEXT,
         f"NCCL communicators: {groups}": round(groups * COMMUNICATOR),
         "CUDA graphs": graphs,
         "sampling": sampling,
+        "logits of judged texts": logits,
         "workspaces": workspaces,
         "fragments": FRAGMENTS,
     }

@@ -86,14 +86,15 @@ def preflight(config: Config) -> None:
     models, unreadable = _read_models(config)
     taught = list(taught_references(config)) if isinstance(config, TrainConfig) else []
     own, teachers = models[: len(models) - len(taught)], models[len(models) - len(taught) :]
-    fitting = fit_problems(config, *own, teachers=dict(zip(taught, teachers, strict=True)))
+    by_role = dict(zip(taught, teachers, strict=True))
+    fitting = fit_problems(config, *own, teachers=by_role)
     problems += [*unreadable, *fitting, *_vocabulary_problems(config, models[0])]
     problems += [*_tokenizer_problems(config), *_environment_problems(config), *data_problems(config)]
     problems += [*_attention_problems(config), *delta_net_problems(models[0])]
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
     if not problems and not isinstance(config, EvalConfig):  # what follows needs valid layouts
-        problems += [*adapter_problems(config, *models[:2]), *stage_problems(config, *models)]
+        problems += [*adapter_problems(config, *models[:2]), *stage_problems(config, *own, teachers=by_role)]
     raise_if_any("configuration", problems)
 
 

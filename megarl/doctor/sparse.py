@@ -1,10 +1,10 @@
 """Sparse attention over pipeline stages: layers that take the choice of an earlier layer's indexer must have it on their stage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
-from megarl.config import EvalConfig, MegatronConfig, TrainConfig, TuningConfig
+from megarl.config import EvalConfig, MegatronConfig, TrainConfig, TuningConfig, reference_key
 from megarl.config.resolve import megatron_sections
-from megarl.config.schema.commands import POLICY
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig
 
@@ -14,7 +14,7 @@ def stage_problems(
     model: ModelConfig | None,
     critic: ModelConfig | None = None,
     reward_model: ModelConfig | None = None,
-    teacher: ModelConfig | None = None,
+    teachers: Mapping[str, ModelConfig | None] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Of a resolved configuration with valid layouts: stages that begin with a layer without an indexer, for texts that indexers choose from.
 
@@ -28,7 +28,8 @@ def stage_problems(
         longest = config.data.max_prompt_length + config.data.max_response_length
         if config.data.ptx is not None:
             longest = max(longest, config.data.ptx.max_length)
-        models = {"critic": critic, "reward_model": reward_model, f"{POLICY}.ref": teacher or model}
+        models = {"critic": critic, "reward_model": reward_model}
+        models |= {reference_key(role): facts for role, facts in teachers.items()}
         sections = [
             (f"{key}.megatron", section.megatron, models.get(key, model), longest)
             for key, section in megatron_sections(config).items()

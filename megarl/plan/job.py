@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from megarl.config import RolloutConfig, TrainConfig, eval_rollout, validates_concurrently
+from megarl.config import (
+    RolloutConfig,
+    TrainConfig,
+    eval_rollout,
+    served_references,
+    validates_concurrently,
+)
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.engine import engine_adapter_bytes
 from megarl.costs.floors import at_peaks
@@ -119,6 +125,7 @@ class JobPlan:
         yield "rollout", self.config.actor_rollout_ref.rollout
         if validates_concurrently(self.config):
             yield EVAL, eval_rollout(self.config)
+        yield from served_references(self.config).items()
 
     @property
     def actor_layout(self) -> ParallelLayout:

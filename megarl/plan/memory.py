@@ -50,6 +50,7 @@ from megarl.plan.inputs import (
     roles_of,
     tuned_role,
 )
+from megarl.plan.judges import judge_bytes, judging_rank
 from megarl.trainer.roles.adapters import served_adapters
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
@@ -98,6 +99,7 @@ class MemoryPlan:
         phases: of a step.
         kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank that has it; kv_groups:
             groups of an engine's ranks that each have an equal part of its tokens.
+        lacking: what the caches of engines that judge are too small for.
         limit: bytes of a device. reserve: the part of it that is not planned owner by owner; reserved: its causes, where they are known.
     """
 
@@ -111,6 +113,7 @@ class MemoryPlan:
     reserve: int
     reserved: tuple[tuple[str, int], ...] = ()
     kv_groups: int = 1
+    lacking: tuple[str, ...] = ()
 
     def total(self, phase: str, pool: str) -> int:
         """Bytes of the pool's fullest device: the fullest stage of each role."""
@@ -142,7 +145,9 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.peak + self.reserve <= self.limit and self.group_tokens >= self.longest
+        return (
+            self.peak + self.reserve <= self.limit and self.group_tokens >= self.longest and not self.lacking
+        )
 
     @property
     def group_tokens(self) -> int:
@@ -165,7 +170,7 @@ class MemoryPlan:
                 f"the engines' cache holds {max(self.group_tokens, 0):,} tokens, less than one trajectory of {self.longest:,}: "
                 "raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size, or rollout.quantization=fp8"
             )
-        return found
+        return [*found, *self.lacking]
 
 
 def plan_of(
@@ -203,9 +208,15 @@ def plan_memory(
     longest = config.data.max_prompt_length + config.data.max_response_length
     rows = max((_pool_rows(config, inputs, pool) for pool in pools), key=_total) if reserve is None else ()
     reserve = _total(rows) if reserve is None else reserve
-    owned = (*owners, *served)
+    judges = list(judge_bytes(config, inputs, limit))
+    for judge in judges:  # on devices of their own, which nothing leaves
+        for part, size in (("weights", judge.weights), ("kv_cache", judge.cache)):
+            served.append(Owner(f"{judge.role}_{part}", judge.role, judge.pool, (size,), None))
+    owned, lacking = (*owners, *served), tuple(judge.lacking for judge in judges if judge.lacking)
     groups = config.actor_rollout_ref.rollout.attention_data_parallel_size
-    return MemoryPlan(owned, tuple(phases), pools, kv_tokens, token, longest, limit, reserve, rows, groups)
+    return MemoryPlan(
+        owned, tuple(phases), pools, kv_tokens, token, longest, limit, reserve, rows, groups, lacking
+    )
 
 
 Rows = tuple[tuple[str, int], ...]
@@ -244,7 +255,7 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
         validates or (apart and engine is not None)
     )
     exchanges += int(pool == actors and validates_concurrently(config))
-    return _reserved(layouts, engine, exchanges)
+    return _reserved(layouts, engine or judging_rank(config, inputs, pool), exchanges)
 
 
 def _trained(

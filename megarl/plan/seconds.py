@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs_ref_log_probs, references
+from megarl.config import (
+    RolloutConfig,
+    TrainConfig,
+    all_references,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+    references,
+)
 from megarl.config.batches import UpdatePlan, answered_prompts, resolve_batches
 from megarl.config.resolve import TEACHER
 from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
@@ -32,6 +39,7 @@ from megarl.plan.inputs import (
     precision,
     role_facts,
 )
+from megarl.plan.judges import judge_seconds
 from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
 GAPS, MOVED_PARTS = "controller and workers", "moved to and from the host"
@@ -140,6 +148,9 @@ def step_phases(
     }
     for phase, part in model_parts(config, inputs, machine, fused):
         parts.setdefault(phase, []).append(part)
+    for judge in judge_seconds(config, inputs, machine, texts.prompt, texts.response):
+        part = Part(judge.name, judge.pool, judge.seconds, floor=judge.floor)
+        parts.setdefault("evaluate_models", []).append(part)
     for phase, pool, seconds in moves:
         parts.setdefault(phase, []).append(
             Part(MOVED_PARTS, pool, seconds, floor=seconds * machine.assumed.host)
@@ -251,7 +262,7 @@ def model_parts(
         shared = actor.rollout.n if actor.actor.share_prompts else 1
         least = (texts.prompt / shared, texts.response)
         if update is None:
-            several = len(judges) if role in judges else 1
+            several = len(all_references(config)) if role in judges else 1
             texts_in_all = max(1, batches.trajectories_per_step // several)
             time = pass_time(passes, texts_in_all, length, *facts.most)
             floor = pass_floor(passes, texts_in_all, *least)

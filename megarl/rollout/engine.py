@@ -100,6 +100,7 @@ class EngineConfig:
         moe_runner_backend: kernels of experts on a GPU: "triton" or "deep_gemm"; None: deep_gemm with DeepEP, else triton.
         moe_a2a_backend: how tokens reach experts of other ranks on a GPU: "deepep"; None: every rank has all tokens.
         speculation: how tokens are drafted; None: each token takes a pass of the model.
+        judging_temperature: of the log-probs of texts that it judges (`sglang.judging`); None: it generates.
         arguments: further ones of SGLang's server, which `rollout.engine_kwargs` has and `engine_option_problems` does not refuse.
     """
 
@@ -132,6 +133,7 @@ class EngineConfig:
     moe_runner_backend: str | None = None
     moe_a2a_backend: str | None = None
     speculation: SpeculationConfig | None = None
+    judging_temperature: float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -7,6 +7,7 @@ from megarl.config import (
     EvalConfig,
     SFTConfig,
     TrainConfig,
+    all_references,
     batch_summary,
     batch_table,
     has_teacher,
@@ -18,6 +19,7 @@ from megarl.config import (
     resolve,
     resolve_batches,
     save_batch_plan,
+    served_references,
     taught_references,
     teacher_of_sources,
 )
@@ -202,6 +204,30 @@ def test_several_teachers_are_roles_of_their_own(train: Train) -> None:
     assert plan.teachers["math"].tp == 1 and plan.teachers["math"].dp == plan.teachers["math"].world
     assert [row[0] for row in batch_table(plan)][3:5] == ["teacher same", "teacher math"]
     assert resolve(config) == config
+
+
+def test_a_teacher_may_be_engines_on_a_pool_of_their_own(train: Train) -> None:
+    kl, pools = (
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "resource_pools={global: {n_gpus_per_node: 4}, far: {n_gpus_per_node: 3}}",
+    )
+    served = "actor_rollout_ref.teachers.math={model: {path: other}, resource_pool: far, engine: {tensor_model_parallel_size: 2}}"
+    config = resolve(train(kl, pools, served, "actor_rollout_ref.teachers.same={}"))
+    assert list(all_references(config)) == ["teacher_math", "teacher_same"]
+    assert list(references(config)) == ["teacher_same"] and list(taught_references(config)) == [
+        "teacher_math"
+    ]
+    engines = served_references(config)["teacher_math"]
+    assert (engines.num_engines, engines.nodes_per_engine, engines.resource_pool) == (1, 1, "far")
+    assert engines.tensor_model_parallel_size == 2 and engines.gpu_memory_utilization == 0.8
+    assert config.actor_rollout_ref.teachers["math"].megatron is None
+    plan = resolve_batches(config)
+    assert list(plan.teachers) == ["same"] and plan.judging_engines["teacher_math"].devices == 2
+    assert ("teacher math", "far", "2", "1 engine x tp2", "", "") in batch_table(plan)
+    assert resolve(config) == config
+    alone = resolve(train(kl, pools, "actor_rollout_ref.ref={resource_pool: far, engine: {}}"))
+    assert served_references(alone)["ref"].num_engines == 3 and not references(alone)
+    assert not reference_in_actor(alone) and resolve_batches(alone).ref is None
 
 
 def test_evaluation_uses_all_devices(evaluation: Callable[..., EvalConfig]) -> None:

@@ -446,6 +446,22 @@ def test_a_teacher_is_checked_by_its_own_facts(train: Callable[..., TrainConfig]
     assert line.startswith("actor_rollout_ref.ref.model.path: the teacher has ")
 
 
+def test_a_teacher_that_engines_serve_fits_them_and_its_context(train: Callable[..., TrainConfig]) -> None:
+    pools = "resource_pools={global: {n_gpus_per_node: 4}, far: {n_gpus_per_node: 4}}"
+    served = "actor_rollout_ref.ref={model: {path: teacher}, resource_pool: far, engine: {tensor_model_parallel_size: 4}}"
+    config = train("algorithm.use_kl_in_reward=true", pools, served)
+    check_models(config, Facts(), Facts(), teachers={"ref": Facts(num_layers=3)})  # no pipeline stages
+    few = Facts(num_attention_heads=2, num_query_groups=2)
+    found = lines_of(lambda: check_models(config, Facts(), Facts(), teachers={"ref": few}))
+    assert found and all(line.startswith("actor_rollout_ref.ref.engine.tensor_model") for line in found)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    short = Facts(context_length=("max_position_embeddings", longest + 6))
+    (line,) = lines_of(lambda: check_models(config, Facts(), Facts(), teachers={"ref": short}))
+    assert line.startswith("actor_rollout_ref.ref.engine: data.max_prompt_length") and "7 that SGLang" in line
+    enough = Facts(context_length=("max_position_embeddings", longest + 7))
+    check_models(config, Facts(), Facts(), teachers={"ref": enough})
+
+
 def test_each_of_several_teachers_is_checked_by_its_own_facts(train: Callable[..., TrainConfig]) -> None:
     keys = ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.teachers.math.model.path=math")
     own = "actor_rollout_ref.teachers.code={model: {path: code}, megatron: {tensor_model_parallel_size: 4}}"

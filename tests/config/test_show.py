@@ -26,6 +26,7 @@ CASES = [
     ["actor_rollout_ref.model.enable_gradient_checkpointing=true", "critic.model.enable_gradient_checkpointing=false",
      "critic.megatron=null"],
     ["actor_rollout_ref.teachers={a: {}, b: {megatron: {}}}", f"{ACTOR}.use_kl_loss=true"],
+    ["actor_rollout_ref.teachers={a: {engine: {}, resource_pool: b}}", "resource_pools={global: {n_gpus_per_node: 4}, b: {n_gpus_per_node: 2}}", f"{ACTOR}.use_kl_loss=true"],
     ["critic.model.enable_gradient_checkpointing=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"],
     ["resource_pools={a: {n_gpus_per_node: 4}}"],
     ["reward_model={enable: true, model: {path: x}}"],

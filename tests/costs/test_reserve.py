@@ -44,6 +44,13 @@ def test_an_engine_by_its_requests_and_vocabulary() -> None:
     assert latent["NCCL communicators: 0"] == 0
 
 
+def test_an_engine_that_judges_has_logits_in_place_of_graphs_and_a_sampler() -> None:
+    rows = reserved([], EngineRank(tp=2, requests=256, vocab_size=1000, latent=False, judges=True))
+    assert rows["CUDA graphs"] == rows["sampling"] == 0
+    assert rows["logits of judged texts"] == 2048 * 1000 * 4 * 3
+    assert reserved([], ENGINE)["logits of judged texts"] == 0
+
+
 def test_an_engines_groups_have_communicators_of_their_own() -> None:
     """Of all ranks, and where several of them cut attention, of these."""
     for attention_tp, expected in ((1, 2), (2, 4), (8, 2)):

@@ -32,6 +32,15 @@ WAYS = {
         f"{ACTOR}.kl_loss_top_k=8",
         f"{ACTOR}.kl_loss_beta=0",
     ],
+    "served": [
+        "resource_pools={global: {n_gpus_per_node: 2}, teacher: {n_gpus_per_node: 1}}",
+        "trainer.n_gpus_per_node=3",
+        "actor_rollout_ref.ref.resource_pool=teacher",
+        "actor_rollout_ref.ref.engine={}",
+        f"{ACTOR}.kl_loss_type=top_k",
+        f"{ACTOR}.kl_loss_top_k=8",
+        f"{ACTOR}.kl_loss_beta=0",
+    ],
     "whole": [
         f"{ACTOR}.kl_loss_type=full",
         f"{ACTOR}.kl_loss_beta=0.5",
@@ -50,10 +59,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "way", ["sampled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("top", "whole"))]
+    "way", ["sampled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("top", "served", "whole"))]
 )
 def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_path: Path, way: str) -> None:
-    """In processes of its own by its log-probs, or in the actor's by its whole distributions, where the actor has adapters."""
+    """In processes of its own by its log-probs, as an engine's by its most likely tokens, or in the actor's by its whole distributions, where the
+    actor has adapters."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
     for row in rows:
         question, answer = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
@@ -69,6 +79,10 @@ def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_pat
     for step in found:
         assert step["actor/loss"] == pytest.approx(step["actor/kl_loss"], rel=1e-5)
         assert step["actor/pg_loss"] != step["actor/loss"]
+    if way == "served":
+        assert "ref-rank0.log" in {path.name for path in (tmp_path / "logs").iterdir()}
+        table = read_trajectories(tmp_path / "rollouts" / "step-000006.parquet").to_pylist()
+        check_log_probs(teacher, [row["prompt_ids"] for row in table], table)
     if way == "sampled":
         check_judged(teacher, tmp_path / "rollouts" / "step-000001.parquet")
 
@@ -77,14 +91,15 @@ def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_pat
 def test_a_resumed_run_learns_from_the_same_given_responses(
     task: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    """Of a step's 8 prompts those that are drawn have their data's response twice; scores and their metrics are of the others."""
+    """Of a step's 8 prompts those that are drawn have their data's response twice; scores and their metrics are of the others. The teacher is an
+    engine, which has no state."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
     for row in rows:
         row["told"] = [{"role": "assistant", "content": f"#### {row['reward_model']['ground_truth']}"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "told.parquet")
     truths = {f"told:{number}": row["told"][0]["content"] for number, row in enumerate(rows)}
     run = [
-        "train", *PPO, *SMALL, *WAYS["top"], f"{ACTOR}.pg_loss_coef=0.5", f"{ACTOR}.use_kl_loss=true",
+        "train", *PPO, *SMALL, *WAYS["served"], f"{ACTOR}.pg_loss_coef=0.5", f"{ACTOR}.use_kl_loss=true",
         f"actor_rollout_ref.ref.model.path={teacher}", "data.given_response_key=told", "data.on_policy_share=0.6",
         "trainer.total_training_steps=3", "trainer.save_freq=2", f"{ACTOR}.ppo_mini_batch_size=4",
     ]  # fmt: skip
@@ -119,39 +134,42 @@ def test_a_resumed_run_learns_from_the_same_given_responses(
 
 @pytest.mark.slow
 def test_each_row_is_judged_by_its_teacher(task: Path, teacher: Path, tmp_path: Path) -> None:
-    """One of two layouts, with processes of its own, and the policy before the run; a source that is no teacher's ends a run before it starts."""
+    """A folder that an engine serves, and the policy before the run in processes of Megatron's, both at the temperature of the rollouts; a source
+    that is no teacher's ends a run before it starts."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
     for number, row in enumerate(rows):
         row["domain"] = ("plus", "minus", "rest")[number % 3]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "domains.parquet")
-    wide = f"{{model: {{path: {teacher}}}, sources: [plus, minus], megatron: {{}}}}"
+    wide = f"{{model: {{path: {teacher}}}, sources: [plus, minus], engine: {{}}, resource_pool: teacher}}"
+    temperature, key = 0.8, "actor_rollout_ref.teachers"
     run = [
-        "train", *PPO, *SMALL, f"{ACTOR}.pg_loss_coef=0", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k2",
-        "data.teacher_key=domain", f"actor_rollout_ref.teachers.wide={wide}", f"data.train_files={tmp_path}/domains.parquet",
+        "train", *PPO, *SMALL, *WAYS["served"][:2], f"actor_rollout_ref.rollout.temperature={temperature}", f"{ACTOR}.pg_loss_coef=0", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k2",
+        "data.teacher_key=domain", f"{key}.wide={wide}", f"data.train_files={tmp_path}/domains.parquet",
     ]  # fmt: skip
     refused = megarl(*run, *on(task, tmp_path / "none"), run[-1])
     assert refused.returncode and "'domain' is 'rest', and no teacher judges such rows" in refused.stderr
     assert "'plus' (wide), 'minus' (wide)" in refused.stderr
-    succeed(*run, *on(task, tmp_path / "run"), run[-1], "actor_rollout_ref.teachers.rest={}")
+    succeed(*run, *on(task, tmp_path / "run"), run[-1], f"{key}.rest={{}}")
     first, second = steps(tmp_path / "run")
-    assert first["actor/teacher_kl/wide"] > 0.01 and first["actor/teacher_kl/rest"] == pytest.approx(
-        0, abs=1e-6
-    )
+    assert first["actor/teacher_kl/wide"] > 0.01
+    assert first["actor/teacher_kl/rest"] == pytest.approx(0, abs=1e-6)
     assert second["actor/teacher_kl/rest"] > 0
     table = read_trajectories(tmp_path / "run" / "rollouts" / "step-000002.parquet")
     assert set(table["teacher"].to_pylist()) == {"wide", "rest"}
     for name, folder in (("wide", teacher), ("rest", task / "model")):
         own = table.filter(pc.field("teacher") == name).to_pylist()
-        check_log_probs(folder, [row["prompt_ids"] for row in own], own)
+        check_log_probs(folder, [row["prompt_ids"] for row in own], own, temperature)
 
 
 @torch.no_grad()
-def check_log_probs(folder: Path, prompts: list[list[int]], rows: list[dict]) -> None:
+def check_log_probs(
+    folder: Path, prompts: list[list[int]], rows: list[dict], temperature: float = 1.0
+) -> None:
     """The log-probs of the rows' references are those of Hugging Face's model in the folder, after these prompts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, row in zip(prompts, rows, strict=True):
         response = row["response_ids"]
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(row["ref_log_probs"]), expected, rtol=1e-4, atol=1e-4)
 

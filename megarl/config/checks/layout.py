@@ -15,11 +15,13 @@ from megarl.config.pipeline_layout import pipeline_layout_problems
 from megarl.config.problems import did_you_mean
 from megarl.config.resolve import (
     GLOBAL_POOL,
+    JUDGED_ROOM,
     eval_rollout,
     megatron_sections,
     pool_devices,
     reference_key,
     references,
+    served_references,
     validates_concurrently,
 )
 from megarl.config.schema.commands import (
@@ -342,6 +344,7 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
             per_node = f"resource_pools.{name}.n_gpus_per_node={own.n_gpus_per_node}"
             yield from _node_problems(f"{POLICY}.rollout", eval_rollout(config), own, per_node)
     if isinstance(config, TrainConfig):
+        yield from _teacher_engine_problems(config)
         key, rollout = f"{POLICY}.rollout", config.actor_rollout_ref.rollout
         pool = (config.resource_pools or {}).get(rollout.resource_pool or "")
     else:
@@ -359,6 +362,23 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
         yield from _budget_problems(name, rollout.max_total_tokens // groups, config)
     yield from _expert_kernel_problems(key, rollout)
     yield from engine_option_problems(f"{key}.engine_kwargs", rollout.engine_kwargs)
+
+
+def _teacher_engine_problems(config: TrainConfig) -> Iterator[str]:
+    """The engines of references fit the devices of their pools, and a trajectory an engine's cache."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for role, engines in served_references(config).items():
+        key, name = f"{reference_key(role)}.engine", engines.resource_pool
+        pool = (config.resource_pools or {}).get(name or "")
+        if pool is not None and min(engines.tensor_model_parallel_size, pool.n_gpus_per_node) > 0:
+            per_node = f"resource_pools.{name}.n_gpus_per_node={pool.n_gpus_per_node}"
+            yield from _node_problems(key, engines, pool, per_node)
+        if engines.max_total_tokens is not None and engines.max_total_tokens < longest + JUDGED_ROOM:
+            yield (
+                f"{key}.max_total_tokens={engines.max_total_tokens} is less than data.max_prompt_length + data.max_response_length = {longest} and "
+                f"{JUDGED_ROOM} tokens that SGLang keeps free: a long trajectory would not fit"
+            )
+        yield from engine_option_problems(f"{key}.engine_kwargs", engines.engine_kwargs)
 
 
 def _expert_kernel_problems(key: str, rollout: RolloutConfig) -> Iterator[str]:

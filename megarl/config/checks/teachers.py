@@ -1,4 +1,4 @@
-"""Checks of what a policy is compared with: the reference, a teacher in its place, several teachers."""
+"""Checks of what a policy is compared with: the reference, a teacher in its place, several teachers; those that engines serve."""
 
 import re
 from collections.abc import Iterator
@@ -7,10 +7,12 @@ from megarl.config.resolve import (
     full_kl_in_loss,
     full_kl_in_reward,
     has_teacher,
+    megatron_sections,
     needs_ref_log_probs,
     needs_reference,
+    validates_concurrently,
 )
-from megarl.config.schema.commands import POLICY, TrainConfig
+from megarl.config.schema.commands import POLICY, RefConfig, TrainConfig
 
 
 def reference_problems(config: TrainConfig) -> Iterator[str]:
@@ -19,6 +21,11 @@ def reference_problems(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{given}: nothing compares the policy with a reference; set {POLICY}.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, "
             "or leave it out"
+        )
+    if config.actor_rollout_ref.ref.engine is not None and not needs_reference(config):
+        yield (
+            f"{POLICY}.ref.engine: nothing compares the policy with a reference; set {POLICY}.actor.use_kl_loss=true or "
+            "algorithm.use_kl_in_reward=true, or leave it out"
         )
     key = f"data.ref_prompt_key={config.data.ref_prompt_key}"
     if config.data.ref_prompt_key is not None and not needs_ref_log_probs(config):
@@ -52,6 +59,8 @@ def teacher_problems(config: TrainConfig) -> Iterator[str]:
         yield f"{full}=full compares whole distributions in the actor's processes, where there is one reference; with {key} choose {other}"
     if has_teacher(config):
         yield f"{POLICY}.ref.model.path: with {key} each row is judged by one of these; make it one of them"
+    if policy.ref.engine is not None:
+        yield f"{POLICY}.ref.engine: with {key} each row is judged by one of these; give {key}.<name>.engine"
     of_source: dict[str, str] = {}
     for name, teacher in policy.teachers.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -65,3 +74,50 @@ def teacher_problems(config: TrainConfig) -> Iterator[str]:
             of_source[source] = name
         if teacher.sources == ():
             yield f"{key}.{name}.sources is empty; name the values of data.teacher_key that it judges, or leave it out"
+
+
+_MEGATRONS = (
+    "megatron",
+    "log_prob_max_token_len_per_gpu",
+    "log_prob_micro_batch_size_per_gpu",
+    "log_prob_use_dynamic_bsz",
+)
+
+
+def served_reference_problems(config: TrainConfig) -> Iterator[str]:
+    """References that engines serve: the keys of their sections, and their devices, on which nothing else is."""
+    policy = config.actor_rollout_ref
+    sections: dict[str, RefConfig] = {f"{POLICY}.ref": policy.ref}
+    if policy.teachers is not None:
+        sections = {f"{POLICY}.teachers.{name}": section for name, section in policy.teachers.items()}
+    served = {key: section for key, section in sections.items() if section.engine is not None}
+    others = {key: section.resource_pool for key, section in megatron_sections(config).items()}
+    others[f"{POLICY}.rollout"] = policy.rollout.resource_pool
+    if validates_concurrently(config):
+        others["trainer.eval_mode=concurrent"] = config.trainer.eval_resource_pool
+    advice = "name a pool of its own, such as resource_pools={train: {n_gpus_per_node: 6}, teacher: {n_gpus_per_node: 2}} with resource_pool: teacher"
+    for key, section in served.items():
+        for name in _MEGATRONS:
+            if getattr(section, name) is not None:
+                yield f"{key}.{name} is of Megatron models, and engines judge here ({key}.engine); leave one of the two out"
+        pool = section.resource_pool
+        # SGLang's memory leaves no device, and weights that were loaded could not come back by a sync.
+        if pool is None:
+            yield f"{key}.engine: the engines of a teacher stay on devices of their own, and {key}.resource_pool is null; {advice}"
+            continue
+        shared = [other for other, name in others.items() if name == pool]
+        shared += [other for other, one in served.items() if other != key and one.resource_pool == pool]
+        if shared:
+            yield (
+                f"{key}.resource_pool={pool!r} is also that of {', '.join(shared)}: the engines of a teacher stay on devices of their own; {advice}"
+            )
+    if policy.teachers is None and policy.ref.engine is not None:
+        for key, full, other in (
+            (f"{POLICY}.actor.kl_loss_type", full_kl_in_loss(config), "top_k (its most likely tokens) or k2"),
+            ("algorithm.kl_penalty", full_kl_in_reward(config), "kl"),
+        ):
+            if full:
+                yield (
+                    f"{key}=full compares whole distributions, and an engine gives log-probs of sampled tokens or its most likely ones alone: choose "
+                    f"{other}, or leave {POLICY}.ref.engine out"
+                )

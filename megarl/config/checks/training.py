@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.batches import trajectories_per_step
-from megarl.config.checks.teachers import reference_problems, teacher_problems
+from megarl.config.checks.teachers import (
+    reference_problems,
+    served_reference_problems,
+    teacher_problems,
+)
 from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.resolve import (
     full_kl_in_loss,
@@ -89,6 +93,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     yield from _full_kl_problems(config)
     yield from reference_problems(config)
     yield from teacher_problems(config)
+    yield from served_reference_problems(config)
     yield from _health_problems(config)
     lora, reference = config.actor_rollout_ref.model.lora, config.actor_rollout_ref.ref.megatron
     actor = config.actor_rollout_ref.actor
@@ -303,8 +308,9 @@ def _full_kl_problems(config: TrainConfig) -> Iterator[str]:
         "algorithm.kl_penalty": full_kl_in_reward(config),
     }
     for key, used in uses.items():
-        several = config.actor_rollout_ref.teachers is not None  # `teacher_problems` has it
-        if used and not reference_in_actor(config) and not several:
+        policy = config.actor_rollout_ref
+        elsewhere = policy.teachers is not None or policy.ref.engine is not None  # checks/teachers.py has it
+        if used and not reference_in_actor(config) and not elsewhere:
             yield (
                 f"{key}='full' compares whole distributions, so policy and reference must be in the same processes: give "
                 f"{POLICY}.ref neither a layout (megatron) nor a resource_pool of its own, or choose low_var_kl"

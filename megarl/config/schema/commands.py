@@ -30,7 +30,7 @@ from megarl.config.schema.models import (
     TrainedModelConfig,
 )
 from megarl.config.schema.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, TeacherEngineConfig
 from megarl.config.schema.run import (
     DEFAULT_LOGGERS,
     LOGGER_HELP,
@@ -188,7 +188,15 @@ class RefConfig:
     """The reference policy, made where a KL to it is used: the actor's weights before the run, without adapters, or a teacher."""
 
     model: RefModelConfig = section("The model.", RefModelConfig)
-    strategy: str = option("What runs it.", "megatron", choices=("megatron",), refused=NO_OTHER_STRATEGY)
+    strategy: str = option(
+        "What runs it, where engine is null.",
+        "megatron",
+        choices=("megatron",),
+        refused={
+            **NO_OTHER_STRATEGY,
+            "sglang": "give the section engine beside it ({}: with its defaults), and leave the key out",
+        },
+    )
     log_prob_max_token_len_per_gpu: int | None = option(
         "Tokens of a micro-batch; null here and in the next key: as many as one of the actor may have.",
         None,
@@ -204,12 +212,16 @@ class RefConfig:
         "The layout; null: the actor's. With the actor's layout and pool it lives in the actor's processes; "
         "with LoRA it is then the actor itself, its adapters switched off."
     )
+    engine: TeacherEngineConfig | None = optional_section(
+        "SGLang engines that judge in Megatron's place, by sampled tokens or their most likely ones, in a resource_pool of their own; "
+        "null: Megatron."
+    )
     resource_pool: str | None = option("Where it lives; null: with the actor.", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(RefConfig):
-    """One of several teachers; the keys are those of `actor_rollout_ref.ref`. It has processes of its own in any layout."""
+    """One of several teachers; the keys are those of `actor_rollout_ref.ref`. It has processes of its own in any layout, or engines."""
 
     sources: tuple[str, ...] | None = option(
         "The values of data.teacher_key in the rows that it judges; null: its name.", None

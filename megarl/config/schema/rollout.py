@@ -358,3 +358,50 @@ class RolloutConfig:
         None,
     )
     resource_pool: str | None = option("Where the engines live; null: with the actor.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherEngineConfig:
+    """Engines that judge texts: SGLang loads the model of the section's folder, computes prompts alone, and its weights stay as they are."""
+
+    tensor_model_parallel_size: int = option("Devices that share one engine's model.", 1, ge=1)
+    expert_parallel_size: int = option("Groups of an engine's devices that share the experts.", 1, ge=1)
+    nodes_per_engine: int | None = option(
+        "Nodes that share an engine's devices evenly; null: as few as its devices need.", None, ge=1
+    )
+    num_engines: int | None = option("Engines; null: as many as the pool's devices hold.", None, ge=1)
+    allow_unknown_version: bool = option(
+        "Start an engine of a version that megarl was not tried with.", False
+    )
+    dtype: str | None = option(
+        "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
+    )
+    gpu_memory_utilization: float = option(
+        "Part of a GPU's memory for weights and KV cache; logits of texts come out of the rest.",
+        0.8,
+        gt=0,
+        le=1,
+    )
+    max_num_seqs: int = option("Texts that an engine computes at a time; the others wait.", 256, ge=1)
+    max_total_tokens: int | None = option(
+        "Tokens in an engine's KV cache; null: from the memory.", None, ge=1
+    )
+    deterministic: bool | None = option(
+        "A text's log-probs do not depend on the texts beside it, as rollout.deterministic; null: on CPUs in float32 that can.",
+        None,
+    )
+    start_timeout: float | None = option(
+        "Seconds that the start of an engine may take; null: 300 on CPUs, 1800 on GPUs.", None, gt=0
+    )
+    request_timeout: float = option(
+        "Seconds within which an engine that has texts must compute the next tokens of any.", 600.0, gt=0
+    )
+    max_restarts: int = option(
+        "How many engines that died or hang are started anew in a run; they load the folder again, and judge their texts again. 0: the run "
+        "ends with the first.",
+        3,
+        ge=0,
+    )
+    engine_kwargs: dict[str, Any] | None = option(
+        "Further arguments of SGLang's server, as rollout.engine_kwargs.", None
+    )

@@ -8,6 +8,7 @@ its processes run (sglang 0.5.21).
   of requests that are sampled from all tokens (sampling.py).
 - Drafted tokens are checked with the request's own noise (speculation.py).
 - The samples of a prompt share its prefill, and the first rank's scheduler reports when it last computed (scheduler_hooks.py).
+- An engine that judges texts has logits at its temperature (scheduler_hooks.py).
 - On a CPU sequences are attended together, and decode steps have fewer operations (`cpu_engine_function`).
 - The TP ranks of an engine on one node meet through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
@@ -20,6 +21,7 @@ its processes run (sglang 0.5.21).
 """
 
 import gc
+import json
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -60,6 +62,9 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, pp_rank: in
     chosen = hooks(server_args.device, server_args.dp_size, server_args.speculative_algorithm)
     for target, (kind, hook) in chosen.items():
         HookRegistry.register(target, hook, kind)
+    temperature = json.loads(server_args.json_model_override_args).get(scheduler_hooks.TEMPERATURE)
+    if temperature is not None:
+        HookRegistry.register(scheduler_hooks.LOGITS, scheduler_hooks.divided_by(temperature), HookType.AFTER)
     if tp_rank == 0:
         beat = scheduler_hooks.Heartbeat.make(heartbeat_file(port_args)).beat_after
         HookRegistry.register(_END_OF_STEP, beat, HookType.AFTER)

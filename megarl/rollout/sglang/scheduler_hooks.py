@@ -15,6 +15,9 @@ one that hangs: long answers that begin together end together, after any time. S
 writes them also while requests only wait (0.5.21). So the time is written whenever the tokens of a step have come back from the
 device. It is that of the machine's monotonic clock, which all of its processes share. With it comes the number of requests that the
 scheduler decodes at the time: the owner knows how many it has sent, and so how many wait for a place or for room in the cache.
+
+Temperature. The log-probs that SGLang gives of a request's input are those at temperature 1, whatever the request says (0.5.21). So an engine
+that judges texts has its logits divided where they are made.
 """
 
 import mmap
@@ -101,3 +104,18 @@ class Heartbeat:
     def running(self) -> int:
         """The requests that were decoded at that time; those of a first batch of a prompt's tokens are not among them yet."""
         return _BEAT.unpack_from(self._memory)[1]
+
+
+LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
+TEMPERATURE = (
+    "megarl_judging_temperature"  # among the fields that an engine's arguments override in its model's config
+)
+
+
+def divided_by(temperature: float) -> Callable[..., Any]:
+    """A hook after SGLang's function that makes logits, which divides them, as the trainer does, in float32."""
+
+    def divide(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        return logits.float().div_(temperature)
+
+    return divide

@@ -27,6 +27,7 @@ from megarl.models import read_model_config
 from megarl.models.config import ENGINE_STATES
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.sglang.before_import import prepare_schedulers
+from megarl.rollout.sglang.scheduler_hooks import TEMPERATURE
 from megarl.util.memory import without_collection
 from megarl.util.packages import KNOWN
 from megarl.weight_sync import served_model
@@ -255,6 +256,8 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             **({} if config.moe_a2a_backend is None else {"moe_a2a_backend": config.moe_a2a_backend}),
             **({} if config.kv_cache_dtype is None else {"kv_cache_dtype": config.kv_cache_dtype}),
             **(_float8_arguments(config) if config.fp8_block is not None else {}),
+            # An engine that judges texts never decodes.
+            **({} if config.judging_temperature is None else {"disable_cuda_graph": True}),
         }
     drafted = 0 if config.speculation is None else config.speculation.num_draft_tokens + 1
     most = context + 2 * drafted  # tokens of a request: SGLang keeps room for two passes
@@ -482,6 +485,8 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         overrides["architectures"] = [
             "DeepseekV2ForCausalLM"
         ]  # megarl.rollout.sglang.models.sparse_attention
+    if config.judging_temperature not in (None, 1.0):
+        overrides[TEMPERATURE] = config.judging_temperature
     if model.get("model_type") == "gpt_oss":
         overrides["dtype"] = (
             None  # else SGLang makes some layers in the type that the folder names, not in the engine's

@@ -15,6 +15,7 @@ from megarl.config import (
     RolloutConfig,
     TrainConfig,
     eval_rollout,
+    served_references,
     validates_concurrently,
 )
 from megarl.config.resolve import TEACHER
@@ -27,6 +28,8 @@ from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.roles.adapters import served_adapters
 from megarl.trainer.roles.device_memory import DeviceMemory, device_memory, gpu_pools
 from megarl.trainer.roles.engines import fp8_block, reporting_slow_start, rollout_dtype, synced_engine
+from megarl.trainer.roles.judges import WORKER as JUDGE
+from megarl.trainer.roles.judges import JudgeEngines, judge_engine, judge_engines
 from megarl.trainer.roles.model_roles import (
     Role,
     say_layers,
@@ -84,6 +87,7 @@ def start_roles(
         engines = None if last else start_synced()
         actor, critic, judges = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
+        serving = _start_judges(config, run) if trains else {}
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
         own = None
         if validates_concurrently(config):
@@ -111,7 +115,17 @@ def start_roles(
         )
     judges_of = teachers_of(judges)
     roles = Roles(
-        actor, engines, facts, critic, judges.get("ref"), reward_model, memory, restarts, judges_of, of_eval
+        actor,
+        engines,
+        facts,
+        critic,
+        judges.get("ref"),
+        reward_model,
+        memory,
+        restarts,
+        judges_of,
+        of_eval,
+        _serving(config, run, serving),
     )
     memory.recover = restarts.replace_lost
     if restarts.max_restarts:
@@ -125,15 +139,32 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
     open_pools(run, pools_of(config))
     with run.status("starting models"):
         actor, critic, judges = _start_models(config, run, num_steps)
+        serving = _start_judges(config, run)
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, run.pools[config.actor_rollout_ref.actor.resource_pool])
     memory = device_memory(config, run, actor, None, critic, judges, None)
-    return Roles(actor, None, None, critic, judges.get("ref"), None, memory, None, teachers_of(judges))
+    served = _serving(config, run, serving)
+    ref, teachers = judges.get("ref"), teachers_of(judges)
+    return Roles(actor, None, None, critic, ref, None, memory, None, teachers, judges=served)
 
 
 def teachers_of(judges: Mapping[str, Role]) -> dict[str, Role]:
     """Several teachers by their names, of the references by their roles; {}: there are not several."""
     return {role.removeprefix(TEACHER): judge for role, judge in judges.items() if role != "ref"}
+
+
+def _start_judges(config: TrainConfig, run: Run) -> dict[str, WorkerGroup]:
+    """The engines of references by their roles."""
+    groups = {}
+    for role, rollout in served_references(config).items():
+        pool = run.pools[rollout.resource_pool]
+        engine = judge_engine(config, role, use_gpu=pool.use_gpu)
+        groups[role] = start_engines(run, rollout, pool, engine, None, role=role, worker=JUDGE)
+    return groups
+
+
+def _serving(config: TrainConfig, run: Run, groups: Mapping[str, WorkerGroup]) -> dict[str, JudgeEngines]:
+    return {role: judge_engines(config, run, role, group) for role, group in groups.items()}
 
 
 def _start_models(
@@ -302,8 +333,9 @@ def start_engines(
     turns: TurnsSpec | AgentsSpec | None,
     device_order: Sequence[int] | None = None,
     role: str = ENGINES,
+    worker: str = ENGINE,
 ) -> WorkerGroup:
-    """Start the rollout engines.
+    """Start engines, which generate or (`worker`) judge.
 
     Args:
         turns: how trajectories of several turns are generated; None: trajectories have one turn.
@@ -313,7 +345,7 @@ def start_engines(
     return run.start(
         WorkerGroup(
             role,
-            ENGINE,
+            worker,
             pool,
             rollout.num_engines,
             {"config": engine, "turns": turns},

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from megarl.cluster import WorkerGroup
 from megarl.trainer.roles.device_memory import DeviceMemory
+from megarl.trainer.roles.judges import JudgeEngines
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.restarts import EngineRestarts
 
@@ -52,7 +53,8 @@ class EvalEngines:
 @dataclass(frozen=True)
 class Roles:
     """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
-    `critic.group` where the critic shares the actor's model. `teachers`: several in place of the reference, by name.
+    `critic.group` where the critic shares the actor's model. `teachers`: several in place of the reference, by name. `judges`: the reference,
+    or teachers, that engines serve, by role; they are in neither of these two.
 
     A run that generates nothing has no engines, and so neither `sync` nor `restarts`. `eval`: None where validation has no engines of its own.
     """
@@ -67,3 +69,4 @@ class Roles:
     restarts: EngineRestarts | None
     teachers: Mapping[str, Role] = field(default_factory=dict)
     eval: EvalEngines | None = None
+    judges: Mapping[str, JudgeEngines] = field(default_factory=dict)

@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from megarl.cluster import ClusterSetup, ProcessKind, gpus_here, open_cluster_setup, rank_environment
-from megarl.config import EvalConfig, PoolConfig, RolloutConfig, TrainConfig, TuningConfig, references
+from megarl.config import (
+    EvalConfig,
+    PoolConfig,
+    RolloutConfig,
+    TrainConfig,
+    TuningConfig,
+    all_references,
+    served_references,
+)
 from megarl.config.resolve import GLOBAL_POOL
 from megarl.rollout.sglang.before_import import sglang_environment
 
@@ -26,7 +34,7 @@ def pools_of(config: TrainConfig | TuningConfig | EvalConfig) -> Mapping[str, Po
     used = {config.actor_rollout_ref.actor.resource_pool}
     if config.critic is not None:
         used.add(config.critic.resource_pool)
-    used |= {section.resource_pool for section in references(config).values()}
+    used |= {section.resource_pool for section in all_references(config).values()}
     return {name: pool for name, pool in config.resource_pools.items() if name in used}
 
 
@@ -93,6 +101,8 @@ def cluster_setup_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterato
         kinds[ENGINE_PROCESSES] = _engine(config.rollout)
     elif isinstance(config, TrainConfig) and config.trainer.train_only is None:
         kinds[ENGINE_PROCESSES] = _engine(config.actor_rollout_ref.rollout)
+    elif isinstance(config, TrainConfig) and (served := served_references(config)):
+        kinds[ENGINE_PROCESSES] = _engine(next(iter(served.values())))
     with open_cluster_setup(kinds) as cluster_setup:
         yield cluster_setup
 

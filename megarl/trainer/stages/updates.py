@@ -41,6 +41,7 @@ from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
+from megarl.trainer.stages.judging import Judging
 from megarl.trainer.stages.nonfinite import COMPUTED, require_finite
 from megarl.trainer.workers.dispatch import (
     EXPERT_VIOLATION,
@@ -102,7 +103,12 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
             method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
             how = (method, read, shares, "ref_log_probs")
         calls.append((("ref",), ref.group, how))
-    calls += _teacher_calls(run, roles.teachers, asked, read, config)
+    judged_rows = _judged_rows(roles, asked) if needs_ref_log_probs(config) else {}
+    calls += _teacher_calls(run, roles.teachers, asked, read, config, judged_rows)
+    # Engines have devices of their own, and work all the time that the others do.
+    count = config.actor_rollout_ref.actor.kl_loss_top_k if top else 0
+    engines = {role: judge for role, judge in roles.judges.items() if role in judged_rows}
+    judging = Judging(run, engines, asked, read, judged_rows, count)
     if critic is not None:
         shares = run.put(forward_plan(batch, critic.layout, critic.batching, run.plans))
         calls.append((("critic",), critic.group, ("compute_values", table, shares)))
@@ -111,6 +117,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         # The calls of a turn are made before any is waited for, so that they run at once.
         begun = [(names, group.call(*call)) for names, group, call in (calls[number] for number in turn)]
         answers += [answer for names, refs in begun for answer in _by_role(names, run.wait(refs))]
+    answers += judging.results().items()
     judged = [(name, results) for name, results in answers if name.startswith(TEACHER)]
     if judged:  # each has its own rows
         batch = merge_columns(batch, [part for _, results in judged for part in results], run.blocks)
@@ -125,33 +132,48 @@ _LENGTHS = ["prompt_ids", "response_ids"]  # columns that plans are made of
 Calls = list[tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]]  # roles, group, method and arguments
 
 
-def _teacher_calls(
-    run: Run, teachers: Mapping[str, Role], asked: pa.Table, read: ray.ObjectRef, config: TrainConfig
-) -> Calls:
-    """The calls by which several teachers judge the trajectories of their rows, each as many of them as there are.
-
-    Args:
-        asked: the trajectories as references read them, which `read` refers to.
+def _judged_rows(roles: Roles, asked: pa.Table) -> dict[str, np.ndarray]:
+    """The rows that each of several teachers judges, and a reference that engines serve, by role.
 
     Raises:
         ValueError: the trajectories do not say by whom they are judged, or by one that there is not.
     """
-    if not teachers or not needs_ref_log_probs(config):
-        return []
+    if "ref" in roles.judges:
+        return {"ref": np.arange(asked.num_rows)}
+    known = [*roles.teachers, *(role.removeprefix(TEACHER) for role in roles.judges)]
+    if not known:
+        return {}
     if TEACHER_COLUMN not in asked.column_names:
         raise ValueError(
             f"actor_rollout_ref.teachers: the trajectories have no column {TEACHER_COLUMN!r}, so that nothing says who judges them; give prompts as rows "
             "with their data source"
         )
     names = np.array(asked[TEACHER_COLUMN].to_pylist())
-    unknown = sorted(set(names.tolist()) - teachers.keys())
+    unknown = sorted(set(names.tolist()) - {*known})
     if unknown:
         raise ValueError(
-            f"actor_rollout_ref.teachers has {', '.join(teachers)}, and trajectories are to be judged by {unknown[0]!r}"
+            f"actor_rollout_ref.teachers has {', '.join(known)}, and trajectories are to be judged by {unknown[0]!r}"
         )
+    return {f"{TEACHER}{name}": np.flatnonzero(names == name) for name in known}
+
+
+def _teacher_calls(
+    run: Run,
+    teachers: Mapping[str, Role],
+    asked: pa.Table,
+    read: ray.ObjectRef,
+    config: TrainConfig,
+    judged: Mapping[str, np.ndarray],
+) -> Calls:
+    """The calls by which several teachers judge the trajectories of their rows, each as many of them as there are.
+
+    Args:
+        asked: the trajectories as references read them, which `read` refers to.
+        judged: the rows of each, by its role; empty: none is judged.
+    """
     top, calls = top_k_in_loss(config), []
     for name, teacher in teachers.items():
-        rows = np.flatnonzero(names == name)
+        rows = judged.get(f"{TEACHER}{name}", ())
         if not len(rows):
             continue
         # Ranks share rows evenly: the first come again until they can, and are computed twice.

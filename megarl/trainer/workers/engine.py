@@ -74,6 +74,8 @@ class _Requests:
 class EngineWorker:
     """One engine, or a further node's part of one: of `info.parts` processes this is number `info.part`."""
 
+    engine_class: type[SGLangEngine] = SGLangEngine
+
     def __init__(
         self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | AgentsSpec | None = None
     ) -> None:
@@ -85,7 +87,7 @@ class EngineWorker:
             check_sandbox(turns)
         if info.parts > 1:
             config = replace(config, nodes=info.parts, node=info.part, address=address(info))
-        self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)
+        self.engine = self.engine_class(config) if info.part == 0 else SGLangPart(config)
         self.engine.start()
         self.players: Players | Agents | None = None
         self._of: dict[str, _Requests] = {}

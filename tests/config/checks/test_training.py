@@ -330,6 +330,45 @@ def test_each_row_has_one_of_several_teachers(grpo: Train, folder: Path) -> None
         assert len(found) == 1 and found[0].startswith(problem), found
 
 
+def test_a_teacher_that_engines_serve_has_devices_of_its_own(grpo: Train, folder: Path) -> None:
+    """No key of Megatron's, and judges by sampled tokens or the most likely ones."""
+    shutil.copytree(folder / "model", folder / "served")
+    ref, teachers, used = "actor_rollout_ref.ref", "actor_rollout_ref.teachers", f"{ACTOR}.use_kl_loss=true"
+    pools = (
+        "resource_pools={global: {n_gpus_per_node: 4}, far: {n_gpus_per_node: 2}}",
+        "trainer.n_gpus_per_node=6",
+    )
+    path, engine, far = f"{ref}.model.path={folder}/served", f"{ref}.engine={{}}", f"{ref}.resource_pool=far"
+    right = (path, engine, far, *pools)
+    check_config(grpo(*right, used, f"{ACTOR}.kl_loss_type=top_k", "data.ref_prompt_key=told"))
+    check_config(
+        grpo(*right, "algorithm.use_kl_in_reward=true", f"{ref}.engine.tensor_model_parallel_size=2")
+    )
+    one = f"{teachers}.a={{engine: {{}}, resource_pool: far}}"
+    check_config(grpo(one, f"{teachers}.b={{}}", *pools, used))
+    refused = {
+        f"{ref}.engine: the engines of a teacher stay on devices": (path, engine, used),
+        f"{ref}.resource_pool='global' is also that of {ACTOR}, {ROLLOUT}": (path, engine, f"{ref}.resource_pool=global", used),
+        f"{teachers}.b.resource_pool='far' is also that of {teachers}.a": (one, one.replace(".a=", ".b="), *pools, used),
+        f"{ref}.megatron is of Megatron models": (*right, used, f"{ref}.megatron={{}}"),
+        f"{ref}.log_prob_max_token_len_per_gpu is of Megatron": (*right, used, f"{ref}.log_prob_max_token_len_per_gpu=9999"),
+        f"{ACTOR}.kl_loss_type=full compares whole": (*right, used, f"{ACTOR}.kl_loss_type=full"),
+        "algorithm.kl_penalty=full compares whole": (*right, "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"),
+        f"{ref}.engine.tensor_model_parallel_size=3 is more": (*right, used, f"{ref}.engine.tensor_model_parallel_size=3"),
+        f"{ref}.engine.max_total_tokens=9 is less": (*right, used, f"{ref}.engine.max_total_tokens=9"),
+        f"{ref}.engine.engine_kwargs": (*right, used, f"{ref}.engine.engine_kwargs={{tp_size: 2}}"),
+        f"{ref}.engine: with {teachers}": (one, engine, *pools, used),
+    }  # fmt: skip
+    for problem, keys in refused.items():
+        found = problems(grpo(*keys))
+        assert any(line.startswith(problem) for line in found), (problem, found)
+        assert len(found) <= 2, found
+    with pytest.raises(ValueError, match=r"strategy=sglang: give the section engine beside it"):
+        grpo(path, used, f"{ref}.strategy=sglang")
+    both = problems(grpo(*right))
+    assert [line.partition(":")[0] for line in both] == [f"{ref}.model.path", f"{ref}.engine"]
+
+
 def test_given_responses_go_with_divergences_of_distributions(grpo: Train) -> None:
     given, used = "data.given_response_key=told", f"{ACTOR}.use_kl_loss=true"
     exact = (given, used, f"{ACTOR}.kl_loss_type=full")

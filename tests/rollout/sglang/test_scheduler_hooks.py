@@ -4,8 +4,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megarl.rollout.sglang.scheduler_hooks import Heartbeat, waits_for_another
+from megarl.rollout.sglang.scheduler_hooks import Heartbeat, divided_by, waits_for_another
 
 PROMPT = list(range(5, 45))
 OTHER = [*PROMPT[:-1], 100]
@@ -64,3 +65,9 @@ def test_requests_of_all_groups_are_counted_where_none_computes_a_prompt(tmp_pat
         batch = SimpleNamespace(global_num_tokens=counts, is_extend_in_batch=prompts)
         heartbeat.beat_after("result", scheduler, batch)
         assert heartbeat.running() == running
+
+
+def test_logits_are_divided_in_float32():
+    logits = torch.tensor([[1.0, -3.0]], dtype=torch.bfloat16)
+    found = divided_by(0.7)(logits, "processor", "hidden states", metadata=None)
+    torch.testing.assert_close(found, torch.tensor([[1.0, -3.0]]) / 0.7)

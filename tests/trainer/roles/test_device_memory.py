@@ -121,7 +121,7 @@ def test_the_exact_kl_in_the_loss_keeps_the_reference_with_the_actor(used):
     actor = ActorConfig(
         ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0), use_kl_loss=used, kl_loss_type="full"
     )
-    policy = SimpleNamespace(actor=actor, ref=None, teachers=None)
+    policy = SimpleNamespace(actor=actor, ref=SimpleNamespace(engine=None), teachers=None)
     config = SimpleNamespace(actor_rollout_ref=policy, critic=None, algorithm=AlgorithmConfig())
     memory, log, _ = make()
     memory.needs = phase_needs(config)

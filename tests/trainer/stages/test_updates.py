@@ -61,7 +61,7 @@ class Group:
 def evaluated(actor, ref):
     run = SimpleNamespace(put=lambda value: value, wait=lambda refs: refs, plans=Plans(), blocks=Blocks())
     roles = SimpleNamespace(
-        actor=Role(actor, LAYOUT, CUT), ref=Role(ref, LAYOUT, CUT), critic=None, teachers={}
+        actor=Role(actor, LAYOUT, CUT), ref=Role(ref, LAYOUT, CUT), critic=None, teachers={}, judges={}
     )
     overrides = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"]
     config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", overrides))
@@ -91,6 +91,7 @@ def judged(table, **teachers):
         ref=None,
         critic=None,
         teachers={name: Role(group, LAYOUT, CUT) for name, group in teachers.items()},
+        judges={},
     )
     overrides = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"]
     config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", overrides))
@@ -162,6 +163,7 @@ def test_log_probs_and_values_are_computed_in_turns_on_the_same_gpus(gpu_id, cri
         ref=Role(actor, LAYOUT, CUT),
         critic=Role(critic, LAYOUT, CUT),
         teachers={},
+        judges={},
     )
     table = evaluate_models(run, roles, batch([3, 1, 4, 1, 5, 9, 2, 6]), config(), seed=1)
     assert worked_at_once(actor, critic) == at_once

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-_Original = distributed_c10d.ProcessGroupGloo
+_Original: Any = distributed_c10d.ProcessGroupGloo
 
 
 def make_group(store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
@@ -44,7 +44,9 @@ class _ProcessGroupGloo(metaclass=_Maker):
 
 def share_device() -> None:
     """Let torch.distributed make all groups of gloo of this process by `make_group` (torch 2.13)."""
-    distributed_c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = _ProcessGroupGloo
+    modules: tuple[Any, ...] = (distributed_c10d, torch.distributed)
+    for module in modules:
+        module.ProcessGroupGloo = _ProcessGroupGloo
 
 
 @functools.cache

@@ -12,7 +12,9 @@
   the largest decode graph, 8 MiB for each of 58 prefill graphs, or 1.5 GiB with latent attention.
 - An engine's sampler: with a seed for each request it has, for each of them and each token of the vocabulary, logits,
   probabilities and log-probs in float32, a hash of 4 bytes and two float64 (`multinomial_with_seed` in layers/sampler.py, 0.5.21). Validation
-  with top_k or top_p takes that; training rollouts, which megarl's own kernels sample, take the logits alone.
+  with top_k or top_p takes that; training rollouts, which megarl's own kernels sample, take the logits alone. Where these leave tokens out
+  (top_p, top_k, min_p), it has the probabilities as they are, cut and sorted, and their sums, in float32, the sorted tokens in int64, and the
+  hash and the two float64 as before.
 - Workspaces: of cuBLAS 32 MiB for each handle and stream on Hopper (torch; two of them), of Transformer Engine 32 MiB for GEMMs and four more
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
@@ -32,6 +34,7 @@ COMMUNICATOR = 24 * (4 + 4.7 + 0.5) * MIB
 DECODE_GRAPH, PREFILL_GRAPHS, PREFILL_GRAPHS_MLA = 2 * MIB, 58 * 8 * MIB, 1536 * MIB
 MOST_GRAPHED = 512  # requests of the largest decode graph
 SAMPLING = 4 + 4 + 4 + 4 + 8 + 8  # bytes of a request's token of the vocabulary
+SORTED_SAMPLING = 4 + 4 + 4 + 4 + 8 + 4 + 8 + 8
 CUBLAS, TRAINER_WORKSPACE, ENGINE_WORKSPACE = 64 * MIB, 5 * 32 * MIB, 384 * MIB
 FRAGMENTS = 1024 * MIB
 
@@ -41,6 +44,7 @@ class EngineRank:
     """A rank of an engine on the GPU: the engine's ranks, the rank's concurrent requests, and the relevant facts of its model.
 
     attention_tp: ranks that cut attention. tokens: of a request, for which a pass gives logits: the newest, and drafted ones.
+    leaves_out: whether training rollouts sample from a part of the vocabulary.
     """
 
     tp: int
@@ -49,6 +53,7 @@ class EngineRank:
     latent: bool
     attention_tp: int = 1
     tokens: int = 1
+    leaves_out: bool = False
 
 
 def communicators(layout: ParallelLayout) -> int:
@@ -84,7 +89,8 @@ def reserved(
         workspaces += CUBLAS + ENGINE_WORKSPACE
         graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
         graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS
-        sampling = SAMPLING * engine.requests * engine.tokens * engine.vocab_size
+        each = SORTED_SAMPLING if engine.leaves_out else SAMPLING
+        sampling = each * engine.requests * engine.tokens * engine.vocab_size
     return {
         f"CUDA contexts: {processes}": processes * CONTEXT,
         f"NCCL communicators: {groups}": round(groups * COMMUNICATOR),

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megarl.config import RolloutConfig, TrainConfig, needs_old_log_probs, needs_ref_log_probs, references
+from megarl.config import (
+    RolloutConfig,
+    TrainConfig,
+    leaves_tokens_out,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+    references,
+)
 from megarl.config.batches import UpdatePlan, answered_prompts, resolve_batches
 from megarl.config.resolve import TEACHER
 from megarl.costs.engine import Draft, EngineLoad, Generation, ServedModel, generation, token_bytes
@@ -181,6 +188,7 @@ def generate(
         dtype.itemsize,
         rollout.quantization == "fp8",
         drafting(rollout, inputs),
+        leaves_tokens_out(rollout),
     )
     prompts = -(-answered_prompts(config) // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)

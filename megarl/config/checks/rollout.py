@@ -163,9 +163,9 @@ def training_sampling_problems(config: TrainConfig) -> Iterator[str]:
                 f"{_ROLLOUT}.{name}={value}: training rollouts must sample from the policy as it is ({name}={allowed:g}), because the trainer's "
                 f"log-probs know of no penalty (rollout.val_kwargs.{name} may be set)"
             )
-    if rollout.top_k in (0, 1):
+    if rollout.top_k == 1:
         yield (
-            f"{_ROLLOUT}.top_k={rollout.top_k}: a token that is drawn from one has the log-prob 0 and no gradient, so that nothing would be learnt; "
+            f"{_ROLLOUT}.top_k=1: a token that is drawn from one has the log-prob 0 and no gradient, so that nothing would be learnt; "
             "set it to -1 (all) or at least 2"
         )
     if leaves_tokens_out(rollout):

@@ -15,7 +15,7 @@ def test_updates_are_on_policy_exactly_and_can_be_replayed(task: Path, tmp_path:
     """Two steps of an update each, whose old log-probs are of a pass before it, since rewards have the KL to the reference."""
     succeed(
         "train", *PPO, *on(task, tmp_path), "trainer.total_training_steps=2", "trainer.save_freq=1",
-        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=30",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.top_p=0.2", "actor_rollout_ref.rollout.top_k=300",
         "actor_rollout_ref.rollout.min_p=0.001", "actor_rollout_ref.rollout.temperature=0.9",
     )  # fmt: skip
     first, second = steps(tmp_path)
@@ -24,7 +24,7 @@ def test_updates_are_on_policy_exactly_and_can_be_replayed(task: Path, tmp_path:
         assert step["training/rollout_log_prob_diff_max"] < 1e-4
         batch = read_trajectories(tmp_path / "rollouts" / f"step-{number:06d}.parquet")
         counts, log_probs = ragged(batch, KEPT_COUNTS)[0], ragged(batch, "old_log_probs")[0]
-        assert 1 <= counts.min() < counts.max() <= 30 and step["rollout/kept_tokens/max"] == counts.max()
+        assert 1 <= counts.min() < counts.max() <= 300 and step["rollout/kept_tokens/max"] == counts.max()
         assert not log_probs[counts == 1].any()
         assert step["rollout/kept_tokens/alone"] == pytest.approx(np.mean(counts == 1))
         assert step["actor/entropy"] < np.log(counts).mean()

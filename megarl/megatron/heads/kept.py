@@ -111,7 +111,7 @@ class _KeptLogProbs(torch.autograd.Function):
         total = None
         if ctx.needs_input_grad[1]:
             total = gradient_sum(weight) if weight.is_cuda else torch.zeros_like(weight, dtype=torch.float32)
-        buffer = logits_buffer(hidden, share)
+        buffer = grad_logits = logits_buffer(hidden, share)
         for chunk in chunks_of(hidden.shape[0], share.chunk_tokens):
             grad_logits = buffer[: chunk.stop - chunk.start, : share.rows].zero_()
             own = slice(kept.bounds[chunk.start], kept.bounds[chunk.stop])
@@ -122,7 +122,7 @@ class _KeptLogProbs(torch.autograd.Function):
             torch.mm(grad_logits, weight[: share.rows], out=grad_hidden[chunk])
             if total is not None:
                 add_product(total[: share.rows], grad_logits, hidden[chunk])
-        del buffer
+        del buffer, grad_logits  # before a tensor as large as the weight is allocated
         return grad_hidden, None if total is None else given_gradient(weight, total), None, None, None
 
 

@@ -22,8 +22,8 @@ _WEIGHTS = (
 _TOKENS = "engines are given token ids and answer with token ids: no tokenizer, template or parser is used"
 _PLACE = "megarl starts the engine's processes and gives them their devices, addresses and ports"
 _SAMPLING = (
-    "each request is sampled with its own seed from the whole distribution, whose log-probs the trainer compares with its own; sampling is "
-    "set by rollout.temperature, rollout.seed, rollout.deterministic and rollout.val_kwargs"
+    "each request is sampled with its own seed from a distribution whose log-probs the trainer compares with its own; sampling is set by "
+    "rollout.temperature, top_p, top_k, min_p, seed, deterministic and val_kwargs"
 )
 _CACHE = (
     "a sync empties the cache on the devices, and memory that is planned and released is that cache; another store of keys and values "

@@ -215,6 +215,11 @@ def top_k_in_loss(config: TrainConfig) -> bool:
     return actor.use_kl_loss and actor.kl_loss_type == "top_k"
 
 
+def leaves_tokens_out(rollout: RolloutConfig) -> bool:
+    """Whether training rollouts sample from a part of the vocabulary at each token."""
+    return rollout.top_p < 1.0 or rollout.top_k != -1 or rollout.min_p > 0.0
+
+
 def needs_ref_log_probs(config: TrainConfig) -> bool:
     """Whether the reference is run by itself before the updates, for its log-probs of the responses."""
     in_loss = config.actor_rollout_ref.actor.use_kl_loss and not full_kl_in_loss(config)

@@ -166,6 +166,9 @@ def _request_states(
 
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw
+# The same where some tokens are left out (SGLang 0.5.21, layers/sampler.py): four passes of a radix sort over values and numbers of 12 bytes, and
+# probabilities, their sums, cuts, logarithms and noise in float64, operation by operation.
+_SORTED_SAMPLING = 4 * 2 * 12 + 200
 _SLICES = 32  # of the time in which the batch shrinks
 _EULER = 0.5772
 
@@ -190,6 +193,7 @@ class ServedModel:
 
     Attributes:
         draft: how tokens are drafted.
+        leaves_out: whether tokens are drawn from a part of the vocabulary.
         weights: bytes of them. token: bytes of one in its cache.
         itemsize: bytes of an activation, and of unquantised weights. quantized: whether linear layers are in float8.
     """
@@ -203,6 +207,7 @@ class ServedModel:
     itemsize: int = 2
     quantized: bool = False
     draft: Draft = Draft()
+    leaves_out: bool = False
 
     @property
     def peak(self) -> float:
@@ -256,7 +261,8 @@ class ServedModel:
         drafted = self.draft.tokens * self.draft.read / (gpu.hbm * assumed.hbm)
         tokens = self._tokens(batch)
         rows = tokens / self.layout.dp
-        sampled = rows * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
+        each = _SORTED_SAMPLING if self.leaves_out else _SAMPLING
+        sampled = rows * self.config.vocab_size * each / (gpu.hbm * assumed.hbm)
         launched = sum(decode_kernels(self.config, layer) for layer in self.flops.layers) * assumed.kernel
         return (
             max(read, computed) + launched + sampled + self._sent(tokens, waits=True) + drafted + assumed.step

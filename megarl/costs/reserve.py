@@ -12,7 +12,9 @@
   the largest decode graph, 8 MiB for each of 58 prefill graphs, or 1.5 GiB with latent attention.
 - An engine's sampler: with a seed for each request it has, for each of them and each token of the vocabulary, logits,
   probabilities and log-probs in float32, a hash of 4 bytes and two float64 (`multinomial_with_seed` in layers/sampler.py, 0.5.21). Validation
-  with top_k or top_p takes that; training rollouts, which megarl's own kernels sample, take the logits alone.
+  with top_k or top_p takes that; training rollouts, which megarl's own kernels sample, take the logits alone. Where these leave tokens out
+  (top_p, top_k, min_p), it has the probabilities as they are, cut and sorted, and their sums, in float32, the sorted tokens in int64, and the
+  hash and the two float64 as before.
 - An engine that judges texts has no graphs and no sampler. It makes logits of 2048 tokens at a time (SGLANG_LOGPROB_CHUNK_SIZE), up to three times in
   float32: its own rows of the head, those of all ranks, and these in one piece (0.5.21, `_can_borrow_logprob_memory` in
   layers/logprob_processor.py).
@@ -36,6 +38,7 @@ DECODE_GRAPH, PREFILL_GRAPHS, PREFILL_GRAPHS_MLA = 2 * MIB, 58 * 8 * MIB, 1536 *
 MOST_GRAPHED = 512  # requests of the largest decode graph
 SAMPLING = 4 + 4 + 4 + 4 + 8 + 8  # bytes of a request's token of the vocabulary
 JUDGED_LOGITS = 2048 * 3 * 4  # bytes of a token of the vocabulary
+SORTED_SAMPLING = 4 + 4 + 4 + 4 + 8 + 4 + 8 + 8
 CUBLAS, TRAINER_WORKSPACE, ENGINE_WORKSPACE = 64 * MIB, 5 * 32 * MIB, 384 * MIB
 FRAGMENTS = 1024 * MIB
 
@@ -46,6 +49,7 @@ class EngineRank:
 
     attention_tp: ranks that cut attention. tokens: of a request, for which a pass gives logits: the newest, and drafted ones.
     judges: whether it only judges texts, so that it decodes, captures and samples nothing.
+    leaves_out: whether training rollouts sample from a part of the vocabulary.
     """
 
     tp: int
@@ -55,6 +59,7 @@ class EngineRank:
     attention_tp: int = 1
     tokens: int = 1
     judges: bool = False
+    leaves_out: bool = False
 
 
 def communicators(layout: ParallelLayout) -> int:
@@ -93,7 +98,8 @@ def reserved(
         else:
             graphs = DECODE_GRAPH * min(engine.requests, MOST_GRAPHED)
             graphs += PREFILL_GRAPHS_MLA if engine.latent else PREFILL_GRAPHS
-            sampling = SAMPLING * engine.requests * engine.tokens * engine.vocab_size
+            each = SORTED_SAMPLING if engine.leaves_out else SAMPLING
+            sampling = each * engine.requests * engine.tokens * engine.vocab_size
     return {
         f"CUDA contexts: {processes}": processes * CONTEXT,
         f"NCCL communicators: {groups}": round(groups * COMMUNICATOR),

@@ -11,7 +11,8 @@ Guarantees, each asserted by a test:
 - gathered rows are those of Arrow's own `take`, and a block of memory is given out again only when no array and no column
   that was made on it is left.
 
-The experts that tokens were routed to are a column where engines return them (routing.py): one entry for each token but the last.
+The experts that tokens were routed to are a column where engines return them (routing.py): one entry for each token but the last. So are the
+tokens that each token of a response was drawn from (kept.py): two columns of lists, of which one has a number for each token of the response.
 
 A token of a response that the policy did not choose, an environment's, is false in `response_mask` and 0 in
 `rollout_log_probs`.
@@ -40,6 +41,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megarl.data.files import open_parquet, write_parquet
+from megarl.data.kept import KEPT_COUNTS, KEPT_IDS, KeptTokens, kept_of
 from megarl.data.routing import (
     ROUTED_EXPERTS,
     RoutingShape,
@@ -203,6 +205,7 @@ class Generation:
     routed_experts: np.ndarray | None = (
         None  # [prompt and response - 1, layers, top_k], see routing.py; None: unknown
     )
+    kept: KeptTokens | None = None  # of the response's tokens; None: unknown, or no token was left out
 
 
 # Fields that become a column each.
@@ -232,13 +235,17 @@ def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
 
 
 def build_trajectories(
-    requests: pa.Table, generations: Iterable[Generation], routing: RoutingShape | None = None
+    requests: pa.Table,
+    generations: Iterable[Generation],
+    routing: RoutingShape | None = None,
+    keeps: bool = False,
 ) -> pa.Table:
     """Join requests (from `expand_prompts`) with their generations, which may come in any order.
 
     Args:
         routing: what the generations say of experts; a trajectory that failed before the policy's first turn has any experts, since
             no token of it counts. None: nothing.
+        keeps: whether the table has the columns of kept tokens; a generation without has none.
 
     Returns:
         A table of `TRAJECTORY_SCHEMA`, validated, rows in the order of the requests.
@@ -288,6 +295,11 @@ def build_trajectories(
             for generation, size in zip(ordered, sizes, strict=True)
         ]
         table = table.append_column(ROUTED_EXPERTS, routing_column(routed, routing))
+    if keeps:
+        kept = [kept_of(generation.kept, len(generation.response_ids)) for generation in ordered]
+        lists = {KEPT_IDS: [one.ids for one in kept], KEPT_COUNTS: [one.counts for one in kept]}
+        for name, values in lists.items():
+            table = table.append_column(name, from_ragged(*from_lists(values, np.int32)))
     # The users of log-probs decide about values that are not finite.
     validate_trajectories(table, finite=False)
     return with_carried(table, requests)
@@ -349,7 +361,8 @@ def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
     Raises:
         ValueError: a column is missing, of another type or has nulls; uids repeat; a prompt or response is
             empty; a response-aligned list has another length than its response; log-probs are not finite; an
-            unknown finish reason; there are experts for more or fewer than all tokens but the last. The first offending trajectory is named.
+            unknown finish reason; there are experts for more or fewer than all tokens but the last, or more or fewer kept tokens than
+            counted. The first offending trajectory is named.
     """
     check_schema(table, TRAJECTORY_SCHEMA)
     uids = table["uid"].to_pylist()
@@ -367,6 +380,11 @@ def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
     if ROUTED_EXPERTS in table.column_names:
         wrong = list_lengths(table, ROUTED_EXPERTS) != sequence_lengths(table) - 1
         _refuse_rows(wrong, uids, f"{ROUTED_EXPERTS} has no entry for each token but the last")
+    if KEPT_IDS in table.column_names:
+        counts, bounds = ragged(table, KEPT_COUNTS)
+        totals = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])[bounds]
+        wrong = list_lengths(table, KEPT_IDS) != np.diff(totals)
+        _refuse_rows(wrong, uids, f"{KEPT_IDS} has another number of tokens than {KEPT_COUNTS} says")
     log_probs, offsets = ragged(table, "rollout_log_probs")
     wrong = np.flatnonzero(~np.isfinite(log_probs)) if finite else []
     bad_rows = np.zeros(len(uids), dtype=np.bool_)
@@ -403,7 +421,7 @@ def check_schema(table: pa.Table, schema: pa.Schema) -> None:
 
 def response_columns(table: pa.Table) -> list[str]:
     """Names of the response-aligned list columns: all list columns but those of prompt or whole sequence."""
-    others = ("prompt_ids", REF_PROMPT_IDS, ROUTED_EXPERTS)
+    others = ("prompt_ids", REF_PROMPT_IDS, ROUTED_EXPERTS, KEPT_IDS)
     return [field.name for field in table.schema if pa.types.is_list(field.type) and field.name not in others]
 
 

@@ -260,5 +260,6 @@ def _cut(
         log_probs=list(generation.log_probs)[:count],
         finish_reason="stop",
         routed_experts=experts,
+        kept=None if generation.kept is None else generation.kept.first(count),
     )
     return cut, text[:place], stop

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megarl.data.kept import KeptTokens, kept_of
 from megarl.data.trajectories import Generation
 from megarl.gateway.messages import Message, are_same, is_turn
 
@@ -185,6 +186,7 @@ def _trajectory(uid: str, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Gener
     ids: list[int] = []
     mask: list[bool] = []
     log_probs: list[float] = []
+    kept: list[KeptTokens] = []
     for turn in path:
         given = () if turn is path[0] else turn.prompt.ids
         said = turn.generation.response_ids
@@ -192,8 +194,9 @@ def _trajectory(uid: str, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Gener
         ids += [*given, *said]
         mask += [False] * len(given) + [chosen] * len(said)
         log_probs += [0.0] * len(given) + ([*turn.generation.log_probs] if chosen else [0.0] * len(said))
+        kept += [kept_of(None, len(given)), kept_of(turn.generation.kept if chosen else None, len(said))]
     first, last = path[0].generation, leaf.generation
-    experts = [turn.generation.routed_experts for turn in path]
+    experts, drawn_from = [turn.generation.routed_experts for turn in path], KeptTokens.joined(kept)
     return Generation(
         uid,
         ids,
@@ -207,4 +210,5 @@ def _trajectory(uid: str, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Gener
         if last.last_weight_version is None
         else last.last_weight_version,
         routed_experts=None if any(part is None for part in experts) else np.concatenate(experts),  # type: ignore[arg-type]
+        kept=drawn_from if len(drawn_from.ids) else None,
     )

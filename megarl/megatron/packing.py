@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.data.balance import aligned_lengths, shared_tokens
+from megarl.data.kept import KEPT_COUNTS, KEPT_IDS
 from megarl.data.routing import RoutingShape, binary_values, routings
 
 
@@ -67,6 +68,21 @@ class LaterTokens:
     def rows(self) -> list[tuple[Tensor, Tensor]]:
         """The tokens [live] and the positions [live] of each row that count."""
         return [(ids[live], live) for ids, live in zip(self.ids, self.live.split(self.counts), strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class KeptVocabulary:
+    """The tokens that the token at each live position was drawn from (data/kept.py).
+
+    Attributes:
+        ids: int32 [sum of counts]; of one position after the other.
+        counts: int64 [live].
+        bounds: int64 [live + 1]; where each position's begin in `ids`, on the host.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    bounds: np.ndarray
 
 
 @dataclass
@@ -111,6 +127,7 @@ class PackedBatch:
         experts: uint8 or int16 [tokens, this rank's layers with experts, top_k]; the experts that routers are to choose; None: their own.
         is_routed: bool [tokens]; where `experts` has some. At others, such as a sequence's last token, routers choose themselves.
         later: what layers of multi-token prediction predict; None: they are not run.
+        kept: what the tokens at live positions were drawn from, in whose distributions their log-probs are; None: all tokens.
     """
 
     input_ids: Tensor
@@ -132,6 +149,7 @@ class PackedBatch:
     experts: Tensor | None = None
     is_routed: Tensor | None = None
     later: LaterTokens | None = None
+    kept: KeptVocabulary | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -256,12 +274,14 @@ class HostBatch:
         tensors: start, type and shape of each, by name; fields are called "fields.<name>".
         facts: the rest of it.
         later_counts: of its `LaterTokens`.
+        kept_bounds: of its `KeptVocabulary`.
     """
 
     buffer: np.ndarray
     tensors: dict[str, tuple[int, np.dtype, tuple[int, ...]]]
     facts: dict[str, Any]
     later_counts: tuple[int, ...] = ()
+    kept_bounds: np.ndarray | None = None
 
     def on_device(self, device: torch.device | None = None) -> PackedBatch:
         """
@@ -281,7 +301,10 @@ class HostBatch:
         later = None
         if "later_ids" in tensors:
             later = LaterTokens(tensors.pop("later_ids"), tensors.pop("later_live"), self.later_counts)
-        batch = PackedBatch(fields=fields, later=later, **tensors, **self.facts)
+        kept = None
+        if self.kept_bounds is not None:
+            kept = KeptVocabulary(tensors.pop("kept_ids"), tensors.pop("kept_counts"), self.kept_bounds)
+        batch = PackedBatch(fields=fields, later=later, kept=kept, **tensors, **self.facts)
         batch.cu_seqlens.positions = batch.position_ids[0]
         return batch
 
@@ -354,6 +377,7 @@ def arrange_trajectories(
     share_prompts: bool = False,
     routing: Routing | None = None,
     depth: int = 0,
+    keeps: bool = False,
     **alignment: Unpack[Alignment],
 ) -> HostBatch:
     """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
@@ -364,10 +388,11 @@ def arrange_trajectories(
         share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
         routing: which experts of the trajectories are packed; None: none.
         depth: rows of `LaterTokens`; 0: the batch has none.
+        keeps: pack the tokens that response tokens were drawn from (`KeptVocabulary`), if the table has them.
 
     Raises:
         ValueError: a column is missing, has nulls, or does not fit the responses; an empty prompt (its first
-            response token would have no position that predicts it).
+            response token would have no position that predicts it); a live token was not drawn from its kept tokens.
     """
     prompts, prompt_lengths = _ragged(table, rows, "prompt_ids")
     responses, counts = _ragged(table, rows, "response_ids")
@@ -401,8 +426,31 @@ def arrange_trajectories(
                 f"row {rows[row]}: {lengths[row]} tokens have {routed[row]} entries of experts, not one less"
             )
     assert not (depth and share_prompts), "layers of multi-token prediction have sequences of their own"
-    given = (tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, experts, depth)
+    kept = _kept(table, rows, responses, mask) if keeps and KEPT_IDS in table.column_names else None
+    given = (tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, experts, depth, kept)
     return _arrange(*given, **alignment)
+
+
+def _kept(
+    table: pa.Table, rows: Sequence[int], responses: np.ndarray, mask: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The kept tokens of all response tokens of `rows`, end to end, and how many each has (int64)."""
+    ids, _ = _ragged(table, rows, KEPT_IDS)
+    counts = _ragged(table, rows, KEPT_COUNTS)[0].astype(np.int64)
+    if len(counts) != len(responses) or counts.sum() != len(ids):
+        raise ValueError(
+            f"columns {KEPT_COUNTS!r} and {KEPT_IDS!r} have {len(counts)} counts for {len(responses)} response tokens and {len(ids)} tokens for "
+            f"{counts.sum()} that are counted"
+        )
+    drawn = np.repeat(np.arange(len(counts)), counts)[ids == np.repeat(responses, counts)]
+    missing = np.array(mask, dtype=bool)
+    missing[drawn] = False
+    if missing.any():
+        raise ValueError(
+            f"column {KEPT_IDS!r}: {missing.sum()} of {np.sum(mask)} live tokens are not among their own, such as token "
+            f"{responses[int(missing.argmax())]}: they were drawn otherwise"
+        )
+    return ids, counts
 
 
 def arrange_sequences(
@@ -475,6 +523,7 @@ def _arrange(
     shared: np.ndarray | None = None,
     experts: np.ndarray | None = None,
     depth: int = 0,
+    kept: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     tp: int = 1,
     cp: int = 1,
@@ -491,6 +540,7 @@ def _arrange(
         shared: see `PackedBatch`.
         experts: [sum of lengths - 1, layers, top_k]; of all tokens but each sequence's last.
         depth: rows of `LaterTokens`.
+        kept: [sum of the second], [sum of counts]; kept tokens of all predicted tokens, and how many each has.
     """
     assert len(lengths) > 0, "a packed batch holds at least one sequence"
     aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel, multiple=multiple)
@@ -529,6 +579,13 @@ def _arrange(
         arrays["later_ids"] = np.stack([ids[local] for ids, _ in rows])
         lives = [np.flatnonzero(live[local]) for _, live in rows]
         arrays["later_live"], later_counts = np.concatenate(lives), tuple(map(len, lives))
+    kept_bounds = None
+    if kept is not None:
+        ids, sizes = kept
+        own = spread(np.arange(len(sizes)), np.int64, predictors)[arrays["live"]]
+        arrays["kept_counts"] = sizes[own]
+        arrays["kept_ids"] = ids[spans((np.cumsum(sizes) - sizes)[own], sizes[own])].astype(np.int32)
+        kept_bounds = np.concatenate([[0], np.cumsum(sizes[own])])
     for name, values in (fields or {}).items():
         dtype = bool if values.dtype == bool else np.float32
         arrays[f"{_FIELD}{name}"] = spread(values, dtype, predictors)
@@ -551,7 +608,7 @@ def _arrange(
     for name, array in arrays.items():
         start = tensors[name][0]
         buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return HostBatch(buffer, tensors, facts, later_counts)
+    return HostBatch(buffer, tensors, facts, later_counts, kept_bounds)
 
 
 def _later(

@@ -17,6 +17,7 @@ from megarl.config import (
     TrainConfig,
     TuningConfig,
     evaluates,
+    leaves_tokens_out,
     pool_devices,
     reference_in_actor,
     reference_is_actor,
@@ -246,7 +247,13 @@ def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
         requests, cut = rollout.max_num_seqs // layout.dp, layout.tp // layout.dp
         drafted = 0 if rollout.speculative.algorithm is None else rollout.speculative.num_draft_tokens
         engine = EngineRank(
-            layout.tp, requests, model.vocab_size, model.mla is not None, attention_tp=cut, tokens=1 + drafted
+            layout.tp,
+            requests,
+            model.vocab_size,
+            model.mla is not None,
+            attention_tp=cut,
+            tokens=1 + drafted,
+            leaves_out=leaves_tokens_out(rollout),
         )
     # Weights are exchanged among the actor's ranks, and with engines that have devices of their own.
     actors, several = config.actor_rollout_ref.actor.resource_pool, pool_devices(config.resource_pools, pool)

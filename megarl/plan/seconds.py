@@ -15,6 +15,7 @@ from megarl.config import (
     RolloutConfig,
     TrainConfig,
     all_references,
+    leaves_tokens_out,
     needs_old_log_probs,
     needs_ref_log_probs,
     references,
@@ -192,6 +193,7 @@ def generate(
         dtype.itemsize,
         rollout.quantization == "fp8",
         drafting(rollout, inputs),
+        leaves_tokens_out(rollout),
     )
     prompts = -(-answered_prompts(config) // rollout.num_engines)
     running = min(rollout.max_num_seqs, kv_tokens // texts.total)

@@ -96,6 +96,7 @@ class EngineConfig:
             the cache. On a CPU in float32 only.
         request_timeout: seconds within which an engine with requests must compute its next tokens, and calls end.
         return_routed_experts: whether answers have the experts that each token was routed to (`Generation.routed_experts`).
+        most_kept: the most tokens that a request with `SamplingParams.return_kept` draws from; None: there are no such requests.
         kv_cache_dtype: of keys and values on a GPU: "fp8_e4m3" or "fp8_e5m2"; None: `dtype`.
         moe_runner_backend: kernels of experts on a GPU: "triton" or "deep_gemm"; None: deep_gemm with DeepEP, else triton.
         moe_a2a_backend: how tokens reach experts of other ranks on a GPU: "deepep"; None: every rank has all tokens.
@@ -129,6 +130,7 @@ class EngineConfig:
     adapters: AdapterConfig | None = None
     deterministic: bool = False
     return_routed_experts: bool = False
+    most_kept: int | None = None
     kv_cache_dtype: str | None = None
     moe_runner_backend: str | None = None
     moe_a2a_backend: str | None = None
@@ -158,9 +160,11 @@ class SamplingParams:
         frequency_penalty, presence_penalty: subtracted from a token's logit for each of its occurrences in the response, and once if
             there are any.
         max_new_tokens: most tokens of a response, its end token included.
+        return_kept: whether the generation has the tokens that each token was drawn from (`Generation.kept`). They are MOST_KEPT at most,
+            the most probable ones.
 
     A generation's log-probs are those of the distribution after temperature and penalties, and before top_p, top_k
-    and min_p cut it (temperature 0: at temperature 1).
+    and min_p cut it (temperature 0: at temperature 1); with `return_kept` after these, of the kept tokens alone.
     """
 
     temperature: float = 1.0
@@ -173,6 +177,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     seed: int = 1
     ignore_eos: bool = False
+    return_kept: bool = False
 
     @property
     def has_penalties(self) -> bool:

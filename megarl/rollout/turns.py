@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from megarl.config.schema.rollout import MultiTurnConfig
+from megarl.data.kept import KeptTokens, kept_of
 from megarl.environments.environment import Environment, Observation, StepResult, Task, Turn
 from megarl.rollout.continuation import Continuation
 from megarl.rollout.engine import Generation, SamplingParams
@@ -203,6 +204,8 @@ class _Draft:
         default_factory=list
     )  # of the tokens, by turn, where the engine returns them
 
+    kept: list[KeptTokens] = field(default_factory=list)  # of each turn and observation
+
     @property
     def num_routed(self) -> int:
         """Tokens, from the first one on, whose experts are known."""
@@ -227,12 +230,19 @@ class _Draft:
         )
         if generation.routed_experts is not None:
             self.experts.append(generation.routed_experts)
-        self._add(generation.response_ids, generation.log_probs, True)
+        self._add(generation.response_ids, generation.log_probs, True, generation.kept)
 
     def add_observation(self, ids: Sequence[int]) -> None:
         self._add(ids, [0.0] * len(ids), False)
 
-    def _add(self, ids: Sequence[int], log_probs: Sequence[float], chosen: bool) -> None:
+    def _add(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        chosen: bool,
+        kept: KeptTokens | None = None,
+    ) -> None:
+        self.kept.append(kept_of(kept, len(ids)))
         self.ids.extend(ids)
         self.log_probs.extend(log_probs)
         self.mask.extend([chosen] * len(ids))
@@ -267,6 +277,7 @@ class _Draft:
         if not self.ids:  # it failed before the first turn, and a response has at least one token
             self._add(self.prompt_ids[-1:], [0.0], False)
         numbers = {"num_turns": float(self.num_turns), **self.numbers}
+        kept = KeptTokens.joined(self.kept)
         return Generation(
             self.uid,
             self.ids,
@@ -280,6 +291,7 @@ class _Draft:
             prompt_ids=None if self.prompt_ids == list(request_ids) else self.prompt_ids,
             last_weight_version=last,
             routed_experts=np.concatenate(self.experts) if self.experts else None,
+            kept=kept if len(kept.ids) else None,
         )
 
 

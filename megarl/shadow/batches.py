@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
-from megarl.config import TrainConfig, is_single_update, top_k_in_loss
+from megarl.config import TrainConfig, is_single_update, leaves_tokens_out, top_k_in_loss
+from megarl.data.kept import KEPT_COUNTS, KEPT_IDS
 from megarl.data.routing import (
     ROUTED_EXPERTS,
     RoutingShape,
@@ -20,12 +21,13 @@ from megarl.data.routing import (
     list_of_binary,
     routing_column,
 )
-from megarl.data.trajectories import REF_TOP_TOKENS
+from megarl.data.trajectories import REF_TOP_TOKENS, from_ragged
 from megarl.megatron.router_replay import routing_shape
 from megarl.models import read_model_config
 from megarl.trainer.workers.model import Share
 
 VOCABULARY = 1000  # token ids are below
+KEPT = 32  # tokens that each token of a response was drawn from, where tokens are left out
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,16 @@ def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[B
         shape = routing_shape(read_model_config(config.actor_rollout_ref.model.path))
         experts = [draw_experts(shape, prompt + length - 1) for length in responses]
         table = table.append_column(ROUTED_EXPERTS, routing_column(experts, shape))
+    if leaves_tokens_out(config.actor_rollout_ref.rollout):
+        drawn = table["response_ids"].combine_chunks().flatten().to_numpy()
+        ids = ((drawn[:, None] + np.arange(KEPT)) % VOCABULARY).astype(np.int32)
+        bounds = np.cumsum([0, *responses])
+        kept = {
+            KEPT_IDS: from_ragged(ids.reshape(-1), KEPT * bounds),
+            KEPT_COUNTS: from_ragged(np.full(len(drawn), KEPT, np.int32), bounds),
+        }
+        for name, values in kept.items():
+            table = table.append_column(name, values)
     copies = 1 if fill.uneven else fill.dp
     counts = LossCounts(copies * sum(responses), copies * len(responses))
     return Batch(table, fill.shares(micro_batches)), counts

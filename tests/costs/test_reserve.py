@@ -1,5 +1,7 @@
 """What is on a GPU beside planned tensors: each term by what causes it."""
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.costs.reserve import CONTEXT, MIB, EngineRank, communicators, reserved
@@ -39,6 +41,8 @@ def test_an_engine_by_its_requests_and_vocabulary() -> None:
     rows = reserved([], ENGINE)
     assert rows["CUDA graphs"] == (256 * 2 + 58 * 8) * MIB
     assert rows["sampling"] == 32 * 256 * 152064
+    sorted_rows = reserved([], replace(ENGINE, leaves_out=True))
+    assert sorted_rows == {**rows, "sampling": 44 * 256 * 152064}
     latent = reserved([], EngineRank(tp=1, requests=1024, vocab_size=129280, latent=True))
     assert latent["CUDA graphs"] == (512 * 2 + 1536) * MIB
     assert latent["NCCL communicators: 0"] == 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from megarl.data.kept import KeptTokens
 from megarl.data.tokenizer import render_text
 from megarl.data.trajectories import Generation
 from megarl.gateway.messages import assistant, call, is_turn
@@ -54,9 +55,10 @@ class Record:
         self.tokens += len(ids)
         places = np.arange(prompt.experts_from(), len(given) + len(ids) - 1, dtype="<u2")
         experts = np.broadcast_to(places[:, None, None], (len(places), 2, 1)).copy()
+        kept = KeptTokens(np.repeat(np.array(log_probs, np.int32), 2), np.full(len(ids), 2, np.int32))
         generation = Generation(
             str(len(self.asked)), ids, log_probs, "stop" if ended else "length", len(self.asked) + 1,
-            routed_experts=experts,
+            routed_experts=experts, kept=kept,
         )  # fmt: skip
         self.asked.append((given, generation))
         return generation, ended
@@ -85,6 +87,10 @@ def check(tree, record):
             assert [*given, *generation.response_ids[: number + 1]] == whole[: begin + place + 1]
             trained.append(log_prob)
         assert trajectory.routed_experts[:, 0, 0].tolist() == list(range(len(whole) - 1))
+        live = trajectory.response_mask
+        assert trajectory.kept.counts.tolist() == [2 * chosen for chosen in live]
+        drawn = [own for own, chosen in zip(trajectory.log_probs, live, strict=True) if chosen]
+        assert trajectory.kept.ids.tolist() == [own for own in drawn for _ in range(2)]
         last = by_log_prob[trajectory.log_probs[-1]][1]
         assert trajectory.last_weight_version == last.weight_version
         assert trajectory.finish_reason == last.finish_reason

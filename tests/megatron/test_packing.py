@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data.kept import KEPT_COUNTS, KEPT_IDS
 from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
 from megarl.megatron.packing import (
     HostBatch,
@@ -110,6 +111,43 @@ def test_experts_lie_at_their_tokens(num_experts: int, cp: int, sp: bool) -> Non
     short = table.set_column(4, ROUTED_EXPERTS, routing_column([experts[0][1:], *experts[1:]], shape))
     with pytest.raises(ValueError, match="row 0: 7 tokens have 5 entries of experts, not one less"):
         arrange_trajectories(short, [0, 1, 2], routing=Routing(shape, (0,)))
+
+
+@pytest.mark.parametrize(("cp", "sp"), [(1, False), (2, False), (2, True)])
+def test_kept_tokens_are_those_of_live_positions(cp: int, sp: bool) -> None:
+    """Also where context parallel ranks have chunks of a sequence; tokens that were not drawn have none."""
+    lengths, tp = [(3, 4), (1, 1), (2, 6)], 2 if sp else 1
+    rows, sets, number = [], {}, 100  # tokens of these sequences are different
+    for prompt, response in lengths:
+        ids = list(range(number, number + prompt + response))
+        number += len(ids)
+        mask = [place % 3 != 1 for place in range(response)]
+        rows.append({"prompt_ids": ids[:prompt], "response_ids": ids[prompt:], "response_mask": mask})
+        for token, live in zip(ids[prompt:], mask, strict=True):
+            sets[token] = [*range(token % 3), token] if live else []
+    table = trajectory_table([{**row, "advantages": [0.0] * len(row["response_ids"])} for row in rows])
+    own = [[sets[token] for token in row["response_ids"]] for row in rows]
+    counts = pa.array([list(map(len, row)) for row in own], pa.list_(pa.int32()))
+    flat = pa.array([[token for sets_of in row for token in sets_of] for row in own], pa.list_(pa.int32()))
+    table = table.append_column(KEPT_IDS, flat).append_column(KEPT_COUNTS, counts)
+    found = {}
+    for cp_rank in range(cp):
+        how = {"tp": tp, "cp": cp, "cp_rank": cp_rank, "sequence_parallel": sp}
+        batch = arrange_trajectories(table, [2, 0, 1], keeps=True, **how).on_device()
+        assert batch.kept.counts.tolist() == np.diff(batch.kept.bounds).tolist()
+        parts = batch.kept.ids.split(batch.kept.counts.tolist())
+        found |= {
+            int(label): ids.tolist() for label, ids in zip(batch.labels[batch.live], parts, strict=True)
+        }
+        assert arrange_trajectories(table, [2, 0, 1], **how).on_device().kept is None
+    assert found == {token: own for token, own in sets.items() if own}
+    later = pa.array([[token + 1 for token in row] for row in flat.to_pylist()], flat.type)
+    moved = table.set_column(4, KEPT_IDS, later)
+    with pytest.raises(ValueError, match="3 of 3 live tokens are not among their own, such as token 103"):
+        arrange_trajectories(moved, [0], keeps=True)
+    with pytest.raises(ValueError, match="have 4 counts for 4 response tokens and 3 tokens for"):
+        short = table.set_column(4, KEPT_IDS, pa.array([r[:3] for r in flat.to_pylist()], flat.type))
+        arrange_trajectories(short, [0], keeps=True)
 
 
 def trajectory_table(rows: list[dict]) -> pa.Table:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from examples.tiny_model import train_tokenizer
 from megarl.config.schema.rollout import MultiTurnConfig
+from megarl.data.kept import KeptTokens
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
@@ -156,7 +157,7 @@ def test_turns_have_noise_of_their_own_and_share_the_tokens():
     assert len(generation.response_ids) <= 100
 
 
-def test_experts_of_all_tokens_but_the_last_are_asked_for_once():
+def test_experts_and_kept_tokens_go_through_turns():
     """Those of a turn come with the next one, and with them those of the environment's words."""
     asked = []
 
@@ -164,7 +165,8 @@ def test_experts_of_all_tokens_but_the_last_are_asked_for_once():
         said = [*ids_of("a b"), END]
         asked.append((experts_from, len(ids) + len(said) - 1))
         experts = np.arange(*asked[-1], dtype=np.int16)[:, None, None]
-        return Generation(uid, said, [0.0] * len(said), "stop", VERSION, routed_experts=experts)
+        kept = KeptTokens(np.array(said, np.int32), np.ones(len(said), np.int32))
+        return Generation(uid, said, [0.0] * len(said), "stop", VERSION, routed_experts=experts, kept=kept)
 
     script = Script(say("more"), StepResult(done=True))
     player = Player(lambda: script, MultiTurnConfig(), TOKENIZER, answer)
@@ -172,6 +174,9 @@ def test_experts_of_all_tokens_but_the_last_are_asked_for_once():
     assert found.num_turns == 2 and asked[0][0] == 0 and asked[1][0] == asked[0][1]
     whole = len(PROMPT) + len(found.response_ids) - 1
     assert found.routed_experts[:, 0, 0].tolist() == list(range(whole))
+    assert found.kept.counts.tolist() == found.response_mask  # the environment's words were not drawn
+    drawn = zip(found.response_ids, found.response_mask, strict=True)
+    assert found.kept.ids.tolist() == [token for token, chosen in drawn if chosen]
 
 
 @given(st.integers(1, 80))

@@ -75,6 +75,7 @@ CASES = {
         [f"{KL}=full", f"{KL_BETA}=0.5", "actor_rollout_ref.ref.megatron=null"],
         [("actor", 4)],
     ),
+    "kept tokens": ("ppo", None, ["actor_rollout_ref.rollout.top_p=0.9"], [("ref", 0), ("actor", 4)]),
     "shared critic": ("ppo", None, SHARED, [("actor", 4)]),
     "sft": ("tuning", "sft", [], [("sft", 0), ("sft", 4)]),
     "rm": ("tuning", "rm", [], [("rm", 4)]),

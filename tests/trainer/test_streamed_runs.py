@@ -20,6 +20,7 @@ RECIPE = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-2",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "data.val_files=null", "trainer.test_freq=-1",
     "trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.max_staleness=2",
+    "actor_rollout_ref.rollout.top_k=20",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow  # 35 to 60 s for each start of a run

@@ -76,7 +76,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from float8_problems(config)
     yield from update_problems(config)
     yield from engine_problems(config)
-    yield from training_sampling_problems(config.actor_rollout_ref.rollout)
+    yield from training_sampling_problems(config)
     yield from multi_turn_problems(config)
     yield from gateway_problems(config)
     yield from speculative_problems(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megarl.config.checks.data import file_problems
 from megarl.config.checks.values import given_keys, registered_problems
+from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, leaves_tokens_out, top_k_in_loss
 from megarl.config.schema.commands import EvalConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.rewards import RULES, JudgeConfig, RewardModelConfig
 from megarl.config.schema.rollout import ENVIRONMENTS
@@ -149,27 +150,53 @@ NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
-_CUTS = ("top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Training rollouts must sample from the very distribution that the trainer's log-probs are of."""
-    for name, allowed in NEUTRAL_SAMPLING.items():
-        value = getattr(rollout, name)
-        if value == allowed:
-            continue
-        if name in _CUTS:
-            reason = (
-                f"training rollouts must sample from all tokens ({name}={allowed:g}), because the trainer's log-probs "
-                "are those of the whole distribution, not of the cut one"
+def training_sampling_problems(config: TrainConfig) -> Iterator[str]:
+    """Training rollouts must sample from a distribution that the trainer can have the log-probs of: the policy's, or its own over kept tokens."""
+    rollout = config.actor_rollout_ref.rollout
+    for name in _PENALTIES:
+        value, allowed = getattr(rollout, name), NEUTRAL_SAMPLING[name]
+        if value != allowed:
+            yield (
+                f"{_ROLLOUT}.{name}={value}: training rollouts must sample from the policy as it is ({name}={allowed:g}), because the trainer's "
+                f"log-probs know of no penalty (rollout.val_kwargs.{name} may be set)"
             )
-        else:
-            reason = (
-                f"training rollouts must sample from the policy as it is ({name}={allowed:g}), because the trainer's "
-                "log-probs know of no penalty"
+    if rollout.top_k == 1:
+        yield (
+            f"{_ROLLOUT}.top_k=1: a token that is drawn from one has the log-prob 0 and no gradient, so that nothing would be learnt; "
+            "set it to -1 (all) or at least 2"
+        )
+    if leaves_tokens_out(rollout):
+        yield from kept_token_problems(config, f"{_ROLLOUT}.{_given_cuts(rollout)}")
+        if rollout.speculative.algorithm is not None:
+            yield (
+                f"{_ROLLOUT}.{_given_cuts(rollout)} with {_ROLLOUT}.speculative.algorithm={rollout.speculative.algorithm}: SGLang does not return the "
+                "tokens that drafted ones were drawn from, which log-probs are of; leave one of them out (rollout.val_kwargs may have them)"
             )
-        yield f"{_ROLLOUT}.{name}={value}: {reason} (rollout.val_kwargs.{name} may be set)"
+
+
+def _given_cuts(rollout: RolloutConfig) -> str:
+    """The first key that leaves tokens out, with its value."""
+    names = ("top_p", "top_k", "min_p")
+    name = next(name for name in names if getattr(rollout, name) != NEUTRAL_SAMPLING[name])
+    return f"{name}={getattr(rollout, name)}"
+
+
+def kept_token_problems(config: TrainConfig, given: str) -> Iterator[str]:
+    """Losses that are not of trajectories whose tokens were drawn from a part of the vocabulary, which `given` names."""
+    uses = {
+        "actor_rollout_ref.actor.kl_loss_type": (full_kl_in_loss(config) or top_k_in_loss(config))
+        and config.actor_rollout_ref.actor.kl_loss_type,
+        "algorithm.kl_penalty": full_kl_in_reward(config) and config.algorithm.kl_penalty,
+    }
+    for key, value in uses.items():
+        if value:
+            yield (
+                f"{given} with {key}={value}: the exact KL compares distributions over the same tokens, and log-probs are those of the tokens that "
+                "each token was drawn from; choose low_var_kl, which is estimated by the drawn token"
+            )
 
 
 def evaluation_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:

@@ -14,6 +14,8 @@ _NO_OTHER_ENGINE = dict.fromkeys(
     ("vllm", "hf", "trtllm", "naive"), "megarl generates with SGLang: write sglang, or leave the key out"
 )
 TRUNCATE_SIDES = ("left", "right", "middle")
+MOST_KEPT = 4096
+"""The most tokens that a training rollout draws a token from where some are left out: SGLang returns as many (0.5.21)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +258,25 @@ class RolloutConfig:
     )
     n: int = option("Responses a prompt.", 1, ge=1)
     temperature: float = option("Of training rollouts.", 1.0, gt=0)
-    top_p: float = option("Of training rollouts: 1 (all) only.", 1.0)
-    top_k: int = option("Of training rollouts: -1 (all) only.", -1)
-    min_p: float = option("Of training rollouts: 0 (all) only.", 0.0)
+    top_p: float = option(
+        "Probability mass that training rollouts sample from; 1: all. Log-probs, also the trainer's, are then those of the tokens that "
+        "were sampled from alone.",
+        1.0,
+        gt=0,
+        le=1,
+    )
+    top_k: int = option(
+        f"Most probable tokens that training rollouts sample from; -1: all, or {MOST_KEPT} with top_p or min_p.",
+        -1,
+        ge=-1,
+        le=MOST_KEPT,
+    )
+    min_p: float = option(
+        "Training rollouts leave out tokens of less than this part of the most probable one's probability; 0: none.",
+        0.0,
+        ge=0,
+        lt=1,
+    )
     repetition_penalty: float = option("Of training rollouts: 1 (none) only.", 1.0)
     frequency_penalty: float = option("Of training rollouts: 0 (none) only.", 0.0)
     presence_penalty: float = option("Of training rollouts: 0 (none) only.", 0.0)

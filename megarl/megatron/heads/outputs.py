@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.data.trajectories import REF_TOP_TOKENS
 from megarl.megatron.heads.divergence import token_divergence
+from megarl.megatron.heads.kept import kept_log_probs
 from megarl.megatron.heads.log_probs import token_log_probs
 from megarl.megatron.heads.top_tokens import chosen_log_probs, top_divergence, top_tokens
 from megarl.megatron.packing import PackedBatch
@@ -46,7 +47,7 @@ def lm_output_processor(
         beta: which divergence (`token_divergence`) from the tokens in the field REF_TOP_TOKENS, where the batch has it.
         predicted: the states of each layer of multi-token prediction, as `hidden_states` (`megarl.megatron.prediction`).
 
-    Returns: float32 [tokens, 2 or 1], as `token_log_probs`, and, where the batch has another model's head, 2 more
+    Returns: float32 [tokens, 2 or 1], as `token_log_probs`, or `kept_log_probs` where the batch has kept tokens, and, where the batch has another model's head, 2 more
         columns: the divergence from it and its log-probability of the label (`token_divergence`). 0 where the batch's mask is
         false. Where it has the most likely tokens of another model as a field, one more column: the divergence over these
         (`top_divergence`). With `top` 2 x top more: its own most likely tokens' log-probabilities, and their numbers. Of each layer in `predicted` one more: its log-probability of its token; 0 where that does not count.
@@ -60,7 +61,11 @@ def lm_output_processor(
         "chunk_tokens": chunk_tokens,
         "tp_group": output_layer.tp_group,
     }
-    found = token_log_probs(hidden, weight, labels, with_entropy=with_entropy, **settings)
+    if batch.kept is None:
+        found = token_log_probs(hidden, weight, labels, with_entropy=with_entropy, **settings)
+    else:
+        assert batch.other is None and REF_TOP_TOKENS not in batch.fields and not top, "checked"
+        found = kept_log_probs(hidden, weight, labels, batch.kept, with_entropy=with_entropy, **settings)
     if batch.other is not None:
         other = batch.other
         compared = token_divergence(

@@ -151,6 +151,11 @@ class SGLangEngine(SGLangPart):
         return None if self._routing is None else self._routing.shape
 
     @property
+    def keeps(self) -> bool:
+        """Whether generations may have the tokens that their tokens were drawn from."""
+        return self.config.most_kept is not None
+
+    @property
     def last_sign(self) -> float:
         """When the engine last computed tokens, or answered a request or a piece of one, by `time.monotonic`."""
         return max(self._last_answer, self._engine.heartbeat.last())
@@ -215,6 +220,8 @@ class SGLangEngine(SGLangPart):
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
         if sampling.has_penalties and self.config.speculation is not None:
             raise ValueError(f"{uid}: penalties and drafted tokens: SGLang computes penalties once a pass")
+        if sampling.return_kept and self.config.speculation is not None:
+            raise ValueError(f"{uid}: return_kept and drafted tokens: SGLang returns no kept tokens of these")
 
     async def answer(
         self,
@@ -229,9 +236,9 @@ class SGLangEngine(SGLangPart):
         Args:
             experts_from: the first token of the prompt of which the generation has the experts, if the engine returns them.
             heard: called with tokens of the response as they come. Not where an interrupted response may begin anew: with penalties,
-                or where the engine returns experts.
+                or where the engine returns experts or kept tokens.
         """
-        if sampling.has_penalties or self._routing is not None:
+        if sampling.has_penalties or sampling.return_kept or self._routing is not None:
             heard = None
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)

@@ -45,7 +45,7 @@ from megarl.rollout.sglang.before_import import (
     forked,
     without_main,
 )
-from megarl.rollout.sglang.requests import BatchingSocket
+from megarl.rollout.sglang.requests import BatchingSocket, kept_as_arrays
 from megarl.util.rendezvous import open_store
 from megarl.util.signals import outlive_job_signals
 from megarl.weight_sync import receiver, served_model
@@ -205,6 +205,10 @@ HOOKS = {
         served_model.remember_manager,
     ),
 }
+# The same in the process that answers come to.
+OWNER_HOOKS = {
+    "sglang.srt.sampling.sampling_mask.SamplingMaskChunk.to_lists": (HookType.AROUND, kept_as_arrays)
+}
 # On GPUs alone: on a CPU sampling has other noise (megarl/sglang_cpu/lean_decode.py).
 GPU_HOOKS = {"sglang.srt.layers.sampler.Sampler.forward": (HookType.AROUND, sampling.sample)}
 _END_OF_STEP = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
@@ -257,6 +261,9 @@ class TokenEngine(Engine):
     init_tokenizer_manager_func = staticmethod(_tokenizer_manager)
 
     def __init__(self, **kwargs) -> None:
+        for target, (kind, hook) in OWNER_HOOKS.items():
+            HookRegistry.register(target, hook, kind)
+        HookRegistry.apply_hooks()  # once, however many engines this process starts
         super().__init__(**kwargs)
         if self.tokenizer_manager is not None:  # of the first node alone
             self.tokenizer_manager.signal_handler_class = _NoDraining

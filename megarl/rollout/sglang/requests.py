@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import zmq
 
+from megarl.config.schema.rollout import MOST_KEPT
+from megarl.data.kept import KeptTokens
 from megarl.data.routing import RoutingShape
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 
@@ -66,6 +68,7 @@ async def ask(
         lora_path=adapter,
         return_routed_experts=experts_from is not None,
         routed_experts_start_len=experts_from or 0,
+        return_sampling_mask=sampling.return_kept,
         routed_dp_rank=group,
         stream=heard is not None,
     )
@@ -83,6 +86,8 @@ async def ask(
 def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence[int]) -> dict[str, object]:
     """The arguments of SGLang's SamplingParams; but for the seed, megarl's parameters have SGLang's names."""
     arguments = asdict(sampling)
+    if arguments.pop("return_kept") and sampling.top_k == -1:
+        arguments["top_k"] = MOST_KEPT  # SGLang refuses to return kept tokens without a number of them
     seed = request_seed(arguments.pop("seed"), uid)
     return {**arguments, "stop_token_ids": list(stop_token_ids), "sampling_seed": seed}
 
@@ -106,6 +111,24 @@ class CapturedRouting:
         return experts[:, list(self.layers)].astype(self.shape.dtype)
 
 
+KEPT = "output_token_sampling_mask"  # of an answer's `meta_info`
+
+
+def kept_as_arrays(original: Callable[..., Any], chunk: Any, support_logprobs: bool) -> tuple[list, list]:
+    """Around SGLang's own, which makes lists of Python's integers of the kept tokens of a part of an answer: here they stay arrays."""
+    return [chunk], []
+
+
+def read_kept(chunks: Sequence[Any]) -> tuple[KeptTokens, list[float]]:
+    """The kept tokens in an answer of SGLang's, and the log-prob of each token among its own.
+
+    Args:
+        chunks: SGLang's `SamplingMaskChunk`s of the answer, one after the other.
+    """
+    parts = [KeptTokens(np.asarray(part.token_ids), np.asarray(part.lengths)) for part in chunks]
+    return KeptTokens.joined(parts), [value for part in chunks for value in part.logprobs.tolist()]
+
+
 @dataclass
 class Response:
     """A response in progress, in one piece or several; each piece comes from the weights that were served at its time.
@@ -115,6 +138,7 @@ class Response:
         routing: how answers name the experts of tokens; None: they do not.
         experts_start: the first token, of prompt and response, whose experts are asked for.
         experts: those of the tokens from there on, by piece; each from the weights of its piece.
+        kept: tokens that the response's tokens were drawn from, by piece, where they are asked for.
         versions: versions of the weights that chose the first token and the last one.
     """
 
@@ -127,6 +151,7 @@ class Response:
     routing: CapturedRouting | None = None
     experts_start: int = 0
     experts: list[np.ndarray] = field(default_factory=list)
+    kept: list[KeptTokens] = field(default_factory=list)
 
     @property
     def rest(self) -> SamplingParams:
@@ -158,15 +183,21 @@ class Response:
                 f"{self.uid}: finished by {meta['finish_reason']}, served by versions {versions} instead of {version}"
             )
         assert [token for _, token, _ in meta.get("output_token_logprobs", [])] == ids
-        if ids and self.routing is not None:
-            if "routed_experts" in meta:
-                self.experts.append(self.routing.read(meta["routed_experts"]))
-            else:  # SGLang put the request back into its queue, and forgot them: it is asked for these tokens again
-                assert reason == "abort", meta["finish_reason"]
-                ids = []
+        returned = {"routed_experts": self.routing is not None, KEPT: self.sampling.return_kept}
+        if ids and any(wanted and name not in meta for name, wanted in returned.items()):
+            # SGLang put the request back into its queue, and forgot them: it is asked for these tokens again.
+            assert reason == "abort", meta["finish_reason"]
+            ids = []
         if ids:
+            log_probs = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
+            if self.routing is not None:
+                self.experts.append(self.routing.read(meta["routed_experts"]))
+            if self.sampling.return_kept:
+                kept, log_probs = read_kept(meta[KEPT])
+                assert len(kept.counts) == len(log_probs) == len(ids), (kept.counts, ids)
+                self.kept.append(kept)
             self.ids += ids
-            self.log_probs += [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
+            self.log_probs += log_probs
             self.versions = (version if self.versions is None else self.versions[0], version)
         if reason == "abort":
             reason = self._end()
@@ -183,6 +214,7 @@ class Response:
             first,
             last_weight_version=last,
             routed_experts=experts,
+            kept=KeptTokens.joined(self.kept) if self.sampling.return_kept else None,
         )
 
     def _end(self) -> str | None:
@@ -193,7 +225,7 @@ class Response:
             return "length"
         # Penalties count tokens of the response, and SGLang would take this piece for a part of the prompt: begin anew.
         if self.sampling.has_penalties:
-            self.ids, self.log_probs, self.versions, self.experts = [], [], None, []
+            self.ids, self.log_probs, self.versions, self.experts, self.kept = [], [], None, [], []
         return None
 
 

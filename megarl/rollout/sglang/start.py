@@ -94,6 +94,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "sampling_backend": "pytorch",  # the one that takes a seed for each request
         "enable_deterministic_inference": config.deterministic,  # on a CPU: sglang_cpu/batch_invariant.py
         "enable_return_routed_experts": config.return_routed_experts,
+        **({} if config.most_kept is None else {"sampling_mask_max_tokens": config.most_kept}),
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
         # A start on a GPU may compile kernels for minutes, which SGLang tells as a warning.

@@ -28,6 +28,7 @@ from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
 from megarl.trainer.stages.given_responses import check_given, draw_given, own_rows
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.stages.kept_tokens import check_kept
 from megarl.trainer.stages.nonfinite import (
     GENERATED,
     LEARNT_FROM,
@@ -163,10 +164,11 @@ def learn(
 
     Raises:
         NotFinite: an input or a computed number is not finite; no later update is made.
-        ValueError: the trajectories have given responses, and the loss is none for them.
+        ValueError: the trajectories have given responses or kept tokens, and the loss is none for them.
     """
     seed = config.trainer.seed * 1_000_003 + step
     check_given(batch, config)
+    check_kept(batch, config)
     require_finite(batch, GENERATED)
     judged_by = (roles.actor, roles.ref, roles.critic, *roles.teachers.values())
     layouts = [role.layout for role in judged_by if role is not None]

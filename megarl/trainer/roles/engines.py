@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.config import LoraConfig, RolloutConfig, TrainConfig
+from megarl.config import LoraConfig, RolloutConfig, TrainConfig, leaves_tokens_out
+from megarl.config.schema.rollout import MOST_KEPT
 from megarl.costs.phases import frees_engines
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig, SpeculationConfig
@@ -31,6 +32,7 @@ def engine_config(
     releasable: bool = False,
     adapters: AdapterConfig | None = None,
     return_routed_experts: bool = False,
+    most_kept: int | None = None,
 ) -> EngineConfig:
     """
     Args:
@@ -38,6 +40,7 @@ def engine_config(
         releasable: whether its memory can be released.
         adapters: the adapters that it serves next to the weights; None: none.
         return_routed_experts: whether trajectories have the experts of their tokens.
+        most_kept: the most tokens that those of trajectories are drawn from, which these then have; None: all tokens.
     """
     device, dtype = "cuda" if use_gpu else "cpu", rollout_dtype(rollout, use_gpu)
     return EngineConfig(
@@ -63,6 +66,7 @@ def engine_config(
         adapters=adapters,
         deterministic=is_deterministic(rollout, device, dtype, adapters is not None),
         return_routed_experts=return_routed_experts,
+        most_kept=most_kept,
         kv_cache_dtype=rollout.kv_cache_dtype,
         moe_runner_backend=rollout.moe_runner_backend,
         moe_a2a_backend=rollout.moe_a2a_backend,
@@ -89,8 +93,16 @@ def synced_engine(
         synced=True,
         releasable=freed,
         return_routed_experts=policy.actor.router_replay == "rollout",
+        most_kept=most_kept(policy.rollout),
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
     )
+
+
+def most_kept(rollout: RolloutConfig) -> int | None:
+    """The most tokens that a token of a training rollout is drawn from; None: all."""
+    if not leaves_tokens_out(rollout):
+        return None
+    return MOST_KEPT if rollout.top_k == -1 else rollout.top_k
 
 
 def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:

@@ -38,6 +38,7 @@ from megarl.data.trajectories import (
     ragged,
 )
 from megarl.trainer.stages.given_responses import given_metrics, join_given, split_given
+from megarl.trainer.stages.kept_tokens import kept_metrics
 from megarl.trainer.stages.step_scores import flat_steps
 
 
@@ -127,7 +128,7 @@ def compute_batch_advantages(
     of_sessions = torch.cat([offsets[torch.from_numpy(first)], offsets[-1:]])
     scores = torch.tensor(batch["score"].to_numpy()[last])
     scored = segment_sum(mask, of_sessions) > 0
-    metrics = {}
+    metrics = kept_metrics(batch)
     if "old_log_probs" in column and not algorithm.rollout_correction.bypass_mode:
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.cluster import WorkerGroup
-from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
+from megarl.config import RolloutConfig, SamplingConfig, TrainConfig, leaves_tokens_out
 from megarl.data.sessions import first_rows, request_of
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import EngineCounts, SamplingParams
@@ -55,6 +55,8 @@ def training_sampling(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        return_kept=leaves_tokens_out(rollout),
         max_new_tokens=length,
         seed=seed,
     )

@@ -28,6 +28,7 @@ from megarl.data.balance import (
     shared_tokens,
     sums_of,
 )
+from megarl.data.kept import KEPT_COUNTS, KEPT_IDS
 from megarl.data.routing import ROUTED_EXPERTS, list_of_binary
 from megarl.data.sessions import num_sessions, request_of
 from megarl.data.trajectories import (
@@ -144,7 +145,7 @@ class MicroBatching:
 
 
 # The columns of trajectories that ranks read: to compute columns, and to learn.
-READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS)
+READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS, KEPT_IDS, KEPT_COUNTS)
 LEARNT = (*READ, GIVEN, TEACHER, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
 # Before a layer's number: the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).

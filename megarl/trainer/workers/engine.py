@@ -55,9 +55,10 @@ class _Requests:
         self.flight.add(coroutines)
 
     def trajectories(
-        self, finished: Iterable[Sequence[Generation]], routing: RoutingShape | None
+        self, finished: Iterable[Sequence[Generation]], routing: RoutingShape | None, keeps: bool
     ) -> pa.Table | None:
-        """The trajectories of finished requests, one or several of each, which it forgets; None: there are none."""
+        """The trajectories of finished requests, one or several of each, which it forgets; None: there are none. `routing`, `keeps`: as of
+        `build_trajectories`."""
         found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
         for generations in finished:
             requests, row = self.launched.pop(request_of(generations[0].uid))
@@ -65,7 +66,7 @@ class _Requests:
             rows += [row] * len(generations)
             own += generations
         tables = [
-            build_trajectories(requested(requests, rows, [one.uid for one in own]), own, routing)
+            build_trajectories(requested(requests, rows, [one.uid for one in own]), own, routing, keeps)
             for requests, rows, own in found.values()
         ]
         return pa.concat_tables(tables).combine_chunks() if tables else None
@@ -126,7 +127,7 @@ class EngineWorker:
                 f"request_timeout={self.engine.config.request_timeout} s"
             )
         before, own.busy = own.busy, own.flight.busy
-        table = own.trajectories(generations, self.engine.routing)
+        table = own.trajectories(generations, self.engine.routing, self.engine.keeps)
         return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_counts())
 
     def in_flight(self, of: str = TRAINING) -> list[str]:

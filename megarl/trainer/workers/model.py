@@ -383,6 +383,7 @@ class ModelWorker:
             "depth": self.depth if learnt else 0,
             "share_prompts": self.spec.share_prompts is not None,
             "routing": self.routing if replayed else None,
+            "keeps": self.spec.head == "lm",
         }
         return self._pack(arrange_trajectories, table, share, fields=fields, **how)
 

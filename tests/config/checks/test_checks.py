@@ -137,16 +137,6 @@ def test_values_out_of_range(train: Train, override: str, problem: str) -> None:
             "pool 'global'; at most 2 engines fit",
         ),
         (
-            [f"{ROLLOUT}.top_p=0.9"],
-            f"{ROLLOUT}.top_p=0.9: training rollouts must sample from all tokens (top_p=1), because the trainer's "
-            "log-probs are those of the whole distribution, not of the cut one (rollout.val_kwargs.top_p may be set)",
-        ),
-        (
-            [f"{ROLLOUT}.top_k=50"],
-            f"{ROLLOUT}.top_k=50: training rollouts must sample from all tokens (top_k=-1), because the trainer's "
-            "log-probs are those of the whole distribution, not of the cut one (rollout.val_kwargs.top_k may be set)",
-        ),
-        (
             ["critic=null"],
             "critic.optim.lr is required: algorithm.adv_estimator='gae' trains a critic, but there is no section "
             "critic (grpo needs none)",

@@ -18,7 +18,7 @@ from megarl.config import (
     resolve,
 )
 from megarl.config.checks.rollout import NEUTRAL_SAMPLING
-from megarl.config.schema.rollout import RolloutConfig, SamplingConfig
+from megarl.config.schema.rollout import MOST_KEPT, RolloutConfig, SamplingConfig
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.rewards.sample import Sample
 from tests.config.conftest import batches_of, lines_of, problems
@@ -178,17 +178,47 @@ def test_what_leaves_the_distribution_as_it_is_are_the_defaults():
         assert getattr(RolloutConfig(), name) == getattr(SamplingConfig(), name) == value
 
 
-@pytest.mark.parametrize(("name", "value"), OTHERS.items())
-def test_training_samples_from_the_policy_as_it_is(train, evaluation, name, value):
+CUTS = ("top_p", "top_k", "min_p")
+
+
+@pytest.mark.parametrize(("name", "value"), [item for item in OTHERS.items() if item[0] not in CUTS])
+def test_training_knows_of_no_penalty(train, evaluation, name, value):
     (line,) = problems(train(f"{ROLLOUT}.{name}={value}"))
     assert line.startswith(f"{ROLLOUT}.{name}={value}: training rollouts must sample from ")
-    assert f"(rollout.val_kwargs.{name} may be set)" in line
-    reason = "not of the cut one" if name in ("top_p", "top_k", "min_p") else "know of no penalty"
-    assert reason in line
+    assert f"(rollout.val_kwargs.{name} may be set)" in line and "know of no penalty" in line
     check_config(train(f"{ROLLOUT}.val_kwargs.{name}={value}"))
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS.items())
+def test_evaluation_samples_as_val_kwargs_say(evaluation, name, value):
     check_config(evaluation(f"rollout.val_kwargs.{name}={value}"))
     (line,) = problems(evaluation(f"rollout.{name}={value}"))
     assert line.endswith(f"evaluation reads rollout.val_kwargs.{name}")
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_tokens_that_are_left_out_of_training_need_estimates_by_drawn_ones(train, name):
+    given, kl = f"{ROLLOUT}.{name}={OTHERS[name]}", "actor_rollout_ref.actor.kl_loss_type"
+    check_config(train(given))
+    check_config(train(given, "actor_rollout_ref.actor.use_kl_loss=true"))
+    for kind in ("full", "top_k"):
+        (line,) = problems(train(given, "actor_rollout_ref.actor.use_kl_loss=true", f"{kl}={kind}"))
+        assert line.startswith(
+            f"{given} with {kl}={kind}: the exact KL compares distributions over the same tokens"
+        )
+    (line,) = problems(train(given, "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"))
+    assert line.startswith(f"{given} with algorithm.kl_penalty=full: ")
+    (line,) = problems(train(given, f"{DRAFTING}=ngram"))
+    assert line.startswith(f"{given} with {DRAFTING}=ngram: SGLang does not return the tokens")
+
+
+def test_a_choice_of_one_token_is_none(train):
+    (line,) = problems(train(f"{ROLLOUT}.top_k=1"))
+    assert line.startswith(f"{ROLLOUT}.top_k=1: a token that is drawn from one has the log-prob 0")
+    (line,) = problems(train(f"{ROLLOUT}.top_k={MOST_KEPT + 1}"))
+    assert line.startswith(f"{ROLLOUT}.top_k={MOST_KEPT + 1}") and str(MOST_KEPT) in line
+    (line,) = problems(train(f"{ROLLOUT}.top_p=1.5"))
+    assert line.startswith(f"{ROLLOUT}.top_p=1.5")
 
 
 def test_penalties_stay_within_what_the_engine_takes(train):

@@ -51,7 +51,7 @@ class FakeRun:
 
 
 def config(n=2, estimator="grpo"):
-    rollout = SimpleNamespace(n=n, temperature=0.8, top_p=1.0, top_k=-1)
+    rollout = SimpleNamespace(n=n, temperature=0.8, top_p=1.0, top_k=-1, min_p=0.0)
     return SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(rollout=rollout),
         data=SimpleNamespace(max_response_length=9),

@@ -157,7 +157,6 @@ def test_engines_go_on_while_the_models_learn(live: Live) -> None:
         assert batch.metrics["staleness/max"] <= 2.0 and batch.step == step
 
 
-@pytest.mark.slow
 def test_a_lost_engine_costs_no_trajectory(live: Live) -> None:
     batches, pids = live.batches, live.roles.engines.pids
     expected = {one.uid for one in batches.in_flight.prompts.values()}

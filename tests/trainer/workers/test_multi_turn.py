@@ -51,6 +51,7 @@ class FakeEngine:
     weight_version, last_sign, waiting, num_requests = 4, 0.0, 0, 0
     config = SimpleNamespace(request_timeout=60.0)
     routing = None
+    keeps = False
 
     def __init__(self, tokenizer):
         self.tokenizer, self.loop, self.checked = tokenizer, asyncio.new_event_loop(), []

@@ -202,6 +202,8 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Run, SimpleNamespa
         engines=started,
         sync=SyncFacts(sent, None, ENGINE_RANKS, skip_unchanged=True),
         restarts=SimpleNamespace(served=lambda version: None),  # no engine is lost
+        teachers={},
+        judges={},  # engines of references
     )
 
 
@@ -210,7 +212,8 @@ def measure(options: argparse.Namespace, kind: str, run: Run, roles: SimpleNames
     num_prompts = options.trajectories // SAMPLES
     config, asked = settings(kind, num_prompts, 4 * options.longest), prompts(num_prompts)
     used = roles if kind == "PPO" else SimpleNamespace(**{**vars(roles), "critic": None})
-    used.memory = device_memory(config, run, used.actor, used.engines, used.critic, used.ref, None)
+    judges = {} if used.ref is None else {"ref": used.ref}
+    used.memory = device_memory(config, run, used.actor, used.engines, used.critic, judges, None)
     used.memory.steps = 2  # its account, for which all processes are asked in the first two steps and every tenth, is not made
     dump = run.folder / "trajectories.parquet" if options.whole else None
     first, *steps = [one_step(run, used, config, asked, step, dump) for step in range(1, options.steps + 2)]

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl import platform
 from megarl.gpu_test import slices
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
@@ -204,6 +205,7 @@ def _te_experts(device: str, float8: bool = False) -> Iterator[Compared]:
 
 def _te_rotary(device: str) -> Iterator[Compared]:
     """Megatron-core's rotary embedding of packed sequences; its other one is in torch."""
+    platform.install()
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb_thd
 
     tokens, width = sum(LENGTHS), 64

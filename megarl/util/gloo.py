@@ -19,7 +19,7 @@ _Original: Any = distributed_c10d.ProcessGroupGloo
 def make_group(store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
     """A group with this process's device; the arguments are those of `ProcessGroupGloo`."""
     options = _Original._Options()
-    options._devices = _devices()
+    options._devices = _devices(os.getpid())
     options._threads = 2 * len(options._devices)  # as torch has it
     options._timeout = timeout
     return _Original(store, rank, size, options)
@@ -50,8 +50,12 @@ def share_device() -> None:
 
 
 @functools.cache
-def _devices() -> list[Any]:
-    """Of the interfaces that GLOO_SOCKET_IFNAME names, or of that of this machine's name, as torch has it."""
+def _devices(pid: int) -> list[Any]:
+    """Of the interfaces that GLOO_SOCKET_IFNAME names, or of that of this machine's name, as torch has it.
+
+    Args:
+        pid: of this process: a fork has none of the threads of the process that it was made from.
+    """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [_Original.create_device(interface=name) for name in names.split(",")]
     return [_Original.create_default_device()]

@@ -89,7 +89,7 @@ class Ranks(Movable):
     def __init__(self, info: RankInfo, layout: ParallelLayout) -> None:
         self.layout = layout
 
-    def send_weights(self, version: int, known: Any, merged: bool, complete: bool) -> SendReport:
+    def send_weights(self, version: int, known: Any, merged: bool, complete: bool, to: str) -> SendReport:
         return SendReport(version)
 
     def compute_both_log_probs(self, table: pa.Table, shares: list, ref_shares: list) -> Any:

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.server import listen, make_app
+from megarl.gateway.server import KEEP_ALIVE, listen, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from megarl.rollout.sglang.before_import import sglang_environment
@@ -49,7 +49,12 @@ async def serve(gateway: Gateway, owner_key: str, listener: socket.socket) -> No
     """Serve on a socket until SIGINT or SIGTERM; answers in progress have ten seconds to end."""
     import uvicorn
 
-    config = uvicorn.Config(make_app(gateway, owner_key), log_level="warning", timeout_graceful_shutdown=10)
+    config = uvicorn.Config(
+        make_app(gateway, owner_key),
+        log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=10,
+    )
     await uvicorn.Server(config).serve([listener])
 
 

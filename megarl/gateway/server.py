@@ -113,6 +113,11 @@ def make_app(gateway: Gateway, owner_key: str) -> Starlette:
     )
 
 
+# Seconds that a connection stays open without a request. uvicorn's 5 are also those of OpenAI's and Anthropic's clients (httpx): where both close at the
+# same time, a request meets a closed connection.
+KEEP_ALIVE = 75
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on an interface; port 0: any that is free.
 

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.server import listen, make_app
+from megarl.gateway.server import KEEP_ALIVE, listen, make_app
 from megarl.gateway.service import Gateway, Limits, Session
 from megarl.rollout.engine import SamplingParams
 from tests.gateway.policy import WrittenPolicy
@@ -70,7 +70,8 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
             clock=lambda: now[0],
         )
         listener = listen("127.0.0.1", 0)
-        server = uvicorn.Server(uvicorn.Config(make_app(gateway, OWNER), log_level="warning"))
+        app = make_app(gateway, OWNER)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE))
         loop = asyncio.new_event_loop()
         thread = threading.Thread(
             target=lambda: loop.run_until_complete(server.serve([listener])), daemon=True

@@ -14,6 +14,7 @@ from tests.test_repository import ROOT, imports_of, modules, pins
 # Imported where the user asked for a data set of the Hub or for a weight sync by NIXL, with a message of its own; and for figures of a GPU's
 # driver, where it is there.
 OPTIONAL = {"datasets", "nixl", "pynvml"}
+IN_ENGINES = ("megarl/trainer/workers/agents.py", "megarl/environments/openenv.py")
 
 
 def normal(name: str) -> str:
@@ -31,10 +32,11 @@ def test_every_package_that_is_imported_is_required() -> None:
 
 
 def test_the_wheel_requires_what_is_imported_but_megatron_and_sglang() -> None:
-    """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The rooms rollout/ and gateway/ are those of SGLang, and of what it brings; what
-    shadow/ imports is in requirements/shadow.txt."""
+    """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The rooms rollout/ and gateway/ and the files of
+    `IN_ENGINES` run in the processes of SGLang's engines, with what SGLang brings; what shadow/ imports is in requirements/shadow.txt."""
     by_module = packages_distributions()
     files = [path for path in modules() if not {"rollout", "gateway", "shadow"} & set(path.parts)]
+    files = [path for path in files if path.relative_to(ROOT).as_posix() not in IN_ENGINES]
     names = {name.split(".")[0] for path in files for _, name in imports_of(path)}
     names -= {
         *sys.stdlib_module_names,

@@ -33,8 +33,15 @@ from megarl.megatron.router_z_loss import RouterZLoss
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
 from megarl.models import read_model_config
-from megarl.trainer.workers.dispatch import ENGINES, EXPERT_VIOLATION, ROUTER_Z_LOSS, ModelSpec, PolicyUpdate
-from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
+from megarl.trainer.workers.dispatch import (
+    ENGINES,
+    EXPERT_VIOLATION,
+    ROUTER_Z_LOSS,
+    ModelSpec,
+    PolicyUpdate,
+    RowColumns,
+)
+from megarl.trainer.workers.model import ModelWorker, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
 from megarl.weight_sync.packets import Address, SyncShare

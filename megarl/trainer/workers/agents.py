@@ -36,7 +36,7 @@ from megarl.gateway.copies import ForkServer
 from megarl.gateway.reader import TurnReader
 from megarl.gateway.sandboxes.find import find_sandbox, try_sandbox
 from megarl.gateway.sandboxes.interface import NoSandbox, Sandbox, SandboxSettings, kept_environment
-from megarl.gateway.server import listen, listen_locally, make_app
+from megarl.gateway.server import KEEP_ALIVE, listen, listen_locally, make_app
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -81,7 +81,10 @@ class Agents:
         listeners = [listen(host, 0)]
         port = listeners[0].getsockname()[1]
         config = uvicorn.Config(
-            make_app(gateway, secrets.token_urlsafe(24)), log_level="warning", lifespan="off"
+            make_app(gateway, secrets.token_urlsafe(24)),
+            log_level="warning",
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE,
         )
         self._server = _Server(config)
 

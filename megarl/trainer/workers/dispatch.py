@@ -144,6 +144,9 @@ class MicroBatching:
     token_multiple: int = 1
 
 
+RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
+"""What a rank or an engine has computed: row numbers, and by column (flat values, offsets) of one list for each of these rows."""
+
 # The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS, KEPT_IDS, KEPT_COUNTS)
 LEARNT = (*READ, GIVEN, TEACHER, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")

@@ -10,10 +10,8 @@ import pyarrow as pa
 from megarl.data.routing import binary_lists
 from megarl.data.trajectories import REF_TOP_TOKENS, from_lists
 from megarl.rollout.sglang.judging import SGLangJudge, Text
+from megarl.trainer.workers.dispatch import RowColumns
 from megarl.trainer.workers.engine import EngineWorker
-
-RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
-"""As that of models' ranks (`megarl.trainer.workers.model`)."""
 
 
 class JudgeWorker(EngineWorker):

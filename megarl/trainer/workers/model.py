@@ -99,7 +99,7 @@ from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step, with_predictions
 from megarl.models import COMPANIONS, ModelConfig, read_model_config
 from megarl.models.lora import ADAPTER
-from megarl.trainer.workers.dispatch import ModelSpec
+from megarl.trainer.workers.dispatch import ModelSpec, RowColumns
 from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source
 from megarl.util.memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
@@ -109,9 +109,6 @@ LOAD_TIMEOUTS = 10  # the time for all ranks to load a model, as a multiple of t
 
 Share = list[list[int]]
 """The rows of a table that one data parallel rank works on, by micro-batch."""
-
-RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
-"""Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
 
 
 class ModelWorker:

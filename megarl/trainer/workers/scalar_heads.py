@@ -21,8 +21,8 @@ from megarl.megatron.offload import frozen_of
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import Loss
 from megarl.trainer.workers.actor import ActorWorker, pack_weighted
-from megarl.trainer.workers.dispatch import ModelSpec
-from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
+from megarl.trainer.workers.dispatch import ModelSpec, RowColumns
+from megarl.trainer.workers.model import ModelWorker, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 
 

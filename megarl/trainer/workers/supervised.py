@@ -31,8 +31,8 @@ from megarl.megatron.sequences import sequence_ids, sum_over_ranks, text_values
 from megarl.megatron.step import Head, StepResult, forward_only
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
-from megarl.trainer.workers.dispatch import ModelSpec, compared_chats, compared_texts, labels
-from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
+from megarl.trainer.workers.dispatch import ModelSpec, RowColumns, compared_chats, compared_texts, labels
+from megarl.trainer.workers.model import ModelWorker, Share
 from megarl.trainer.workers.scalar_heads import RewardModelWorker
 
 LossAndSums = tuple[torch.Tensor, dict[str, torch.Tensor]]

@@ -27,8 +27,7 @@ from megarl.trainer.loops.dpo import (
 )
 from megarl.trainer.loops.supervised import Ranks
 from megarl.trainer.roles.model_roles import Role
-from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, plan_rows
-from megarl.trainer.workers.model import RowColumns
+from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, RowColumns, plan_rows
 from megarl.trainer.workers.supervised import DPOWorker
 from megarl.weight_sync.layouts import megatron_layout
 from tests.megatron.hf import VOCAB, Rank, check_gradients, save_model

@@ -16,6 +16,7 @@ from megarl.models import head_chunk_tokens
 from megarl.shadow import device
 from tests.megatron.hf import save_model
 
+pytestmark = pytest.mark.timeout(600)  # the interpreter takes a minute and a half of a core
 needs_triton = pytest.mark.skipif(
     not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
 )
@@ -31,7 +32,7 @@ def cases(how: str, folder: Path, *names: str) -> dict[str, Any]:
     }
     environment |= {"TRITON_INTERPRET": "1" if how == "interpret" else "0", "MODEL": str(folder)}
     command = [sys.executable, "-m", "tests.megatron.interpreted_head", how, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -13,104 +13,53 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
 from megarl import platform
-from megarl.gpu_test import slices
+from megarl.gpu_test import family_kernels, slices
+from megarl.gpu_test.pairs import (
+    BF16,
+    LENGTHS,
+    Case,
+    Compared,
+    compared,
+    ends_of,
+    made,
+    queries_keys_values,
+    with_gradients,
+)
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
 
-
-class Compared(NamedTuple):
-    """One output, or gradient, of both."""
-
-    name: str
-    found: torch.Tensor
-    expected: torch.Tensor
-
-
-def compared(name: str, case: Callable[[], Iterable[Compared]], tolerance: float) -> Check:
-    """Whether all pairs of a case are as close as `tolerance`, relative to the largest expected number.
-
-    A case that raises is a check that is wrong: the others are looked at nonetheless.
-    """
-    errors: dict[str, float] = {}
-    try:
-        for pair in case():
-            errors[pair.name] = difference(pair)
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return Check(name, False, f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
-    wrong = [part for part, error in errors.items() if not error <= tolerance]
-    text = ", ".join(f"{part} {error:.1e}" for part, error in errors.items())
-    return Check(name, bool(errors) and not wrong, f"{text} (at most {tolerance:g})", dict(errors))
-
-
-def difference(pair: Compared) -> float:
-    """The largest difference, relative to the largest expected number; infinite for other shapes and non-finite numbers."""
-    found, expected = pair.found.detach().double().cpu(), pair.expected.detach().double().cpu()
-    if found.shape != expected.shape or not bool(found.isfinite().all()):
-        return float("inf")
-    scale = float(expected.abs().max()) if expected.numel() else 1.0
-    return float((found - expected).abs().max()) / max(scale, 1e-30) if found.numel() else 0.0
-
-
 FLOAT8 = 1e-1  # e4m3 has 4 bits
-BF16 = 2e-2  # of the largest number: bfloat16 has 8 bits, sums are of some hundred products
-LENGTHS = (70, 1, 129, 56)
-Case = Callable[[str], Iterator[Compared]]
 
 
 def run(folder: Path) -> Iterator[Check]:
-    yield from checks("cuda", has_te="transformer-engine" in machine_here().versions)
+    versions = machine_here().versions
+    yield from checks("cuda", has_te="transformer-engine" in versions)
+    yield from fla_checks("cuda", has_fla="fla-core" in versions)
     yield from triton_checks("cuda")
 
 
 def checks(device: str, *, has_te: bool) -> Iterator[Check]:
-    cases = {**TORCH, **(TRANSFORMER_ENGINE if has_te else {})}
+    cases = {**TORCH, **(TRANSFORMER_ENGINE | family_kernels.TRANSFORMER_ENGINE if has_te else {})}
     for name, (case, tolerance) in cases.items():
         yield compared(name, lambda case=case: case(device), tolerance)
     if not has_te:
         yield Check("Transformer Engine", None, "not installed: its kernels are not looked at")
 
 
-def made(device: str, *shape: int, seed: int = 0, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A leaf in bfloat16 on the device, and one of the same numbers in float32."""
-    values = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16().to(device)
-    return values.clone().requires_grad_(), values.float().requires_grad_()
-
-
-def queries_keys_values(
-    device: str, query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The inputs of an attention as leaves of `with_gradients`."""
-    shapes = {"queries": query, "keys": key, "values": value}
-    return [(name, *made(device, *shape, seed=seed)) for seed, (name, shape) in enumerate(shapes.items(), 1)]
-
-
-def ends_of(lengths: Sequence[int], device: str) -> torch.Tensor:
-    """Cumulative lengths of packed sequences, 0 first, int32."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def with_gradients(
-    found: torch.Tensor, expected: torch.Tensor, leaves: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
-) -> Iterator[Compared]:
-    """An output and, after a backward pass, the gradients of its leaves, each with its reference."""
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(99)).to(expected.device)
-    found.backward(weight.to(found.dtype))
-    expected.backward(weight)
-    yield Compared("output", found, expected)
-    for name, leaf, other in leaves:
-        yield Compared(f"gradient of {name}", leaf.grad, other.grad)
+def fla_checks(device: str, *, has_fla: bool) -> Iterator[Check]:
+    if not has_fla:
+        yield Check("flash-linear-attention", None, "not installed: its kernels are not looked at")
+        return
+    for name, (case, tolerance) in family_kernels.FLA.items():
+        yield compared(name, lambda case=case: case(device), tolerance)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Steps `options`, `engines`, `layouts`, `experts` and `deepep`: short training runs of tiny models, each with options whose code only a GPU
-runs in full.
+"""Steps `options`, `engines`, `families`, `layouts`, `experts` and `deepep`: short training runs of tiny models, each with options, or of a
+family, whose code only a GPU runs in full.
 
 A run has to end, with finite losses and gradients; how far its first gradient is from that of the first run of the same model is recorded,
-and judged by no one: engines of different options may draw other responses.
+and judged by no one: engines of different options may draw other responses. So is how far the engine's log-probs are from the trainer's, two
+implementations of the same model; of families it is judged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.several import TINY, read_metrics
@@ -20,6 +22,9 @@ from megarl.util.packages import example, shipped
 
 NUM_STEPS = 2
 NORM = "actor/grad_norm"
+DIFFERENCE = "training/rollout_log_prob_diff_mean"
+# Nats, in bfloat16. The random models' logits have a deviation of about 0.3: of another model log-probs would differ by as much.
+CLOSE = 0.05
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 COMMON = (
     "data.val_files=null",
@@ -29,6 +34,7 @@ COMMON = (
     f"{ACTOR}.tensor_model_parallel_size=1",
     f"{ACTOR}.pipeline_model_parallel_size=1",
     f"{ROLLOUT}.tensor_model_parallel_size=1",
+    f"{ROLLOUT}.gpu_memory_utilization=0.2",  # enough for tiny models, and several runs may share a card
     "critic.megatron.pipeline_model_parallel_size=1",
     "trainer.test_freq=-1",
     "trainer.logger=[console]",
@@ -36,8 +42,14 @@ COMMON = (
 )
 ONE = (*COMMON, f"{ROLLOUT}.num_engines=1", "trainer.n_gpus_per_node=1")
 TWO = (*COMMON, f"{ROLLOUT}.num_engines=2", "trainer.n_gpus_per_node=2")
-# Of a tiny model's family, beyond `TINY`.
-MORE = {"glm4_moe": {"fields": {"num_nextn_predict_layers": 1}}}
+# Of a tiny model's family, beyond `TINY`: layers of each kind, and the widths for which engines have kernels.
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MORE: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"fields": {"num_nextn_predict_layers": 1}},
+    "qwen3_next": {"num_layers": 4},
+    "qwen3_5": {"num_layers": 4},
+    "deepseek_v3": {"fields": _LATENT},
+}
 
 
 @dataclass(frozen=True)
@@ -81,12 +93,18 @@ ENGINES = (
         "qwen2",
     ),
     Case("tokens drafted by n-grams", (f"{ROLLOUT}.speculative.algorithm=ngram",), "qwen2"),
+    Case("the tokens that top-p keeps", (f"{ROLLOUT}.top_p=0.9",), "qwen2"),
     Case(
         "tokens drafted by the model's own layer, which is trained",
         ("actor_rollout_ref.model.mtp=train", f"{ROLLOUT}.speculative.algorithm=mtp"),
         "glm4_moe",
     ),
     Case("training and engines in float8", (f"{ACTOR}.fp8=e4m3", f"{ROLLOUT}.quantization=fp8")),
+)
+# On one GPU: families whose layers have kernels of their own.
+FAMILIES = tuple(
+    Case(family, family=family)
+    for family in ("qwen3_next", "qwen3_5", "gpt_oss", "minimax_m2", "deepseek_v3")
 )
 # On two GPUs: layouts of a dense model.
 LAYOUTS = (
@@ -138,6 +156,10 @@ def run_engines(folder: Path) -> Iterator[Check]:
     yield from run_all(folder, ONE, ENGINES)
 
 
+def run_families(folder: Path) -> Iterator[Check]:
+    yield from run_all(folder, ONE, FAMILIES, CLOSE)
+
+
 def run_layouts(folder: Path) -> Iterator[Check]:
     yield from run_all(folder, TWO, LAYOUTS)
 
@@ -150,13 +172,15 @@ def run_deepep(folder: Path) -> Iterator[Check]:
     yield from run_all(folder, TWO, DEEPEP)
 
 
-def run_all(folder: Path, settings: tuple[str, ...], cases: Sequence[Case]) -> Iterator[Check]:
-    """A run for each case."""
+def run_all(
+    folder: Path, settings: tuple[str, ...], cases: Sequence[Case], close: float | None = None
+) -> Iterator[Check]:
+    """A run for each case; `close`: the largest mean difference of log-probs (nats) that is right, None: it is recorded alone."""
     arithmetic = example("arithmetic")
     arithmetic.write_arithmetic(folder / "data", 16, 64, 16, seed=3)
     for family in {case.family for case in cases}:
         example("tiny_model").make_tiny_model(
-            folder / family, arithmetic.arithmetic_texts(), family=family, **TINY, **MORE.get(family, {})
+            folder / family, arithmetic.arithmetic_texts(), family=family, **sizes(family)
         )
     firsts: dict[str, float] = {}
     for number, case in enumerate(cases):
@@ -172,6 +196,20 @@ def run_all(folder: Path, settings: tuple[str, ...], cases: Sequence[Case]) -> I
                 f"{rows[0][NORM]:.4g}, of the model's first run {first:.4g}",
                 {"norm": rows[0][NORM]},
             )
+        if rows and DIFFERENCE in rows[0]:
+            found = rows[0][DIFFERENCE]
+            yield Check(
+                f"{case.name}: log-probs of engine and trainer",
+                None if close is None else found <= close,
+                f"{found:.2g} nats apart in the mean"
+                + (f" (at most {close:g})" if close is not None else ""),
+                {"difference": found},
+            )
+
+
+def sizes(family: str) -> dict[str, Any]:
+    """Of a family's tiny model."""
+    return {**TINY, **MORE.get(family, {})}
 
 
 def command(folder: Path, family: str, run: Path) -> list[str]:

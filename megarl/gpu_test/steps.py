@@ -130,8 +130,12 @@ STEPS = (
         "options:run_options", packages=ENGINE,
     ),
     _step(
-        "engines", "short runs whose engines cut prompts, draft tokens by n-grams and by the model's own layer, compute in float8",
+        "engines", "short runs whose engines cut prompts, draft tokens by n-grams and by the model's own layer, sample by top-p, compute in float8",
         "options:run_engines", packages=ENGINE,
+    ),
+    _step(
+        "families", "short runs of gated delta nets, attention with sinks, latent attention: engines and trainers compute the same",
+        "options:run_families", packages=ENGINE,
     ),
     _step(
         "layouts", "short runs on two GPUs: Megatron-FSDP, without overlaps, a pipeline's layout", "options:run_layouts", gpus=2,

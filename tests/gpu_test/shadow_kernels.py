@@ -16,12 +16,13 @@ def main() -> None:
 
     cuda.install(cuda.Card(), current)
     transformer_engine.install(current)
+    from megarl.gpu_test import family_kernels
     from megarl.gpu_test.kernels import TORCH, TRANSFORMER_ENGINE
     from megarl.shadow.mode import FakeMode, Shadow
 
     running.append(Shadow())
     with FakeMode(), running[0]:
-        for name, (case, _) in {**TORCH, **TRANSFORMER_ENGINE}.items():
+        for name, (case, _) in {**TORCH, **TRANSFORMER_ENGINE, **family_kernels.TRANSFORMER_ENGINE}.items():
             fits = [pair.found.shape == pair.expected.shape for pair in case("cuda")]
             print(json.dumps([name, fits]), flush=True)
 

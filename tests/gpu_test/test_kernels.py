@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from megarl.gpu_test.kernels import LENGTHS, TORCH, TRANSFORMER_ENGINE, attention, checks, compared
+from megarl.gpu_test import family_kernels
+from megarl.gpu_test.kernels import TORCH, TRANSFORMER_ENGINE, attention, checks, fla_checks
+from megarl.gpu_test.pairs import LENGTHS, compared
 from megarl.shadow import device
 
 
@@ -52,5 +54,36 @@ def test_transformer_engine_takes_what_it_is_given() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     fits = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert fits.keys() == {**TORCH, **TRANSFORMER_ENGINE}.keys()
+    assert fits.keys() == {**TORCH, **TRANSFORMER_ENGINE, **family_kernels.TRANSFORMER_ENGINE}.keys()
     assert all(fit and all(fit) for fit in fits.values()), fits
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_the_reference_of_attention_with_sinks_is_that_of_transformers(window: int | None) -> None:
+    """gpt-oss', sequence by sequence, with its mask."""
+    from types import SimpleNamespace
+
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    drawn = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(sum(LENGTHS), heads, 16, generator=drawn) for heads in (8, 2, 2))
+    sinks = torch.randn(8, generator=drawn)
+    layer = SimpleNamespace(num_key_value_groups=4, sinks=sinks, training=False)
+    expected, first = [], 0
+    for length in LENGTHS:
+        own = [part[first : first + length].transpose(0, 1)[None] for part in (query, key, value)]
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or length))
+        mask = torch.zeros(1, 1, length, length).masked_fill(hidden, -torch.inf)
+        expected.append(eager_attention_forward(layer, *own, mask, 16**-0.5)[0][0])
+        first += length
+    found = family_kernels.attention_with_sinks(query, key, value, sinks, window)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_of_gated_delta_nets_are_looked_for() -> None:
+    (check,) = fla_checks("cpu", has_fla=False)
+    assert check.ok is None and "not installed" in check.found
+    if importlib.util.find_spec("fla") is None:
+        wrong = list(fla_checks("cpu", has_fla=True))
+        assert [check.ok for check in wrong] == [False, False], wrong

@@ -12,8 +12,8 @@ from megarl.gpu_test.options import (
     DEEPEP,
     ENGINES,
     EXPERTS,
+    FAMILIES,
     LAYOUTS,
-    MORE,
     NUM_STEPS,
     ONE,
     OPTIONS,
@@ -28,13 +28,12 @@ from megarl.util.packages import shipped
 @pytest.mark.parametrize(
     ("settings", "case"),
     [
-        *((ONE, case) for case in (*OPTIONS, *ENGINES)),
+        *((ONE, case) for case in (*OPTIONS, *ENGINES, *FAMILIES)),
         *((TWO, case) for case in (*LAYOUTS, *EXPERTS, *DEEPEP)),
     ],
 )
 def test_the_keys_fit_the_recipe_and_the_model(tmp_path: Path, settings: tuple[str, ...], case: Case) -> None:
-    more = MORE.get(case.family, {})
-    make_tiny_model(tmp_path / "model", ["two words"], family=case.family, **options.TINY, **more)
+    make_tiny_model(tmp_path / "model", ["two words"], family=case.family, **options.sizes(case.family))
     (tmp_path / "train.parquet").touch()
     paths = [f"actor_rollout_ref.model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.parquet"]
     config = load_config(
@@ -54,16 +53,18 @@ def test_every_run_is_judged_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
         folder = Path(next(key for key in command if "default_local_dir" in key).partition("=")[2])
         folder.mkdir()
         norm, steps = next(norms), 1 if "early" in command else 2
-        lines = [f'{{"step": {step}, "actor/grad_norm": {norm}}}\n' for step in range(1, steps + 1)]
-        (folder / "metrics.jsonl").write_text("".join(lines).replace("inf", "Infinity"))
+        difference = f'"training/rollout_log_prob_diff_mean": {0.01 * norm}'
+        lines = [
+            f'{{"step": {step}, "actor/grad_norm": {norm}, {difference}}}\n' for step in range(1, steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(lines).replace(": inf", ": Infinity"))
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(options.subprocess, "run", run)
     cases = (Case("as it is"), Case("cut", ("early",)), Case("wild"))
-    checks = list(options.run_all(tmp_path, ONE, cases))
-    assert [check.ok for check in checks] == [True, None, False, None, False, None]
-    assert (
-        checks[3].found == "2, of the model's first run 1"
-        and "not finite: actor/grad_norm" in checks[4].found
-    )
+    checks = list(options.run_all(tmp_path, ONE, cases, close=0.015))
+    assert [check.ok for check in checks] == [True, None, True, False, None, False, False, None, False]
+    assert checks[4].found == "2, of the model's first run 1"
+    assert checks[5].found == "0.02 nats apart in the mean (at most 0.015)"
+    assert "not finite: actor/grad_norm" in checks[6].found
     assert judged("killed", -9, []).ok is False

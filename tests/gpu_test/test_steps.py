@@ -42,7 +42,17 @@ def test_an_older_torch_trains_only() -> None:
     """The SGLang that runs on it lacks what megarl calls."""
     older = replace(TWO, versions=VERSIONS | {"torch": "2.11.0", "sglang": "0.5.16"})
     found = obstacles(older)
-    assert set(found) == {"engine", "options", "engines", "layouts", "experts", "deepep", "nccl", "killed"}
+    assert set(found) == {
+        "engine",
+        "options",
+        "engines",
+        "families",
+        "layouts",
+        "experts",
+        "deepep",
+        "nccl",
+        "killed",
+    }
     assert found["engine"] == "training only: SGLang 0.5.21 needs torch 2.13.*, not 2.11.0"
     assert older.trains_only and not TWO.trains_only
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from megarl.gpu_test.kernels import TRITON, Compared, compared, positions
+from megarl.gpu_test.kernels import TRITON, positions
+from megarl.gpu_test.pairs import Compared, compared
 from megarl.shadow import device
 
 PARTS = {

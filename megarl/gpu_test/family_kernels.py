@@ -62,7 +62,8 @@ def sinks_and_window(device: str, window: int | None) -> Iterator[Compared]:
     found = module(
         *inputs, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
     )  # fmt: skip
-    expected = attention_with_sinks(*references, reference, window)
+    query, key, value = references
+    expected = attention_with_sinks(query, key, value, reference, window)
     grown = [*leaves, ("sinks", offset, reference)]
     yield from with_gradients(found.view(expected.shape), expected, grown)
 
@@ -90,7 +91,8 @@ def delta_rule(device: str) -> Iterator[Compared]:
     leaves = [
         (name, *pair) for name, pair in zip(names, (queries, keys, values, decays, writes), strict=True)
     ]
-    yield from with_gradients(*results, leaves)
+    found, expected = results
+    yield from with_gradients(found, expected, leaves)
 
 
 def convolution(device: str) -> Iterator[Compared]:

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from megarl.config import DataConfig
 from megarl.data.kept import KEPT_COUNTS, KEPT_IDS
+from megarl.data.routing import ROUTED_EXPERTS
 from megarl.data.sessions import num_sessions
 from megarl.data.trajectories import (
     CARRIED,
@@ -25,7 +26,7 @@ from megarl.trainer.stages.step_scores import STEP_SCORES
 
 # The columns that learning reads; the others of the file are computed again.
 _SCORES = ("score", GIVEN, OVERLONG_PENALTY, BASELINE_SCORE, STEP_SCORES)
-_COLUMNS = (*TRAJECTORY_SCHEMA.names, KEPT_IDS, KEPT_COUNTS, *CARRIED, *_SCORES)
+_COLUMNS = (*TRAJECTORY_SCHEMA.names, ROUTED_EXPERTS, KEPT_IDS, KEPT_COUNTS, *CARRIED, *_SCORES)
 
 
 def step_file(folder: str | Path, step: int) -> Path:

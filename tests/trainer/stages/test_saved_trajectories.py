@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.trajectories import SCORED_MASK, append_column, ragged, write_trajectories
+from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
+from megarl.data.trajectories import SCORED_MASK, append_column, ragged, sequence_lengths, write_trajectories
 from megarl.trainer.stages.advantages import compute_batch_advantages, make_controls
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
 from tests.trainer.trajectories import scored
@@ -42,6 +43,20 @@ def test_tokens_that_were_rejected_are_there_again(config: TrainConfig, tmp_path
     for name in found.column_names:
         if name != "environment_score":  # NaN
             assert found[name].combine_chunks().equals(generated[name].combine_chunks()), name
+
+
+def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
+    """A run on saved trajectories replays them as the run that generated them did."""
+    table = scored({"a": [1.0, 0.0], "b": [0.0, 1.0]}).table
+    shape = RoutingShape(2, 2, 8)
+    drawn = np.random.default_rng(3)
+    experts = [
+        drawn.integers(0, 8, (length - 1, shape.layers, shape.top_k)) for length in sequence_lengths(table)
+    ]
+    column = routing_column(experts, shape)
+    write_trajectories(table.append_column(ROUTED_EXPERTS, column), step_file(tmp_path, 1))
+    found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)
+    assert found[ROUTED_EXPERTS].to_pylist() == column.to_pylist()
 
 
 def test_what_cannot_be_a_step(config: TrainConfig, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import uvicorn
 from facts import announce, write_report
 
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.server import listen, make_app
+from megarl.gateway.server import KEEP_ALIVE, listen, make_app
 from megarl.gateway.service import Gateway
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.util.packages import example
@@ -56,7 +56,8 @@ def serve(address: multiprocessing.connection.Connection, tokens: int) -> None:
     gateway = Gateway(engine, tokenizer, TurnReader(tokenizer), ["policy"], SamplingParams())
     listener = listen("127.0.0.1", 0)
     address.send(listener.getsockname()[1])
-    config = uvicorn.Config(make_app(gateway, KEY), log_level="warning")
+    app = make_app(gateway, KEY)
+    config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE)
     asyncio.run(uvicorn.Server(config).serve([listener]))
 
 

@@ -59,9 +59,14 @@ class Offloadable:
     room: HostRoom | None = None
 
     def reserve(self) -> None:
-        """Begin to make room on the host for the tensors that exist now, where it is kept; the process does not wait for it."""
+        """Begin to make room on the host for the tensors that exist now, where it is kept; the process does not wait for it.
+
+        Tensors that are on the host have theirs, and their contents in it.
+        """
+        if not self.resident or not self.keeps:
+            return
         needed = self.device_bytes()
-        if self.keeps and (self.room is None or self.room.nbytes != needed):
+        if self.room is None or self.room.nbytes != needed:
             self.host, self.room = {}, None  # freed before more is taken
             self.room = HostRoom(needed)
 

@@ -213,6 +213,19 @@ def test_the_hosts_room_is_locked_once_and_in_one_piece_while_the_process_goes_o
     assert driver.locked == {}
 
 
+def test_tensors_that_are_on_the_host_keep_their_room(driver: Driver) -> None:
+    """Room is made again after a rank's first step, whose reference is on the host meanwhile."""
+    driver.goes_on.set()
+    tensor = torch.arange(10.0)
+    part = Offloadable(lambda: [tensor], constant=True, keeps=True)
+    part.reserve()
+    part.offload()
+    part.reserve()
+    part.reload()
+    assert tensor.tolist() == list(range(10))
+    assert driver.num_calls == 1
+
+
 def test_what_never_changes_is_copied_out_once(driver: Driver) -> None:
     driver.goes_on.set()
     for constant, expected in ((True, 1.0), (False, 2.0)):

@@ -51,7 +51,8 @@ def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, 
     shape = RoutingShape(2, 2, 8)
     drawn = np.random.default_rng(3)
     experts = [
-        drawn.integers(0, 8, (length - 1, shape.layers, shape.top_k)) for length in sequence_lengths(table)
+        drawn.integers(0, 8, (length - 1, shape.layers, shape.top_k), shape.dtype)
+        for length in sequence_lengths(table)
     ]
     column = routing_column(experts, shape)
     write_trajectories(table.append_column(ROUTED_EXPERTS, column), step_file(tmp_path, 1))

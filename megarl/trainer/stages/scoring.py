@@ -118,11 +118,12 @@ class Rewards:
     def submit(self, table: pa.Table) -> None:
         """Request the scores of finished trajectories; returns at once.
 
-        Trajectories that their environment has scored are left out. Of a session the last trajectory is scored.
+        Trajectories that their environment has scored, or that failed in it, are left out. Of a session the last trajectory is scored.
         """
         if self.rule_weight:
-            last = last_rows(table)
-            rows = last[np.isnan(environment_scores(table)[last])]
+            last = take(table, last_rows(table))
+            ended = np.array([note.error is None for note in environment_notes(last)], dtype=np.bool_)
+            rows = last_rows(table)[ended & np.isnan(environment_scores(last))]
             if len(rows):
                 self.scorer.submit(make_samples(take(table, rows), self.tokenizer))
 

@@ -121,6 +121,27 @@ def test_an_environments_score_is_not_asked_for_again(tmp_path):
     assert asked.collect(table, "step 1", None).scores.tolist() == [1.0, 0.25, 3.0]
 
 
+def test_what_failed_in_its_environment_needs_no_rule(tmp_path):
+    """Such as an agent that could not start: its data source may have no rule, since agents score themselves."""
+    table = answer(expand_prompts(prompts("a"), 3))
+    notes = [{"error": "exit code 2"}, {"numbers": {"num_turns": 1}}, {"error": "exit code 2"}]
+    at = table.column_names.index("environment_notes")
+    table = table.set_column(at, "environment_notes", pa.array([json.dumps(note) for note in notes]))
+    asked = rewards(tmp_path, length_of)
+    asked.submit(table)
+    assert [sample.uid for batch in asked.scorer.batches for sample in batch] == ["a/1"]
+    found = asked.collect(table, "step 1", None)
+    assert found.errors == ["environment: exit code 2", None, "environment: exit code 2"]
+    failing = table.set_column(
+        table.column_names.index("environment_notes"),
+        "environment_notes",
+        pa.array([json.dumps(notes[0])] * 3),
+    )
+    asked.submit(failing)
+    with pytest.raises(RuntimeError, match=r"rewards of all 3 .*a/0.*environment: exit code 2"):
+        scoring.refuse_if_all_failed(asked.collect(failing, "step 1", None))
+
+
 def test_a_reward_models_scores_are_weighed_with_the_rules(tmp_path):
     table = answer(expand_prompts(prompts("a"), 2))
     by_model = ModelScores(np.array([10.0, 20.0], dtype=np.float32), np.array([False, True]))

@@ -17,7 +17,9 @@ from megarl.algorithms.policy_loss import PolicyLossOptions
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data.trajectories import ragged
+from megarl.megatron import host_adam
 from megarl.megatron.build import local_parameters
+from megarl.megatron.offload import Offloadable
 from megarl.trainer.stages.updates import _update_metrics
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
@@ -140,3 +142,42 @@ def test_overflows_are_counted_and_at_the_least_scale_end_the_run(ranks: RankPoo
     metrics = _update_metrics("actor", steps)
     assert metrics["actor/skipped_steps"] == 2.0 and metrics["actor/loss_scale"] == 2.0**39
     assert "actor/grad_norm" not in metrics and math.isfinite(metrics["actor/loss"])
+
+
+def _moving(rank: int, world: int, folders: list[str], table: pa.Table, moves: bool) -> tuple:
+    """Two updates and, after each, the reference's log-probs; with `moves` as a GPU's memory moves between phases, page-locking left out."""
+    worker = actor(rank, world, folders, MegatronConfig(), OptimConfig(lr=1e-2))
+    how = PolicyUpdate(LossAggregation("token-mean"), PolicyLossOptions(0.2, 0.2, None), None, None, seed=0)
+    others, found = ["weights", "gradients", "optimizer"], []
+    with pytest.MonkeyPatch.context() as patch:
+        if moves:
+            for name in ("_lock", "_unlock"):
+                patch.setattr(host_adam, name, lambda *args: None)
+            for part in worker.parts.values():
+                if isinstance(part, Offloadable):
+                    part.keeps = True
+            worker.reserve_memory([*others, "reference"])
+        for _ in range(2):
+            if moves:
+                worker.release_memory(["reference"])
+            (step,) = worker.update_policy(table, *plan_of([[0, 3, 5], [6, 1, 2, 4, 7]]), how)
+            if moves:
+                worker.release_memory(others)  # while engines generate
+                worker.resume_memory(["reference"])
+            columns = worker.compute_ref_log_probs(table, [[[0, 3, 5], [6, 1, 2, 4, 7]]], "ref_log_probs")
+            found.append((step["grad_norm"], columns[1]["ref_log_probs"][0].tolist()))
+            if moves:
+                worker.resume_memory(others)
+        worker.parts.clear()  # with their room, while nothing is unlocked
+    weights = {name: tensor.clone() for name, tensor in local_parameters(worker.chunks).items()}
+    return found, weights
+
+
+def test_memory_that_moves_as_on_a_gpu_changes_nothing(ranks: RankPool, models) -> None:
+    """The reference is on the host while the first step makes the optimizer's states, for which room on the host is made again."""
+    table, folders = with_old_log_probs(make_table()), [folder for folder, _ in models]
+    (expected,), (found,) = (ranks.run(_moving, folders, table, moves, world=1) for moves in (False, True))
+    assert found[0] == expected[0]
+    assert expected[0][0][1] == expected[0][1][1], "the reference has changed"
+    for name, weight in expected[1].items():
+        assert torch.equal(found[1][name], weight), name

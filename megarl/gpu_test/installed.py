@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -84,12 +84,23 @@ def _cards() -> Iterator[Check]:
     if pairs:
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         yield Check("GPUs reach each other", None, f"not: {apart}" if apart else "all pairs do")
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    yield Check("libraries of torch", None, f"NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
+    yield Check("NCCL", None, ".".join(map(str, torch.cuda.nccl.version())))
+    yield cudnn(torch.backends.cudnn.version)
     x = torch.randn(1024, 1024, device="cuda")
     exact = x.cpu().double() @ x.cpu().double()
     error = float(((x @ x).cpu().double() - exact).abs().max() / exact.abs().max())
     yield Check("a product of matrices", error < 1e-2, f"largest difference {error:.1e}")
+
+
+def cudnn(version: Callable[[], int | None]) -> Check:
+    """`version`: torch's function, which raises where the library that was found first is not the one that torch was built with."""
+    try:
+        return Check("cuDNN", None, str(version()))
+    except RuntimeError as error:
+        advice = (
+            "the folder of torch's own (nvidia/cudnn/lib, next to torch) has to come first in LD_LIBRARY_PATH"
+        )
+        return Check("cuDNN", False, f"{error}; {advice}")
 
 
 def _nvidia_smi() -> Check:

@@ -36,6 +36,18 @@ def with_step_scores(
     return table.append_column(STEP_SCORES, pa.array(found, pa.string()))
 
 
+def add_step_scores(
+    table: pa.Table, steps: Sequence[Sequence[tuple[int, float]]], weight: float, failed: np.ndarray
+) -> pa.Table:
+    """Add further scores of steps, by token, to STEP_SCORES, each times `weight`; none to rows that `failed` [rows]."""
+    found = [
+        own if lost else sorted([*own, *((place, weight * score) for place, score in more)])
+        for own, more, lost in zip(read_step_scores(table), steps, failed, strict=True)
+    ]
+    column = pa.array([json.dumps(own) for own in found], pa.string())
+    return table.set_column(table.column_names.index(STEP_SCORES), STEP_SCORES, column)
+
+
 def last_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
     """The number of the token with which the text of `ids`, without special tokens, has its first `end` characters, for each of `ends`."""
 

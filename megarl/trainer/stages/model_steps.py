@@ -87,7 +87,7 @@ def check_steps(
             f"reward_model.step_reward=product multiplies probabilities; {path} has one label, whose outputs have no bounds: take each, min "
             "or last, or a model for token classification with two labels"
         )
-    if own is not None and not own.is_fast:
+    if own is not None and not getattr(own, "is_fast", False):
         raise ValueError(
             f"reward_model.step_separator: the tokenizer in {path} does not tell where tokens are in a text ({type(own).__name__} is no fast "
             "one), so that steps' ends cannot be found in it; take a model with the policy's tokenizer and template, or one for token "

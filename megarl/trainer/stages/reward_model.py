@@ -285,8 +285,7 @@ def _score_steps(
 
 def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
     """The head's output at the last token of each of any number of texts (token ids): float32 [texts]."""
-    outputs = score_positions(run, role, lists, None)
-    return np.concatenate(outputs) if outputs else np.zeros(0, np.float32)
+    return np.concatenate(score_positions(run, role, lists, None))
 
 
 def score_positions(

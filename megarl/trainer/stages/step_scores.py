@@ -6,12 +6,15 @@ The column has a text a row, JSON: [[number of a token of the response, score], 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from megarl.rewards.sample import Score
@@ -55,10 +58,26 @@ def last_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Se
         return tokenizer.decode(ids[:count], skip_special_tokens=True)
 
     whole = text(len(ids))
+    lengths = _lengths(tokenizer, ids, whole)
+    if lengths is not None:
+        return [bisect.bisect_left(lengths, end) for end in ends]
     return [
         bisect.bisect_left(range(len(ids)), True, key=lambda place: text(place + 1)[:end] == whole[:end])
         for end in ends
     ]
+
+
+def _lengths(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], whole: str) -> list[int] | None:
+    """The complete characters of the text of the first tokens, for each number of them, in one pass; None: tokens do not tell.
+
+    A stream holds back bytes that are no character yet, which are a replacement character at a text's end, so none may be in `whole`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer) or "\ufffd" in whole:
+        return None
+    stream = DecodeStream(skip_special_tokens=True)
+    texts = [stream.step(backend, token) or "" for token in ids]
+    return list(itertools.accumulate(map(len, texts))) if "".join(texts) == whole else None
 
 
 def read_step_scores(table: pa.Table) -> list[list[tuple[int, float]]]:

@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     PreTrainedModel,
@@ -32,6 +33,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
     Qwen2Tokenizer,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -44,6 +46,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -89,6 +92,13 @@ _CLASSIFIERS = {
     "llama": LlamaForSequenceClassification,
     "qwen3": Qwen3ForSequenceClassification,
 }
+_TOKEN_CLASSIFIERS = {
+    "qwen2": Qwen2ForTokenClassification,
+    "llama": LlamaForTokenClassification,
+    "qwen3": Qwen3ForTokenClassification,
+}
+# By head: the families' classes, and labels.
+_HEADS = {"score": (_CLASSIFIERS, 1), "step_scores": (_TOKEN_CLASSIFIERS, 2)}
 # What an MTP layer has before and after an ordinary one: norms, and the projection.
 _MTP = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
 _WITH_VISION = {
@@ -99,6 +109,7 @@ _HYBRID_MTP = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
+_LABELS_STD = 0.3  # with which probabilities of labels differ from token to token
 
 
 def make_tiny_model(
@@ -131,7 +142,7 @@ def make_tiny_model(
         "gpt_oss",
     ] = "qwen2",
     num_mtp_layers: int = 0,
-    head: Literal["lm", "score"] = "lm",
+    head: Literal["lm", "score", "step_scores"] = "lm",
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     fields: dict[str, Any] | None = None,
@@ -149,7 +160,8 @@ def make_tiny_model(
         num_mtp_layers: multi-token prediction layers, written as the family's published checkpoints have them
             (transformers ignores them).
         head: "lm" for a language model; "score" for a reward model: one label's weight (`score.weight`) in place of
-            the output layer, for the families that have no experts.
+            the output layer, for the families that have no experts; "step_scores" for a process reward model: likewise a
+            token classifier's two labels.
         fields: further fields of the Hugging Face config, in place of the family's usual ones.
         vision: with a vision tower, as the published models of Qwen3.5 have it.
 
@@ -188,11 +200,12 @@ def make_tiny_model(
     if family in SPARSE:
         usual |= sparse_fields(family, hidden_size // num_attention_heads, num_layers)
     config_class, model_class = _FAMILIES[family]
-    assert head in ("lm", "score"), head
-    if head == "score":
-        if family not in _CLASSIFIERS:
-            raise ValueError(f"head 'score' is there for {', '.join(_CLASSIFIERS)}, found {family!r}")
-        model_class, sizes["num_labels"] = _CLASSIFIERS[family], 1
+    assert head == "lm" or head in _HEADS, head
+    if head != "lm":
+        classes, sizes["num_labels"] = _HEADS[head]
+        if family not in classes:
+            raise ValueError(f"head {head!r} is there for {', '.join(classes)}, found {family!r}")
+        model_class = classes[family]
     config = config_class(**{**sizes, **usual, **(fields or {})})
     if vision:
         if family not in _WITH_VISION:
@@ -249,6 +262,8 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
                 vector.normal_(0.0, _BIAS_STD)
             elif name.endswith("sinks"):
                 vector.normal_()
+            elif name == "score.weight" and vector.shape[0] > 1:
+                vector.normal_(0.0, _LABELS_STD)
             elif name.endswith("norm.weight"):
                 # Hybrids' norms multiply by 1 + weight, all but those of their gated delta nets and of a vision tower.
                 around_zero = _is_hybrid(config) and not ("linear_attn" in name or "visual" in name)

@@ -272,6 +272,7 @@ def _unused_algorithm(config: TrainConfig, given: Collection[str]) -> Iterator[s
                 "reward_model.model.",
                 "reward_model.micro_batch",
                 "reward_model.max_",
+                "reward_model.step_",
                 "reward_model.megatron.",
             ),
             "reward_model.enable=true",

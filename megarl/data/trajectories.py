@@ -175,6 +175,7 @@ REF_TOP_TOKENS = "ref_top_tokens"
 float32 [2 k], as bytes."""
 TEACHER = "teacher"  # the name of the teacher that judges the prompt's responses: another such column
 CARRIED = (MESSAGES, TEMPLATE_KWARGS, REF_PROMPT_IDS, TEACHER)
+POSITIONS = "positions"  # of texts: the tokens at which a model's outputs are wanted
 SCORED_MASK = "scored_mask"  # `response_mask` before tokens were rejected, 1 on live tokens
 GIVEN_RESPONSES = (
     "given_responses"  # of prompts: token ids of responses that are given (lists of int32 lists)

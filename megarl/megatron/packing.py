@@ -34,6 +34,7 @@ from megarl import platform
 from megarl.data.balance import aligned_lengths, shared_tokens
 from megarl.data.kept import KEPT_COUNTS, KEPT_IDS
 from megarl.data.routing import RoutingShape, binary_values, routings
+from megarl.data.trajectories import POSITIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,18 +481,29 @@ def arrange_sequences(
 
 def arrange_texts(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
     """Arrange the sequences `rows` of `table` for one number each, at its last token: the mask is true there alone, and
-    `unpack` gives that one value.
+    `unpack` gives that one value. With the column POSITIONS the mask is true at these, and `unpack` gives the values from the first to the
+    last of them.
 
     Args:
-        table: column `input_ids`, one list a row.
+        table: column `input_ids`, one list a row; perhaps POSITIONS, ascending numbers of its tokens, at least one a row.
 
     Raises:
         ValueError: the column is missing or has nulls; an empty sequence.
     """
     tokens, lengths = _ragged(table, rows, "input_ids")
     _refuse_empty(lengths, rows, "input_ids")
-    ones = np.ones_like(lengths)
-    return _arrange(tokens, lengths, lengths - 1, ones, ones, **alignment)
+    if POSITIONS not in table.column_names:
+        ones = np.ones_like(lengths)
+        return _arrange(tokens, lengths, lengths - 1, ones, ones, **alignment)
+    positions, numbers = _ragged(table, rows, POSITIONS)
+    _refuse_empty(numbers, rows, POSITIONS)
+    ends = np.cumsum(numbers)
+    first, last = positions[ends - numbers].astype(np.int64), positions[ends - 1].astype(np.int64)
+    assert (last < lengths).all(), "positions are those of tokens"
+    counts = last - first + 1
+    mask = np.zeros(counts.sum(), np.bool_)
+    mask[np.repeat(np.cumsum(counts) - counts - first, numbers) + positions] = True
+    return _arrange(tokens, lengths, first, counts, mask, **alignment)
 
 
 def _refuse_empty(lengths: np.ndarray, rows: Sequence[int], name: str) -> None:

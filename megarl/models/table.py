@@ -40,6 +40,7 @@ from megarl.models.shards import (
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
+VALUE_HEAD_BIAS = "score.bias"  # that a token classifier has beside it
 DRAFT = "draft:"  # begins the local names of what is in SGLang's second model
 BUFFERS = re.compile(r"\.router\.expert_bias$|\.self_attention\.indexer\.")
 """Of Megatron's local names: the weights that are no parameters. Nothing trains them by a gradient."""

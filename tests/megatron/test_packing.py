@@ -282,6 +282,10 @@ def test_texts_have_one_number_at_their_last_token() -> None:
     assert [list(values) for values in unpack(batch, batch.input_ids[0])] == [[8], [9], [4]]
     with pytest.raises(ValueError, match="row 1 has an empty input_ids"):
         arrange_texts(pa.table({"input_ids": pa.array([[1], []], pa.list_(pa.int32()))}), [0, 1]).on_device()
+    positions = pa.array([[0, 2, 2], [0], [1]], pa.list_(pa.int32()))
+    batch = arrange_texts(table.append_column("positions", positions), [2, 0, 1]).on_device()
+    assert batch.live.tolist() == [1, 2, 4, 6]
+    assert [list(values) for values in unpack(batch, batch.input_ids[0])] == [[4], [5, 6, 7], [9]]
 
 
 def test_packing_reads_chunked_and_sliced_tables() -> None:

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
 from megarl.checkpoints import find_damage, read_checkpoint, steps_in
-from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
+from megarl.data.trajectories import TRAJECTORY_SCHEMA, ragged, read_trajectories
 from megarl.report.timeline import RecordedTimeline, read_timeline
+from megarl.trainer.stages.step_scores import read_step_scores
 from megarl.util.spans import Span
 from tests.fixtures.runs import (
     PPO,
@@ -32,7 +33,7 @@ from tests.fixtures.runs import (
     steps,
     succeed,
 )
-from tests.trainer.test_reward_model_runs import judged
+from tests.trainer.test_reward_model_runs import judged_steps
 
 # Dynamic sampling, so that how many prompts a step draws depends on scores; a sampler that learns from them, too.
 RECIPE = [
@@ -296,11 +297,11 @@ def test_an_actor_that_dies_while_it_learns(whole: FinishedRun, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ppo_with_a_reward_model_in_the_engines_pool(task: Path, tmp_path: Path) -> None:
-    """Collecting and learning both move device memory at once; batches collected ahead have the reward model's scores."""
+def test_ppo_with_a_process_reward_model_in_the_engines_pool(task: Path, tmp_path: Path) -> None:
+    """Collecting and learning both move device memory at once; batches collected ahead have the reward model's scores of steps, here of words."""
     make_tiny_model(
         tmp_path / "judge", arithmetic_texts(40), vocab_size=320, hidden_size=32, ffn_hidden_size=48, num_layers=2,
-        family="llama", head="score", seed=7,
+        family="llama", head="step_scores", seed=7,
     )  # fmt: skip
     (tmp_path / "reward.py").write_text(REWARD)
     succeed(
@@ -313,6 +314,7 @@ def test_ppo_with_a_reward_model_in_the_engines_pool(task: Path, tmp_path: Path)
         "reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge", "reward_model.rule_weight=0.5",
         f"reward_model.model.input_tokenizer={task}/model", "data.return_raw_input_ids=true",
         "reward_model.micro_batch_size_per_gpu=3", "reward_model.max_length=128", "reward_model.megatron.param_offload=true",
+        "reward_model.step_separator=' '", "reward_model.weight=2",
         *(f"{role}.megatron.{part}_offload=true" for role in ("actor_rollout_ref.actor", "critic")
           for part in ("param", "grad", "optimizer")),
         "actor_rollout_ref.actor.optim.lr=1e-2", f"custom_reward_function.path={tmp_path}/reward.py",
@@ -320,9 +322,17 @@ def test_ppo_with_a_reward_model_in_the_engines_pool(task: Path, tmp_path: Path)
     for number, version in ((1, 1), (2, 1), (3, 2)):
         batch = read_trajectories(tmp_path / f"run/rollouts/step-{number:06d}.parquet")
         assert set(batch["weight_version"].to_pylist()) == {version}
-        models, rules = judged(tmp_path, task, batch)
-        np.testing.assert_allclose(batch["score"].to_numpy(), models + 0.5 * rules, rtol=0, atol=1e-4)
+        expected, rules = judged_steps(tmp_path, task, batch)
+        np.testing.assert_array_equal(batch["score"].to_numpy(), 0.5 * rules)
+        found = [[score for _, score in own] for own in read_step_scores(batch)]
+        assert [len(own) for own in found] == [len(own) for own in expected]
+        np.testing.assert_allclose(np.concatenate(found), 2 * np.concatenate(expected), rtol=0, atol=1e-4)
+        rewards, offsets = ragged(batch, "token_level_rewards")
+        sums = np.array([own.sum() for own in np.split(rewards, offsets[1:-1])])
+        expected_sums = 0.5 * rules + [2 * sum(own) for own in expected]
+        np.testing.assert_allclose(sums, expected_sums, rtol=0, atol=0.02)  # less a KL, a thousandth of nats
     _, second, third = steps(tmp_path / "run")
+    assert 0 < second["reward/model_step_score"] < 1 <= second["reward/model_num_steps"]
     assert (
         second["memory/generate/reward_model_weights"] == 0 == second["memory/score_model/rollout_kv_cache"]
     )

@@ -5,7 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
@@ -60,6 +64,29 @@ def judged(folder, task, batch):
             models.append(model(torch.tensor([ids])).logits.item())
         rules.append(len(answer) % 2)
     return np.array(models), np.array(rules)
+
+
+def judged_steps(folder, task, batch):
+    """What transformers' token classifier makes of each word of trajectories, in the text of TRL's PRMTrainer, and what the function makes of them."""
+    model = AutoModelForTokenClassification.from_pretrained(folder / "judge", dtype=torch.float32).eval()
+    own, policy = (
+        AutoTokenizer.from_pretrained(folder / "judge"),
+        AutoTokenizer.from_pretrained(task / "model"),
+    )
+    steps, rules = [], []
+    for row in batch.to_pylist():
+        answer = policy.decode(row["response_ids"], skip_special_tokens=True)
+        prompt = own.apply_chat_template(
+            json.loads(row["messages"]), tokenize=False, add_generation_prompt=True
+        )
+        ids, ends = own(prompt)["input_ids"], []
+        for word in [word for word in answer.split(" ") if word.strip()] or [answer]:
+            ids += own(word)["input_ids"] + own(" ")["input_ids"]
+            ends.append(len(ids) - 1)
+        with torch.no_grad():
+            steps.append(model(torch.tensor([ids])).logits.softmax(-1)[0, ends, 1].tolist())
+        rules.append(len(answer) % 2)
+    return steps, np.array(rules)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("step-000001", 8), ("step-000002", 8), ("val-000002", 16)])

@@ -13,7 +13,7 @@ from megarl.layout import Box, Copy, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
 from megarl.models.float8 import SCALES, Block, dequantise, in_blocks, quantise
-from megarl.models.table import VALUE_HEAD
+from megarl.models.table import VALUE_HEAD, VALUE_HEAD_BIAS
 from megarl.models.weight_files import stored_tensors
 from megarl.weight_sync.layouts import hf_layout, megatron_layout
 
@@ -42,9 +42,11 @@ class HFReader:
     A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and others
     made like them), is read as the values that it stands for: each element times its block's scale. Experts that are stored
     in one tensor are read as single ones, and a language model beside a vision tower as if it were alone (`megarl.checkpoints.hf.fused`).
+    A classifier's head of two labels is read as one of one label where `two_labels` allows it: the second row less the first, whose output is
+    the logit of the second label's probability, but for the bias (`two_label_bias`).
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, two_labels: bool = False) -> None:
         self.path = path
         stored = stored_tensors(path)
         self._names = of_language_model(stored)
@@ -52,6 +54,8 @@ class HFReader:
         self.tensors, self._parts = split_experts(self._files, lambda: self._config.family == "qwen3_5_moe")
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
+        found = [self.tensors[name].shape for name in (VALUE_HEAD, VALUE_HEAD_BIAS) if name in self.tensors]
+        self.has_two_labels = two_labels and [shape[0] for shape in found] == [2, 2]
 
     def __enter__(self) -> "HFReader":
         return self
@@ -71,6 +75,8 @@ class HFReader:
         shapes = logical_tensors(config, head, mtp)
         copies = mtp_copies(config) if mtp else {}
         ignore = {*logical_tensors(config, mtp=True), "lm_head.weight", "score.weight"} - set(shapes)
+        if self.has_two_labels:
+            ignore.add(VALUE_HEAD_BIAS)
         optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
         wrong = [f"{name} is missing" for name in shapes if name not in self.tensors and name not in optional]
         for name in self.tensors:
@@ -118,7 +124,10 @@ class HFReader:
         return True
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The values in the box; float32 for a tensor in float8 with scales."""
+        """The values in the box; float32 for a tensor in float8 with scales, and for a head of two labels."""
+        if name == VALUE_HEAD and self.has_two_labels:
+            first, second = self._slice(name)[(slice(0, 2), *box.slices[1:])].float()
+            return (second - first)[None]
         if name in self._parts:
             return read_part(self._parts[name], box, self._slice)
         values = self._slice(name)[box.slices]
@@ -143,8 +152,16 @@ class HFReader:
             return None
         return self._slice(name)[box.slices], self._slice(name + SCALES)[_blocks_of(box, block)]
 
+    def two_label_bias(self) -> float:
+        """The logit of the second label's probability is the output of the head of one label plus this."""
+        assert self.has_two_labels
+        first, second = self._slice(VALUE_HEAD_BIAS)[:].double().tolist()
+        return second - first
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].shape
+        """As `read` gives it."""
+        shape = self.tensors[name].shape
+        return (1, *shape[1:]) if name == VALUE_HEAD and self.has_two_labels else shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of the tensor's values: as the file has it, or the model's own for one in float8 with scales.
@@ -192,6 +209,7 @@ def load_hf_weights(
     head: str = "lm",
     base_block: int | None = None,
     mtp: bool = False,
+    two_labels: bool = False,
 ) -> None:
     """Fill a Megatron rank's parameters (named as pieces name them) from the checkpoint at `path`.
 
@@ -202,13 +220,14 @@ def load_hf_weights(
         base_block: rows and columns of a block of the parameters that are in float8 (`build_model`). These are taken as
             they are from a checkpoint with blocks of this size; others are quantised, one parameter at a time.
         mtp: whether the model was built with its multi-token prediction layers.
+        two_labels: as in `HFReader`.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, has one too many or one of another shape.
     """
     plan = make_plan(hf_layout(config, head, mtp), megatron_layout(config, parallel, head, mtp=mtp))
     needed = plan.copies_to(rank)
-    with HFReader(path) as reader:
+    with HFReader(path, two_labels) as reader:
         reader.check(config, head, mtp)
         copies = [copy for copy in needed if copy.tensor in reader.tensors]
         in_blocks = {local for local in parameters if local + SCALES in parameters}

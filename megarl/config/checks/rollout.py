@@ -293,6 +293,7 @@ def reward_model_problems(config: TrainConfig) -> Iterator[str]:
         yield "reward_model.model.path is required with reward_model.enable=true: the folder of the model that scores"
     yield from _score_problems(config)
     yield from _tokenizer_problems(config)
+    yield from _step_problems(config)
     yield from _micro_batch_problems(reward, config)
 
 
@@ -326,6 +327,34 @@ def _tokenizer_problems(config: TrainConfig) -> Iterator[str]:
         yield (
             "reward_model.model.input_tokenizer with actor_rollout_ref.rollout.multi_turn.enable=true: the turns of a "
             "trajectory cannot be rendered anew; a reward model with the policy's tokenizer and template is needed"
+        )
+
+
+def _step_problems(config: TrainConfig) -> Iterator[str]:
+    reward, key = config.reward_model, "reward_model.step_separator"
+    if reward.step_separator is None:
+        if reward.step_reward != "each":
+            yield f"reward_model.step_reward={reward.step_reward} needs {key}: without it the model scores no steps"
+        return
+    if not reward.step_separator:
+        yield f'{key}="": a response has no steps then; give the text that ends one, such as two line breaks'
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield (
+            f"{key} with actor_rollout_ref.rollout.multi_turn.enable=true: steps are those of one response; have the environment, or a "
+            "reward function, score turns"
+        )
+    if reward.step_reward != "each":
+        return
+    if config.algorithm.adv_estimator == "gdpo":
+        yield (
+            f"{key} with algorithm.adv_estimator='gdpo', which compares named numbers and would not see the scores of steps; set "
+            "reward_model.step_reward=min (product, last), or choose another estimator"
+        )
+    groups = config.algorithm.filter_groups
+    if groups.enable and groups.metric in ("score", "seq_reward", "acc") and not reward.rule_weight:
+        yield (
+            f"algorithm.filter_groups.metric={groups.metric}: with {key} and without reward_model.rule_weight all scores are 0, since rewards "
+            "are those of steps; set it to model, their sum"
         )
 
 

@@ -22,6 +22,8 @@ RULES = (
     "llm_judge",
 )
 
+STEP_REWARDS = ("each", "min", "product", "last")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRewardConfig:
@@ -109,7 +111,8 @@ class RewardModelPathConfig:
 
     path: str | None = option(
         "Folder of a Hugging Face model for sequence classification with one label (its weight score.weight), "
-        "or its id on the Hub. Its scores are shifted and scaled as reward_normalization.json in it says, if it is there.",
+        "or its id on the Hub. Its scores are shifted and scaled as reward_normalization.json in it says, if it is there. With "
+        "step_separator also one for token classification with two labels, as TRL's PRMTrainer writes it.",
         None,
         is_path=True,
     )
@@ -151,6 +154,17 @@ class RewardModelConfig:
     )
     rule_weight: float = option(
         "Of the score by rules, or by the reward function of one's own; 0: these are not asked.", 0.0
+    )
+    step_separator: str | None = option(
+        "Text that ends each step of a response, such as two line breaks: the model scores every step. null: it scores the text, at its end.",
+        None,
+    )
+    step_reward: str = option(
+        "With step_separator, what the scores of a response's steps become. each: rewards at the ends of their steps; the estimators add up "
+        "what comes after a token. min (Math-Shepherd, arXiv:2312.08935), product (arXiv:2305.20050), last: the model's one score of the "
+        "trajectory.",
+        "each",
+        choices=STEP_REWARDS,
     )
     micro_batch_size_per_gpu: int | None = option("Trajectories of a micro-batch.", None, ge=1)
     max_token_len_per_gpu: int | None = option(

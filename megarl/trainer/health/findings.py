@@ -213,6 +213,11 @@ def _equal_rewards(step: CheckedStep) -> Measured | None:
     least, most = step.metrics.get("critic/score/min"), step.metrics.get("critic/score/max")
     if not step.config.health.equal_rewards or least is None or least != most:
         return None
+    if {
+        "reward/step_score",
+        "reward/model_step_score",
+    } & step.metrics.keys():  # rewards of steps are no part of the score
+        return None
     return (least, None, "") if step.history.equal * step.trajectories >= NUM_EQUAL else None
 
 

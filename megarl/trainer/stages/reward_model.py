@@ -1,6 +1,7 @@
 """The reward model's part of a step: the text that it reads of each trajectory, its score, and how scores become rewards.
 
-Scores are shifted, and scaled if that is configured, by the mean and deviation that reference answers get.
+Scores are shifted, and scaled if that is configured, by the mean and deviation that reference answers get. A model that scores each step of a
+response reads the texts of `model_steps`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from megarl.checkpoints.hf.load import HFReader
 from megarl.config import RewardModelConfig
 from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
-from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
+from megarl.data.trajectories import MESSAGES, POSITIONS, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
+from megarl.models.table import VALUE_HEAD
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.run import Run
+from megarl.trainer.stages.model_steps import (
+    StepScoring,
+    StepText,
+    check_steps,
+    rendered_steps,
+    separated_steps,
+    steps_in_tokens,
+)
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 
@@ -92,7 +102,8 @@ def read_normalization(path: str | Path) -> RewardNormalization:
     return RewardNormalization(mean, std, number)
 
 
-HEAD = "score.weight"
+TOKEN_CLASSIFIERS = ("qwen2", "llama", "qwen3")
+"""Families whose folders for token classification are read: those whose reward models are tested against transformers' classes."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class RewardModelInputs:
         own: the reward model's; None: it reads the policy's token ids.
         max_length: tokens of a text that it reads; the end of a longer one is cut off.
         normalization: applied to the head's outputs; by default they stay unchanged.
+        steps: how it scores each step of a response; None: it scores texts.
     """
 
     model: ModelConfig
@@ -111,6 +123,7 @@ class RewardModelInputs:
     own: PreTrainedTokenizerBase | None
     max_length: int
     normalization: RewardNormalization = AS_IT_IS
+    steps: StepScoring | None = None
 
 
 @dataclass(frozen=True)
@@ -120,10 +133,15 @@ class ModelScores:
     Attributes:
         scores: float32 [rows].
         truncated: rows whose text was longer than the model reads [rows].
+        steps: rewards of steps, which have the place of `scores`: of each row, numbers of tokens of the response and scores; None: there are
+            none.
+        numbers: further numbers by name [rows]; NaN where a row has none.
     """
 
     scores: np.ndarray
     truncated: np.ndarray
+    steps: list[list[tuple[int, float]]] | None = None
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase) -> RewardModelInputs:
@@ -139,23 +157,46 @@ def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase
     path, max_length = config.model.path, config.max_length
     assert path is not None and max_length is not None, "checked and resolved"
     model = read_model_config(path)
-    with HFReader(path) as reader:
-        found = reader.shape(HEAD) if HEAD in reader.tensors else None
-        if found != (1, model.hidden_size):
+    scores_steps = config.step_separator is not None
+    with HFReader(path, two_labels=True) as reader:
+        of_tokens = reader.has_two_labels
+        if of_tokens and scores_steps:
+            _check_token_classifier(path, model)
+        found = reader.tensors[VALUE_HEAD].shape if VALUE_HEAD in reader.tensors else None
+        if found != (1, model.hidden_size) and not (of_tokens and scores_steps):
             has = "is missing" if found is None else f"has shape {list(found)}"
+            advice = "; reward_model.step_separator makes a token classifier of two labels score steps"
             raise ValueError(
-                f"reward_model.model.path: {path} holds no reward model: {HEAD} {has}; a Hugging Face model for sequence "
-                f"classification with one label has it, of shape [1, {model.hidden_size}]"
+                f"reward_model.model.path: {path} holds no reward model: {VALUE_HEAD} {has}; a Hugging Face model for sequence "
+                f"classification with one label has it, of shape [1, {model.hidden_size}]{advice if of_tokens else ''}"
             )
         reader.check(model, "value")
+        bias = reader.two_label_bias() if of_tokens else None
     if max_length > model.max_position_embeddings:
         raise ValueError(
             f"reward_model.max_length={max_length} (null: the longest trajectory) is more than the "
             f"{model.max_position_embeddings} positions of the reward model in {path}; set it to that or less"
         )
-    return RewardModelInputs(
-        model, policy, _own_tokenizer(config, policy), max_length, read_normalization(path)
-    )
+    own, normalization = _own_tokenizer(config, policy), read_normalization(path)
+    steps = None
+    if config.step_separator is not None:
+        steps = StepScoring(config.step_separator, config.step_reward, bias)
+        if normalization != AS_IT_IS:
+            raise ValueError(
+                f"reward_model.step_separator: {FILE} in {path} was measured on complete answers, not on steps; take a copy of the folder "
+                "without it, or leave step_separator out"
+            )
+        check_steps(path, steps, own, policy)
+    return RewardModelInputs(model, policy, own, max_length, normalization, steps)
+
+
+def _check_token_classifier(path: str, model: ModelConfig) -> None:
+    if model.family not in TOKEN_CLASSIFIERS or not model.architecture.endswith("ForTokenClassification"):
+        raise ValueError(
+            f"reward_model.model.path: {path} is a {model.architecture or 'model without architectures'} (model_type="
+            f"{model.hf['model_type']!r}) with two labels; models that score steps are *ForTokenClassification with two labels of "
+            f"{', '.join(TOKEN_CLASSIFIERS)}, or *ForSequenceClassification with one label"
+        )
 
 
 def _own_tokenizer(
@@ -197,30 +238,105 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
         ValueError: the reward model's chat template refuses a prompt.
         NotFinite: a score is not finite.
     """
+    if inputs.steps is not None:
+        return _score_steps(run, role, batch, inputs, inputs.steps)
     lists = texts_of(batch, inputs)
     lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
     truncated = lengths > inputs.max_length
     scores = score_lists(run, role, [ids[: inputs.max_length] for ids in lists])
     scores = inputs.normalization.apply(scores)
+    _require_finite(batch, scores)
+    return ModelScores(scores, truncated)
+
+
+def _require_finite(batch: pa.Table, scores: np.ndarray) -> None:
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores)))
         raise NotFinite(f"the reward model's score of trajectory {batch['uid'][row]} is {scores[row]}", batch)
-    return ModelScores(scores, truncated)
+
+
+def _score_steps(
+    run: Run, role: Role, batch: pa.Table, inputs: RewardModelInputs, steps: StepScoring
+) -> ModelScores:
+    """The scores of all steps whose ends the model reads; a trajectory without one has the score 0."""
+    texts = step_texts(batch, inputs, steps)
+    truncated = np.array([len(text.ids) > inputs.max_length for text in texts])
+    texts = [text.first(inputs.max_length) for text in texts]
+    read = [row for row, text in enumerate(texts) if text.positions]
+    found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(texts)
+    if read:
+        outputs = score_positions(
+            run, role, [texts[row].ids for row in read], [texts[row].positions for row in read]
+        )
+        for row, values in zip(read, outputs, strict=True):
+            found[row] = steps.scores(values)
+    _require_finite(batch, np.array([values.sum() for values in found]))
+    scores = np.array([steps.of_trajectory(values) for values in found], dtype=np.float32)
+    numbers = {
+        "model_num_steps": np.array([float(len(values)) for values in found]),
+        "model_step_score": np.array([values.mean() if len(values) else np.nan for values in found]),
+    }
+    places = [
+        [(place, float(value)) for place, value in zip(text.places, values, strict=True)]
+        for text, values in zip(texts, found, strict=True)
+    ]
+    return ModelScores(scores, truncated, places if steps.reward == "each" else None, numbers)
 
 
 def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
     """The head's output at the last token of each of any number of texts (token ids): float32 [texts]."""
+    return np.concatenate(score_positions(run, role, lists, None))
+
+
+def score_positions(
+    run: Run, role: Role, lists: list[np.ndarray], positions: list[list[int]] | None
+) -> list[np.ndarray]:
+    """The head's outputs at tokens of each of any number of texts (token ids): float32 [tokens] each.
+
+    Args:
+        positions: ascending numbers of each text's tokens, at least one; None: its last token.
+    """
     # Data parallel ranks get equal numbers of texts: copies of the shortest one fill up.
-    shortest = min(lists, key=len)
-    shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
-    table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
-    lengths = np.array([len(ids) for ids in shared])
+    shortest = min(range(len(lists)), key=lambda row: len(lists[row]))
+    order = [*range(len(lists)), *[shortest] * (rows_to_share(len(lists), role.layout) - len(lists))]
+    columns = {"input_ids": from_ragged(*from_lists([lists[row] for row in order], np.int32))}
+    if positions is not None:
+        columns[POSITIONS] = from_ragged(*from_lists([positions[row] for row in order], np.int32))
+    lengths = np.array([len(lists[row]) for row in order])
     batching = role.batching
     shares = plan_rows(
         lengths, role.layout, batching.max_tokens, batching.micro_batch_size, batching.pair_share
     )
-    results = run.wait(role.group.call("score_texts", run.put(table), run.put(shares)))
-    return merge_scores(results, len(shared))[: len(lists)]
+    results = run.wait(role.group.call("score_texts", run.put(pa.table(columns)), run.put(shares)))
+    return merge_scores(results, len(order))[: len(lists)]
+
+
+def step_texts(batch: pa.Table, inputs: RewardModelInputs, steps: StepScoring) -> list[StepText]:
+    """What the model reads of each trajectory, and where its steps end.
+
+    Raises:
+        ValueError: the model's chat template refuses a prompt, or does not write the response as it is.
+    """
+    prompts, responses = (batch[f"{name}_ids"].to_pylist() for name in ("prompt", "response"))
+    if steps.bias is None and inputs.own is None:
+        return [
+            steps_in_tokens(inputs.policy, prompt, response, steps.separator)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+    if steps.bias is None:
+        assert inputs.own is not None
+        chats = zip(batch["uid"].to_pylist(), _rendered(batch, inputs, inputs.own), responses, strict=True)
+        return [
+            rendered_steps(uid, inputs.own, inputs.policy, text, response, steps.separator)
+            for uid, text, response in chats
+        ]
+    if inputs.own is not None:
+        prompts = encode_texts(inputs.own, _rendered(batch, inputs, inputs.own, answered=False))
+    own = inputs.own or inputs.policy
+    return [
+        separated_steps(own, inputs.policy, prompt, response, steps.separator)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
 
 
 def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
@@ -233,6 +349,14 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
             np.concatenate([prompts[starts[row] : starts[row + 1]], responses[bounds[row] : bounds[row + 1]]])
             for row in range(batch.num_rows)
         ]
+    rendered = _rendered(batch, inputs, inputs.own)
+    return [np.array(ids, dtype=np.int32) for ids in encode_texts(inputs.own, rendered)]
+
+
+def _rendered(
+    batch: pa.Table, inputs: RewardModelInputs, own: PreTrainedTokenizerBase, answered: bool = True
+) -> list[str]:
+    """Each trajectory's chat by the reward model's own template; with `answered` false its prompt."""
     answers = inputs.policy.batch_decode(batch["response_ids"].to_pylist(), skip_special_tokens=True)
     rendered = []
     has_keywords = TEMPLATE_KWARGS in batch.column_names
@@ -240,21 +364,22 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
     for uid, messages, given, answer in zip(
         batch["uid"].to_pylist(), batch[MESSAGES].to_pylist(), keywords, answers, strict=True
     ):
-        chat = [*json.loads(messages), {"role": "assistant", "content": answer}]
+        chat = [*json.loads(messages), *([{"role": "assistant", "content": answer}] if answered else [])]
         # All keywords but tools are for the policy's template.
         tools = {name: value for name, value in json.loads(given).items() if name == "tools"}
         try:
-            rendered.append(render_text(inputs.own, chat, add_generation_prompt=False, template_kwargs=tools))
+            text = render_text(own, chat, add_generation_prompt=not answered, template_kwargs=tools)
         except ValueError as error:
             raise ValueError(f"trajectory {uid}, for the reward model: {error}") from error
-    return [np.array(ids, dtype=np.int32) for ids in encode_texts(inputs.own, rendered)]
+        rendered.append(text)
+    return rendered
 
 
-def merge_scores(results: list, num_rows: int) -> np.ndarray:
-    """The ranks' results (`RowColumns` of one value a row, or None) in the order of the rows: float32 [rows]."""
-    parts = [part for part in results if part is not None]
-    rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
-    assert np.array_equal(np.sort(rows), np.arange(num_rows)), "each row is computed exactly once"
-    scores = np.empty(num_rows, np.float32)
-    scores[rows] = np.concatenate([columns["scores"][0] for _, columns in parts])
-    return scores
+def merge_scores(results: list, num_rows: int) -> list[np.ndarray]:
+    """The ranks' results (`RowColumns`, or None) in the order of the rows: float32 [values of the row] each."""
+    found: dict[int, np.ndarray] = {}
+    for rows, columns in (part for part in results if part is not None):
+        values, offsets = columns["scores"]
+        found |= zip(rows, np.split(values.astype(np.float32), offsets[1:-1]), strict=True)
+    assert sorted(found) == list(range(num_rows)), "each row is computed exactly once"
+    return [found[row] for row in range(num_rows)]

@@ -34,7 +34,7 @@ from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.reward_model import ModelScores, RewardModelInputs, score_with_model
 from megarl.trainer.stages.rollouts import GREEDY
-from megarl.trainer.stages.step_scores import step_sums, with_step_scores
+from megarl.trainer.stages.step_scores import add_step_scores, step_sums, with_step_scores
 from megarl.util.files import naming
 
 ERRORS_FILE = "reward_errors.jsonl"
@@ -202,13 +202,19 @@ def make_samples(table: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Sa
 
 
 def mix_scores(scored: Scored, by_model: ModelScores, rule_weight: float, model_weight: float) -> Scored:
-    """score = rule_weight * the scorer's + model_weight * the reward model's; 0 where the scorer failed."""
-    rules = scored.scores
-    mixed = np.where(scored.failed, 0.0, rule_weight * rules + model_weight * by_model.scores)
+    """score = rule_weight * the scorer's + model_weight * the reward model's; 0 where the scorer failed.
+
+    Where the model scores steps, the rewards of these take the place of its score: they are added to STEP_SCORES.
+    """
+    rules, of_model = scored.scores, by_model.scores if by_model.steps is None else 0.0
+    mixed = np.where(scored.failed, 0.0, rule_weight * rules + model_weight * of_model)
     numbers = {"model": by_model.scores, "model_text_cut": by_model.truncated.astype(np.float32)}
+    numbers |= by_model.numbers
     if rule_weight:
         numbers["rule"] = np.where(scored.failed, np.nan, rules)
     table = replace_column(scored.table, "score", pa.array(mixed.astype(np.float32)))
+    if by_model.steps is not None:
+        table = add_step_scores(table, by_model.steps, model_weight, scored.failed)
     return replace(scored, table=table, numbers={**scored.numbers, **numbers})
 
 

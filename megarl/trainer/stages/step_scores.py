@@ -6,12 +6,15 @@ The column has a text a row, JSON: [[number of a token of the response, score], 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from megarl.rewards.sample import Score
@@ -36,6 +39,18 @@ def with_step_scores(
     return table.append_column(STEP_SCORES, pa.array(found, pa.string()))
 
 
+def add_step_scores(
+    table: pa.Table, steps: Sequence[Sequence[tuple[int, float]]], weight: float, failed: np.ndarray
+) -> pa.Table:
+    """Add further scores of steps, by token, to STEP_SCORES, each times `weight`; none to rows that `failed` [rows]."""
+    found = [
+        own if lost else sorted([*own, *((place, weight * score) for place, score in more)])
+        for own, more, lost in zip(read_step_scores(table), steps, failed, strict=True)
+    ]
+    column = pa.array([json.dumps(own) for own in found], pa.string())
+    return table.set_column(table.column_names.index(STEP_SCORES), STEP_SCORES, column)
+
+
 def last_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
     """The number of the token with which the text of `ids`, without special tokens, has its first `end` characters, for each of `ends`."""
 
@@ -43,10 +58,26 @@ def last_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Se
         return tokenizer.decode(ids[:count], skip_special_tokens=True)
 
     whole = text(len(ids))
+    lengths = _lengths(tokenizer, ids, whole)
+    if lengths is not None:
+        return [bisect.bisect_left(lengths, end) for end in ends]
     return [
         bisect.bisect_left(range(len(ids)), True, key=lambda place: text(place + 1)[:end] == whole[:end])
         for end in ends
     ]
+
+
+def _lengths(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], whole: str) -> list[int] | None:
+    """The complete characters of the text of the first tokens, for each number of them, in one pass; None: tokens do not tell.
+
+    A stream holds back bytes that are no character yet, which are a replacement character at a text's end, so none may be in `whole`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer) or "\ufffd" in whole:
+        return None
+    stream = DecodeStream(skip_special_tokens=True)
+    texts = [stream.step(backend, token) or "" for token in ids]
+    return list(itertools.accumulate(map(len, texts))) if "".join(texts) == whole else None
 
 
 def read_step_scores(table: pa.Table) -> list[list[tuple[int, float]]]:

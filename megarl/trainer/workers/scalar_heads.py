@@ -5,21 +5,26 @@ Guarantee, asserted by a test: with a shared frozen model values, updates and lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.value_loss import value_loss
+from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cluster.ranks import RankInfo
+from megarl.data.trajectories import POSITIONS, from_lists, take
 from megarl.megatron.build import gather_parameters
 from megarl.megatron.heads.outputs import value_head
 from megarl.megatron.lora.parameter_sets import in_turn, parameter_set
 from megarl.megatron.offload import frozen_of
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import Loss
+from megarl.models import ModelConfig
 from megarl.trainer.workers.actor import ActorWorker, pack_weighted
 from megarl.trainer.workers.dispatch import ModelSpec, RowColumns
 from megarl.trainer.workers.model import ModelWorker, Share
@@ -112,7 +117,31 @@ class ActorCriticWorker(ActorWorker):
 class RewardModelWorker(ModelWorker):
     """A rank of the reward model."""
 
+    def read_weights(
+        self,
+        path: str,
+        config: ModelConfig,
+        head: str,
+        parameters: Mapping[str, torch.Tensor],
+        blocks: int | None,
+        mtp: bool = False,
+    ) -> None:
+        """As `ModelWorker.read_weights`; a head of two labels becomes one of one label."""
+        how = (path, config, self.layout, self.info.rank, parameters, head, blocks, mtp)
+        load_hf_weights(*how, two_labels=True)
+
     def score_texts(self, texts: pa.Table, shares: list[Share]) -> RowColumns | None:
         """The head's output at the last token of each text (column `input_ids`), as column `scores` of one value a row:
-        the logit of the one label of transformers' *ForSequenceClassification."""
-        return self.compute_columns(texts, shares, self.pack_texts, value_head, ["scores"])
+        the logit of the one label of transformers' *ForSequenceClassification. With the column POSITIONS: the outputs at these tokens."""
+        found = self.compute_columns(texts, shares, self.pack_texts, value_head, ["scores"])
+        if found is None or POSITIONS not in texts.column_names:
+            return found
+        rows, columns = found
+        positions = take(texts.select([POSITIONS]), rows)[POSITIONS].to_pylist()
+        values, offsets = columns["scores"]
+        outputs = np.split(values, offsets[1:-1])
+        chosen = [
+            outputs_of_row[np.array(own) - own[0]]
+            for outputs_of_row, own in zip(outputs, positions, strict=True)
+        ]
+        return rows, {"scores": from_lists(chosen, np.float32)}

@@ -499,6 +499,40 @@ def test_a_pool_of_its_own(rewarded: Train) -> None:
             "reward_model.max_token_len_per_gpu=60 is less than reward_model.max_length=64",
         ),
         (("reward_model.max_length=0",), "reward_model.max_length=0 is out of range"),
+        (
+            ("reward_model.step_reward=min",),
+            "reward_model.step_reward=min needs reward_model.step_separator",
+        ),
+        (
+            ("reward_model.step_separator=x", "reward_model.step_reward=sum"),
+            "reward_model.step_reward='sum' is unknown",
+        ),
+        (('reward_model.step_separator=""',), 'reward_model.step_separator="": a response has no steps'),
+        (
+            (
+                "reward_model.step_separator=x",
+                "actor_rollout_ref.rollout.multi_turn={enable: true, environment: calculator}",
+                "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+            ),
+            "reward_model.step_separator with actor_rollout_ref.rollout.multi_turn.enable=true",
+        ),
+        (
+            (
+                "reward_model.step_separator=x",
+                "algorithm={adv_estimator: gdpo, reward_weights: {model: 1}}",
+                "actor_rollout_ref.rollout.n=2",
+                "critic=null",
+            ),
+            "reward_model.step_separator with algorithm.adv_estimator='gdpo', which compares named numbers",
+        ),
+        (
+            (
+                "reward_model.step_separator=x",
+                "algorithm.filter_groups.enable=true",
+                "actor_rollout_ref.rollout.n=2",
+            ),
+            "algorithm.filter_groups.metric=score: with reward_model.step_separator and without",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(rewarded: Train, overrides: tuple[str, ...], problem: str) -> None:

@@ -99,6 +99,7 @@ def test_equal_rewards_of_a_few_trajectories_are_chance() -> None:
     equal = {"critic/score/mean": 0.0, "critic/score/min": 0.0, "critic/score/max": 0.0}
     assert finding_kinds(few, equal, History(equal=3)) == []
     assert finding_kinds(few, equal, History(equal=4)) == ["equal_rewards"]
+    assert finding_kinds(few, {**equal, "reward/model_step_score": 0.3}, History(equal=4)) == []
 
 
 def test_a_step_off_the_difference_is_also_what_was_learnt_meanwhile() -> None:

@@ -19,7 +19,7 @@ from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, RewardModelConfig
 from megarl.config.schema.rewards import RewardModelPathConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.data.trajectories import TEMPLATE_KWARGS
+from megarl.data.trajectories import TEMPLATE_KWARGS, from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.roles.model_roles import Role
@@ -162,7 +162,7 @@ class Recorder:
     def call(self, method: str, texts: pa.Table, shares: list) -> list:
         self.texts = texts["input_ids"].to_pylist()
         rows = [row for share in shares for micro in share for row in micro]
-        return [(rows, {"scores": (np.array([len(self.texts[row]) for row in rows]), None)})]
+        return [(rows, {"scores": from_lists([[len(self.texts[row])] for row in rows], np.float32)})]
 
 
 def test_chats_are_rendered_anew_for_another_tokenizer(folders: dict[str, Path]) -> None:
@@ -222,7 +222,7 @@ def test_the_end_of_a_long_text_is_cut_off_and_told(folders: dict[str, Path]) ->
 def test_a_score_that_is_no_number_ends_the_run(folders: dict[str, Path]) -> None:
     group = Recorder()
     group.call = lambda method, texts, shares: [
-        (list(range(7)), {"scores": (np.array([1.0] * 6 + [np.nan]), None)})
+        (list(range(7)), {"scores": (np.array([1.0] * 6 + [np.nan]), np.arange(8))})
     ]
     inputs = RewardModelInputs(read_model_config(str(folders["llama"])), None, None, max_length=40)
     with pytest.raises(NotFinite, match=r"score of trajectory p:6/0 is nan"):

@@ -38,6 +38,16 @@ def test_a_step_ends_with_the_token_that_completes_its_text(tokenizer: PreTraine
     assert last_tokens(tokenizer, ids, [len(whole)]) == [len(ids) - 2]  # not the end token
 
 
+def test_bytes_that_are_no_character_leave_steps_their_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Of a euro sign the first two bytes alone, then a step's end."""
+    ids = tokenizer("Tom \u20ac")["input_ids"][:-1] + tokenizer("has.\n\n3")["input_ids"]
+    whole = tokenizer.decode(ids)
+    assert "\ufffd" in whole
+    end = whole.index("\n\n") + 2
+    (place,) = last_tokens(tokenizer, ids, [end])
+    assert tokenizer.decode(ids[: place + 1])[:end] == whole[:end] != tokenizer.decode(ids[:place])[:end]
+
+
 def collected(tokenizer: PreTrainedTokenizerBase, folder: Path, **weights: float) -> scoring.Scored:
     """Two answers to a prompt: `a b` and `a c`, with a step a word; the second word of the first answer is good."""
     table = expand_prompts(prompts("p"), 2)

@@ -248,6 +248,15 @@ def dealing(report: dict[str, Any]) -> Rows:
         )
 
 
+def gateway(report: dict[str, Any]) -> Rows:
+    for found in report["results"]:
+        yield (
+            f"the gateway on one core, {found['at_once']} sessions at a time of {report['turns']} requests: sessions/s; what it adds to a request "
+            "(median, 95 %)",
+            f"{found['sessions_per_second']:.1f}; {found['median_ms']:.0f} ms, {found['p95_ms']:.0f} ms",
+        )
+
+
 LAYOUTS = ("1", "dp2", "tp2", "pp2", "cp2", "dp4", "tp2-pp2")
 RECORDINGS = {
     "peers": Recording("peers/run.py", ("--steps", "10"), peers, short_peers, out="--json", asked=True),
@@ -259,6 +268,7 @@ RECORDINGS = {
     "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch, first(dispatch)),
     "head": Recording("head.py", (), head),
     "update": Recording("update.py", (), update),
+    "gateway": Recording("gateway.py", (), gateway),
     "generation": Recording("generation.py", (), generation),
     "sampling": Recording("sampling.py", (), sampling, sampling),
     "routing_replay": Recording("routing_replay.py", (), routing_replay),

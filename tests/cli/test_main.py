@@ -15,6 +15,7 @@ import pytest
 from examples.arithmetic import arithmetic_texts, write_arithmetic
 from examples.tiny_model import make_tiny_model
 from megarl import __version__
+from megarl.algorithms.advantages import ESTIMATORS
 from megarl.cli.main import SCHEMAS, main
 from megarl.config.loading import load_with_origins
 
@@ -383,8 +384,9 @@ def test_several_copies_by_torchrun_are_refused(refuse, monkeypatch) -> None:
     assert words in refuse("train")
 
 
-def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys) -> None:
+def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys, monkeypatch) -> None:
     """A name that a plugin adds is known; one that neither megarl nor the plugin has is not."""
+    monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))  # other tests do not know it
     (tmp_path / "mine.py").write_text(
         "from megarl.algorithms.advantages import ESTIMATORS\n\n"
         "@ESTIMATORS.register('cli_test_estimator')\n"

@@ -115,6 +115,7 @@ class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
     sums_prefix = ""  # of the names of the sums of its losses
+    two_labels = False  # whether a head of two labels is read, as one of one label
 
     def __init__(self, info: RankInfo, spec: ModelSpec, base: ModelWorker | None = None) -> None:
         """
@@ -292,7 +293,8 @@ class ModelWorker:
         mtp: bool = False,
     ) -> None:
         """Fill this rank's local tensors of a model from its Hugging Face folder; `blocks`, `mtp`: as in `load_hf_weights`."""
-        load_hf_weights(path, config, self.layout, self.info.rank, parameters, head, blocks, mtp)
+        rank, two_labels = self.info.rank, self.two_labels
+        load_hf_weights(path, config, self.layout, rank, parameters, head, blocks, mtp, two_labels)
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None:
         """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""

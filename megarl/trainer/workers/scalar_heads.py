@@ -5,7 +5,6 @@ Guarantee, asserted by a test: with a shared frozen model values, updates and lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.value_loss import value_loss
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import POSITIONS, from_lists, take
 from megarl.megatron.build import gather_parameters
@@ -24,7 +22,6 @@ from megarl.megatron.lora.parameter_sets import in_turn, parameter_set
 from megarl.megatron.offload import frozen_of
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import Loss
-from megarl.models import ModelConfig
 from megarl.trainer.workers.actor import ActorWorker, pack_weighted
 from megarl.trainer.workers.dispatch import ModelSpec, RowColumns
 from megarl.trainer.workers.model import ModelWorker, Share
@@ -117,18 +114,7 @@ class ActorCriticWorker(ActorWorker):
 class RewardModelWorker(ModelWorker):
     """A rank of the reward model."""
 
-    def read_weights(
-        self,
-        path: str,
-        config: ModelConfig,
-        head: str,
-        parameters: Mapping[str, torch.Tensor],
-        blocks: int | None,
-        mtp: bool = False,
-    ) -> None:
-        """As `ModelWorker.read_weights`; a head of two labels becomes one of one label."""
-        how = (path, config, self.layout, self.info.rank, parameters, head, blocks, mtp)
-        load_hf_weights(*how, two_labels=True)
+    two_labels = True
 
     def score_texts(self, texts: pa.Table, shares: list[Share]) -> RowColumns | None:
         """The head's output at the last token of each text (column `input_ids`), as column `scores` of one value a row:

@@ -40,6 +40,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption(
+        "--container-image", help="an image with python3: run the sandboxes of docker and podman for real"
+    )
 
 
 def pytest_configure() -> None:

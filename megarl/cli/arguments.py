@@ -209,6 +209,12 @@ def _serve(command: _Command) -> None:
     command.option(
         "--max-new-tokens", "N", "most tokens of an answer (default: as many as there is room for)", type=int
     )
+    command.option(
+        "--requests-per-minute",
+        "N",
+        "most requests of a session, and of all that belong to none (default: any number)",
+        type=int,
+    )
 
 
 def _convert(command: _Command) -> None:

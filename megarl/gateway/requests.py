@@ -18,13 +18,20 @@ class RequestError(Exception):
         status: of HTTP.
         param: the field that is wrong, if one is.
         code: OpenAI's, such as "context_length_exceeded".
+        retry_after: seconds after which the same request may be answered; None: unknown.
     """
 
     def __init__(
-        self, message: str, status: int = INVALID, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        status: int = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)

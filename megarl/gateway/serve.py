@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: there is no such model or parser, or the model cannot be served; OSError: the address is taken.
     """
     config = _engine_config(options)
-    key = _key(options.key_file)
+    key, limits = _key(options.key_file), _limits(options)
     # Before the first import of torch, in which the parts that SGLang lacks on a machine without a GPU are installed.
     os.environ.update(sglang_environment(config.device, config.tensor_parallel_size))
     from megarl.data.tokenizer import load_tokenizer
@@ -36,7 +36,6 @@ def run(options: argparse.Namespace) -> None:
     listener = listen(options.host, options.port)
     engine.start()
     try:
-        limits = Limits(new_tokens=options.max_new_tokens)
         gateway = Gateway(engine, tokenizer, reader, names, SamplingParams(), limits)
         host, port = listener.getsockname()[:2]
         print(f"serving {', '.join(names)} at http://{host}:{port} (OpenAI: /v1), key {key}", flush=True)
@@ -69,6 +68,15 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         context_length=options.context_length,
         gpu_memory_utilization=0.85,  # it has the GPU for itself
     )
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    """Raises ValueError: one is below 1."""
+    for name in ("max_new_tokens", "requests_per_minute"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
+    return Limits(new_tokens=options.max_new_tokens, requests_per_minute=options.requests_per_minute)
 
 
 def _key(file: str | None) -> str:

@@ -154,7 +154,8 @@ def _guarded(
         try:
             return await handler(request)
         except RequestError as error:
-            return JSONResponse(api.error(error), error.status)
+            wait = {} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
+            return JSONResponse(api.error(error), error.status, wait)
         except ClientLeft:
             return Response(status_code=_LEFT)
         except Exception:
@@ -245,7 +246,10 @@ class _Handlers:
         return _trajectories(self._kept(http))
 
     def _session(self, http: HttpRequest) -> Session:
-        return self._gateway.alone() if self._is_owner(http) else self._kept(http)
+        """The session of a request to the model, which counts it."""
+        session = self._gateway.alone() if self._is_owner(http) else self._kept(http)
+        self._gateway.count(session)
+        return session
 
     def _kept(self, http: HttpRequest) -> Session:
         return self._gateway.session(_key(http))

@@ -22,6 +22,7 @@ from megarl.data.trajectories import Generation
 from megarl.gateway.engine import TokenEngine
 from megarl.gateway.messages import Message
 from megarl.gateway.prompts import TemplatePrompts
+from megarl.gateway.rate import Rate
 from megarl.gateway.reader import StreamedTurn, TurnReader
 from megarl.gateway.requests import (
     BUSY,
@@ -48,6 +49,7 @@ class Limits:
         body_bytes: of a request.
         in_flight: requests of a session at a time, each of n > 1 counted; more are refused, and clients try again.
         requests: of a session in all; None: any number.
+        requests_per_minute: of a session, whatever they ask for; more are refused with the seconds to wait. None: any number.
         request_seconds: for an answer.
         idle_seconds: after which a session without requests ends.
         sessions: at a time.
@@ -57,6 +59,7 @@ class Limits:
     body_bytes: int = 32 << 20
     in_flight: int = 64
     requests: int | None = None
+    requests_per_minute: int | None = None
     request_seconds: float = 3600.0
     idle_seconds: float = 3600.0
     sessions: int = 4096
@@ -70,6 +73,7 @@ class Session:
     Attributes:
         token: the key with which its requests come.
         sampling: of its requests, where they say nothing.
+        rate: of its requests.
         score: its reward, as it was posted; None: none was.
         last_used: by `time.monotonic`.
         failure: of the engine, in one of its requests.
@@ -80,6 +84,7 @@ class Session:
     token: str
     tree: SessionTree
     sampling: SamplingParams
+    rate: Rate
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
@@ -133,6 +138,7 @@ class Gateway:
         self._render, self._tokenizer = TemplatePrompts(tokenizer), tokenizer
         self._sessions: dict[str, Session] = {}
         self._clock = clock
+        self._rate_alone = self._rate()
 
     def begin(self, uid: str, sampling: SamplingParams | None = None) -> Session:
         """A new session.
@@ -148,14 +154,37 @@ class Gateway:
             raise RequestError(f"there are {self.limits.sessions} sessions, which is the limit", BUSY)
         token = f"sk-{secrets.token_urlsafe(24)}"
         session = Session(
-            uid, token, SessionTree(self._render), sampling or self._sampling, last_used=self._clock()
+            uid,
+            token,
+            SessionTree(self._render),
+            sampling or self._sampling,
+            self._rate(),
+            last_used=self._clock(),
         )
         self._sessions[session.token] = session
         return session
 
     def alone(self) -> Session:
-        """A session for one request, which is not kept."""
-        return Session(secrets.token_hex(8), "", SessionTree(self._render), self._sampling)
+        """A session for one request, which is not kept. All such sessions have one rate."""
+        return Session(secrets.token_hex(8), "", SessionTree(self._render), self._sampling, self._rate_alone)
+
+    def count(self, session: Session) -> None:
+        """Count a request that has come with a session's key.
+
+        Raises:
+            RequestError: it is one too many in this minute.
+        """
+        if seconds := session.rate.take():
+            most = self.limits.requests_per_minute
+            raise RequestError(
+                f"more than {most} requests a minute; try again in {seconds:.1f} s",
+                BUSY,
+                code="rate_limit_exceeded",
+                retry_after=seconds,
+            )
+
+    def _rate(self) -> Rate:
+        return Rate(self.limits.requests_per_minute, self._clock)
 
     def session(self, token: str) -> Session:
         """The session of a token.

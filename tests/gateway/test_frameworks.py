@@ -60,25 +60,37 @@ def test_the_agents_sdk_plays_a_session_that_is_one_trajectory_and_posts_its_rew
     assert error is None and other.environment_score == 0.0 and any(other.response_mask)
 
 
-def test_the_tools_of_an_mcp_server_answer_the_policy(serve, tmp_path):
+def test_the_tool_of_an_mcp_server_answers_the_policy(serve, tmp_path):
     pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
-    documents = tmp_path / "documents.jsonl"
+    served = serve([called("calculate", expression="3+4"), "#### 7"])
+    command = [sys.executable, "-m", "megarl.gateway.call", str(AGENTS / "mcp_agent.py"), "agent"]
+    runner = AgentRunner(served.gateway, served.url, command, tmp_path, seconds=200)
+    chat = demonstration(PROBLEM, None)
+    task = Task("p/0", PROBLEM.question, chat[:1], "math", "7", {"answer": chat[-1]["content"]})
+    (one,), error = asyncio.run_coroutine_threadsafe(runner.play(task), served.loop).result(300)
+    assert error is None and (one.environment_score, one.num_turns) == (1.0, 2)
+    first, second = served.policy.asked
+    added = second.prompt_ids[len(first.prompt_ids + first.ids) :]
+    assert '"text":"7"' in served.policy.tokenizer.decode(added), "as this SDK writes it"
+
+
+def test_an_agent_searches_an_index_of_documents(serve, tmp_path):
+    pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
+    documents, index = tmp_path / "documents.jsonl", tmp_path / "library 1.db"
     texts = ["It rains in Paris.", "The river of Rome is the Tiber.", "Rome has seven hills."]
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    served = serve([called("search", query="river Rome"), "It is the Tiber."])
+    write = [sys.executable, "-m", "examples.agents.search_agent", str(documents), str(index)]
+    written = subprocess.run(write, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    assert written.stdout == f"{index}: 3 documents\n"
+    served = serve([called("search", query='river" OR Rome*'), "It is the Tiber."])
     command = [sys.executable, "-m", "megarl.gateway.call", str(AGENTS / "search_agent.py"), "agent"]
     runner = AgentRunner(served.gateway, served.url, command, tmp_path / "logs", seconds=200)
     question = [{"role": "user", "content": "Which river?"}]
-    told = {"documents": str(documents), "answer": "Tiber"}
-    playing = asyncio.run_coroutine_threadsafe(
-        runner.play(Task("p/0", "Which river?", question, "library", None, told)), served.loop
-    )
-    (one,), error = playing.result(300)
+    task = Task("p/0", "Which river?", question, "library", None, {"index": str(index), "answer": "tiber"})
+    (one,), error = asyncio.run_coroutine_threadsafe(runner.play(task), served.loop).result(300)
     assert error is None and (one.environment_score, one.num_turns) == (1.0, 2)
     said = served.policy.tokenizer.decode(served.policy.asked[1].prompt_ids)
-    assert (
-        texts[1] in said and texts[0] not in said
-    )  # the best two, and the one without a shared word is none
+    assert texts[0] not in said, "it shares no word with the query"
     assert said.index(texts[1]) < said.index(texts[2])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -278,6 +279,55 @@ def test_slow_answers_and_crowds_are_refused(serve):
     assert late.value.status_code == 504 and len(served.policy.aborted) == 1
     with pytest.raises(openai.RateLimitError):
         client.chat.completions.create(model=MODEL, messages=[user("a")], n=3)
+
+
+def test_requests_beyond_a_rate_are_told_when_to_come_again(serve):
+    served = serve(["x"], limits=Limits(requests_per_minute=3))
+    client, other, owner = client_of(served), client_of(served), client_of(served, OWNER)
+    ask = {"model": MODEL, "messages": [user("a")]}
+    for _ in range(3):
+        client.chat.completions.create(**ask)
+    for refused in (
+        lambda: client.chat.completions.create(**ask, stream=True),
+        lambda: client.responses.create(model=MODEL, input="a"),
+        client.models.list,
+    ):
+        with pytest.raises(openai.RateLimitError) as error:
+            refused()
+        assert (
+            error.value.code == "rate_limit_exceeded" and error.value.response.headers["retry-after"] == "20"
+        )
+    message = httpx.post(f"{served.url}/v1/messages", headers={"x-api-key": client.api_key}, json={})
+    assert message.status_code == 429 and message.json()["error"]["type"] == "rate_limit_error"
+    other.chat.completions.create(**ask)  # a session of its own
+    for _ in range(3):
+        owner.models.list()
+    with pytest.raises(openai.RateLimitError):  # requests of no session share a rate
+        owner.models.list()
+    served.now[0] = 19.9
+    with pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(**ask)
+    served.now[0] = 20.0
+    client.chat.completions.create(**ask)
+    served.now[0] = 1000.0  # no more than a minute's requests are saved up
+    for _ in range(3):
+        client.chat.completions.create(**ask)
+    with pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(**ask)
+
+
+def test_a_client_waits_as_it_is_told(serve, monkeypatch):
+    served, slept = serve(["x"], limits=Limits(requests_per_minute=30)), []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        served.now[0] += seconds
+
+    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(sleep=sleep, time=time.time))
+    client = client_of(served).with_options(max_retries=2)
+    for _ in range(31):
+        client.chat.completions.create(model=MODEL, messages=[user("a")])
+    assert slept == [2.0] and len(served.policy.asked) == 31
 
 
 def test_sessions_are_begun_scored_and_ended_over_http(serve):

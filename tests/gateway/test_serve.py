@@ -107,6 +107,8 @@ def test_what_cannot_be_served_is_told_before_an_engine_starts(model, tmp_path, 
     for arguments, text in (
         ([str(tmp_path)], "config.json does not exist"),
         ([str(model), "--key-file", str(empty)], "is empty"),
+        ([str(model), "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, found 0"),
+        ([str(model), "--requests-per-minute", "-5"], "--requests-per-minute must be at least 1, found -5"),
         ([str(model), "--tensor-parallel-size", "3"], "tensor_model_parallel_size"),
     ):
         assert main(["serve", *arguments, "--device", "cpu"]) == 2

@@ -82,6 +82,11 @@ class GatewayConfig:
     )
     concurrency: int = option("Agents of an engine at a time.", 64, ge=1)
     max_requests: int | None = option("Most requests of an agent; null: any number.", None, ge=1)
+    requests_per_minute: int | None = option(
+        "Most requests of an agent in a minute; more are refused with the seconds to wait, which clients do. null: any number.",
+        None,
+        ge=1,
+    )
     host: str = option(
         "The address that each engine's gateway listens on; cluster: its node's, for agents on other machines.",
         "127.0.0.1",

@@ -66,7 +66,12 @@ class Agents:
         self._tokenizer = load_tokenizer(spec.model.tokenizer_path, spec.model.trust_remote_code)
         reader = TurnReader(self._tokenizer, settings.tool_parser, settings.reasoning_parser)
         # The runner ends sessions, and an answer may wait until the models have learnt.
-        limits = Limits(requests=settings.max_requests, request_seconds=math.inf, idle_seconds=math.inf)
+        limits = Limits(
+            requests=settings.max_requests,
+            requests_per_minute=settings.requests_per_minute,
+            request_seconds=math.inf,
+            idle_seconds=math.inf,
+        )
         gateway = Gateway(
             engine,
             self._tokenizer,

@@ -66,7 +66,7 @@ Play = Callable[..., tuple[int | None, str]]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
-    """play(sandbox, code of Python, extra_info, meanwhile, variables) -> its exit code, and what it has printed.
+    """play(sandbox, code of Python, extra_info, meanwhile, python, variables) -> its exit code, and what it has printed.
 
     `meanwhile` is called until it returns true, with which the agent is cancelled: its exit code is None then.
     """
@@ -76,13 +76,14 @@ def play(tmp_path: Path) -> Play:
         code: str,
         extra: dict[str, Any] | None = None,
         meanwhile: Callable[[], Any] = bool,
+        python: str = sys.executable,
         **variables: str,
     ) -> tuple[int | None, str]:
         name = new_name()
         folder = tmp_path / name
         (folder / "work").mkdir(parents=True)
         task = Task("p/0", "", None, "", None, extra or {})
-        command = (sys.executable, "-I", "-S", "-c", code)
+        command = (python, "-I", "-S", "-c", code)
         agent = AgentProcess(name, task, command, folder, folder / "work", variables)
         log = folder / "log"
 

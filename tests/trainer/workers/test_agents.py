@@ -163,6 +163,14 @@ def test_an_agent_that_asks_nothing_costs_its_own_sample(agents, tmp_path):
     assert [file.name for file in (tmp_path / "run/agents").iterdir()] == ["a-1.log"]
 
 
+@pytest.mark.parametrize("limit", ["max_requests", "requests_per_minute"])
+def test_an_agent_may_ask_so_often(agents, limit):
+    """Of two agents, one asks once, and one three times."""
+    _, ((single,), (refused,)) = agents("play", **{limit: 2})()
+    assert notes(single)["error"] is None and all(single.response_mask)
+    assert "HTTP Error 429" in notes(refused)["error"] and not any(refused.response_mask)
+
+
 def test_a_function_scores_sessions(agents, tmp_path):
     _, ((single,), double) = agents("play", score=f"{tmp_path}/agent.py:score")()
     assert single.environment_score == 1.1 and {one.environment_score for one in double} == {3.1}

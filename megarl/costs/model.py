@@ -326,11 +326,17 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
 
 
 def _scores(run: RankPass) -> tuple[int, int]:
-    """Bytes of the scores that attention to chosen keys has at one time, and of those of an indexer's heads."""
-    indexer, pairs = run.use.config.indexer, FLOAT32 * run.use.longest
+    """Bytes of the scores that attention to chosen keys has at one time, and of those of an indexer's heads: of a sequence's queries, or a part of them."""
+    indexer, longest, cp = run.use.config.indexer, run.use.longest, run.use.layout.cp
     assert indexer is not None
+    # A context parallel rank has two parts of each sequence.
+    queries = min(run.tokens, longest if cp == 1 else -(-longest // (2 * cp)))
+    choosing = min(run.own, queries, longest - indexer.topk)
     heads = run.use.config.num_attention_heads // run.use.layout.tp
-    return min(SCORE_BYTES, heads * run.tokens * pairs), min(SCORE_BYTES, indexer.heads * run.own * pairs)
+    return (
+        min(SCORE_BYTES, heads * queries * longest * FLOAT32),
+        min(SCORE_BYTES, indexer.heads * choosing * longest * FLOAT32),
+    )
 
 
 def _choosing(run: RankPass) -> int:
@@ -471,9 +477,13 @@ def _evaluated_attention(run: RankPass) -> int:
         each = (3 + config.qk_norm) * (queries + keys)
         return run.tokens * run.use.itemsize * (each + config.hidden_size)
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
+    if run.use.chooses:  # queries, keys, values and the output; keys and values of all context parallel ranks
+        cp = run.use.layout.cp
+        each = 2 * (dim + mla.v_head_dim) + (cp > 1) * cp * (dim + mla.v_head_dim)
+        return run.use.itemsize * (run.tokens * heads * each + run.own * latent)
     # Values are made as wide as queries for packed sequences, and so is the output.
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
-    latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
     return run.tokens * run.use.itemsize * (heads * each + latent)
 
 

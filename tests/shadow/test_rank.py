@@ -96,17 +96,24 @@ def test_experts_and_latent_attention_take_what_was_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["full", "null"])
-def test_attention_to_chosen_keys_takes_what_was_planned(machine, choosing: Path, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "longest"), [("full", 64), ("null", 512), ("full", 1024), ("full", 2048)]
+)
+def test_attention_to_chosen_keys_takes_what_was_planned(
+    machine, choosing: Path, recompute: str, longest: int
+) -> None:
     """In memory, and in operations: of the actor and the reference, a micro-batch each, on one of two tensor parallel ranks."""
     keys = [
         *expert_overrides(choosing),
         f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
+        f"data.max_response_length={longest - 48}",
     ]
     (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=1, num_processes=1)
     for row in peaks([report], keys):
-        assert -0.05 < row.difference < 0.15, row
-    token = model_flops(read_model_config(str(choosing))).forward(causal_pairs(56))
+        assert abs(row.difference) < 0.05, row
+    if longest > 64:
+        return  # texts whose scores fit into memory at once are computed without the order of their tokens: up to twice the pairs
+    token = model_flops(read_model_config(str(choosing))).forward(causal_pairs(longest))
     assert report["flops"]["evaluate"] == pytest.approx(2 * 2048 * token / 2, rel=0.05)
 
 

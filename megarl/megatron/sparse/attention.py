@@ -148,10 +148,15 @@ class ChosenAttention(torch.autograd.Function):
         output = query.new_empty((*query.shape[:2], value.shape[2]))
         sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         for part in _parts(runs, query.shape[1]):
+            # In place, as logsumexp is not: no second tensor of the scores' size, nor this part's while the next one's are made.
             scores = _scores(query, key, chosen, part, topk, scale)
-            sums[part.rows] = scores.logsumexp(-1).T
-            weights = scores.sub_(sums[part.rows].T[..., None]).exp_().to(value.dtype)
+            highest = scores.amax(-1, keepdim=True)
+            total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+            sums[part.rows] = (highest + total.log()).squeeze(-1).T
+            weights = scores.div_(total).to(value.dtype)
+            del scores
             output[part.rows] = torch.einsum("hqk,khd->qhd", weights, value[part.keys])
+            del weights
         ctx.save_for_backward(query, key, value, chosen, output, sums)
         ctx.facts = runs, topk, scale
         return output
@@ -170,7 +175,9 @@ class ChosenAttention(torch.autograd.Function):
             grad_scores = torch.einsum("qhd,khd->hqk", grad[rows], value[keys]).float()
             grad_scores = grad_scores.sub_(along[rows].T[..., None]).mul_(weights).mul_(scale).to(query.dtype)
             grad_query[rows] = torch.einsum("hqk,khd->qhd", grad_scores, key[keys])
+            del weights
             grads[0][keys] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows])
+            del grad_scores
         return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), None, None, None, None
 
 

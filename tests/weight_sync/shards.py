@@ -97,6 +97,10 @@ def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Ten
     return ranks
 
 
+# In float8 in published folders: `w1`, `w2` and `w3` are MiniMax-M2's experts.
+PROJECTIONS = ("_proj.weight", ".wq_b.weight", ".wk.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
 def quantise(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Write the projections of a checkpoint's layers in float8 as DeepSeek-V3's are, one block of each all zero.
 
@@ -104,7 +108,7 @@ def quantise(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
     """
     file, written, means = folder / "model.safetensors", {}, {}
     for name, tensor in load_file(file).items():
-        if not name.endswith(("_proj.weight", ".wq_b.weight", ".wk.weight")) or ".weights_proj." in name:
+        if not name.endswith(PROJECTIONS) or ".weights_proj." in name:
             written[name] = means[name] = tensor
             continue
         tensor = tensor.float()

@@ -89,6 +89,8 @@ def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
         pytest.param("deepseek_v32", (16, 16), marks=pytest.mark.slow),
         ("deepseek_v32", (12, 20)),
         pytest.param("deepseek_v32", (128, 128), marks=pytest.mark.slow),
+        ("minimax_m2", (16, 16)),
+        pytest.param("minimax_m2", (128, 128), marks=pytest.mark.slow),
     ],
 )
 def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, family, block, layout):
@@ -103,7 +105,7 @@ def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, fa
     run_plan(make_plan(megatron_layout(config, layout), hf_layout(config)), ranks, written)
     for name, values in written[0].items():
         assert torch.equal(values, means[name].float()), name
-    zero = written[0]["model.layers.0.mlp.up_proj.weight"][: block[0], : block[1]]
+    zero = written[0]["model.layers.0.self_attn.o_proj.weight"][: block[0], : block[1]]
     assert (zero == 0).all()
 
 

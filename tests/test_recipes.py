@@ -24,6 +24,7 @@ SIZES = {
     "deepseek-v3": 671.0,
     "deepseek-v3.2": 671.9,  # as DeepSeek-V3, with 61 indexers of 14 million
     "glm-4.7": 352.8,  # 358.3 with the layer for MTP, and the embedding and head that it repeats
+    "glm-5": 744.0,
     "gpt-oss-120b": 116.8,
     "llama-3-8b": 8.03,
     "llama-3.1-70b": 70.6,
@@ -135,6 +136,7 @@ LARGE = (  # take 10 s of a core or more
     "deepseek_v3_grpo_96x96gb_async",
     "deepseek_v3.2_grpo",
     "glm_4.7_grpo",
+    "glm_5_grpo",
     "minimax_m2_grpo",
     "qwen3_235b_a22b_grpo",
 )

@@ -37,7 +37,8 @@ class AdvantageBatch:
     mask: Tensor  # bool [tokens]
     offsets: Tensor  # int64 [n + 1]
     values: Tensor | None = None  # [tokens], the critic's; for estimators with a critic
-    prompt_uids: Sequence[str] | None = None  # [n]; for estimators that compare answers to one prompt
+    # [n]; for estimators that compare answers to one prompt; answers of two players of a game count as answers to two prompts
+    prompt_uids: Sequence[str] | None = None
     baselines: Tensor | None = None  # [n], the score of the prompt's greedy answer; for remax
     parts: Tensor | None = None  # [n, parts], named rewards of a trajectory; for gdpo
     turns: Turns | None = None  # of all trajectories; for gigpo

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from megarl.data.trajectories import Generation
 from megarl.gateway.engine import TokenEngine
 from megarl.gateway.messages import Message
+from megarl.gateway.players import SessionScore, score_of
 from megarl.gateway.prompts import TemplatePrompts
 from megarl.gateway.reader import StreamedTurn, TurnReader
 from megarl.gateway.requests import (
@@ -70,7 +71,7 @@ class Session:
     Attributes:
         token: the key with which its requests come.
         sampling: of its requests, where they say nothing.
-        score: its reward, as it was posted; None: none was.
+        score: its reward, as it was posted, or each player's; None: none was.
         last_used: by `time.monotonic`.
         failure: of the engine, in one of its requests.
         answers: conversations up to an answer, by its name, for the API that goes on by these.
@@ -80,7 +81,7 @@ class Session:
     token: str
     tree: SessionTree
     sampling: SamplingParams
-    score: float | None = None
+    score: SessionScore | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
     num_requests: int = 0
@@ -91,7 +92,7 @@ class Session:
     def trajectories(self) -> list[Generation]:
         """Its trajectories so far, with its score."""
         made = self.tree.trajectories(self.uid)
-        return [replace(trajectory, environment_score=self.score) for trajectory in made]
+        return [replace(one, environment_score=score_of(self.score, one.player)) for one in made]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Gateway:
     ) -> None:
         """
         Args:
-            models: the names that requests may call it by.
+            models: the names that requests may call it by; each of several is a player.
             sampling: where a request says nothing.
             fixed_sampling: requests that say otherwise are sampled by `sampling` all the same, as training needs it.
             stop_token_ids: those of the engine that are not the model's own ends.
@@ -252,7 +253,7 @@ class Gateway:
 
     def _prompt(self, session: Session, request: Request, forced: str) -> Prompt:
         try:
-            prompt = session.tree.prompt(request.messages, request.keywords, forced)
+            prompt = session.tree.prompt(request.messages, request.keywords, forced, request.player)
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
         length, context = len(prompt.all_ids()), self._engine.context_length

@@ -53,6 +53,7 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
         reasoning: str | None = None,
         limits: Limits | None = None,
         fixed_sampling: bool = False,
+        models: tuple[str, ...] = (MODEL,),
         **options: object,
     ) -> Served:
         tokenizer = published(template)
@@ -63,7 +64,7 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
             policy,
             tokenizer,
             reader,
-            [MODEL],
+            models,
             sampling,
             limits,
             fixed_sampling=fixed_sampling,

@@ -31,6 +31,9 @@ def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
         yield f"{prefix}.enable=true and multi_turn.enable=true: an agent or an environment plays the turns; choose one"
     if not gateway.models or not all(gateway.models):
         yield f"{prefix}.models={list(gateway.models)}: agents need a name to ask by, such as policy"
+    twice = sorted({name for name in gateway.models if gateway.models.count(name) > 1})
+    if twice:
+        yield f"{prefix}.models={list(gateway.models)} has {', '.join(twice)} twice; each of several names is a player of its own"
     if isinstance(config, TrainConfig):
         yield from _training_problems(prefix, config)
 

@@ -68,7 +68,11 @@ class GatewayConfig:
         "reward of its last trajectory.",
         None,
     )
-    models: tuple[str, ...] = option("The names by which agents may ask for the policy.", ("policy",))
+    models: tuple[str, ...] = option(
+        "The names by which agents may ask for the policy. Several: each is a player, whose trajectories have a score of their own and are compared "
+        "with the same player's (docs/agents.md).",
+        ("policy",),
+    )
     tool_parser: str | None = option(
         "SGLang's parser of the model's calls of tools; null: requests with tools are refused.", None
     )

@@ -27,7 +27,7 @@ from megarl.algorithms.ragged import segment_sum
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
-from megarl.data.sessions import first_rows, last_rows
+from megarl.data.sessions import first_rows_of_players, group_ids, last_rows_of_players
 from megarl.data.trajectories import (
     GIVEN,
     SCORED_MASK,
@@ -99,7 +99,8 @@ def compute_batch_advantages(
     """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
     The trajectories of a session are one after the other, as one: the sum of their rewards is compared with those of other sessions, and a
-    critic's returns go on from one to the next.
+    critic's returns go on from one to the next. So are those of a player of a session, which are compared with the same player's of the prompt's
+    other sessions.
 
     With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
     are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic, nor does one whose
@@ -124,7 +125,7 @@ def compute_batch_advantages(
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
     offsets = torch.from_numpy(ragged(batch, "response_mask")[1])
-    mask, first, last = column["response_mask"], first_rows(batch), last_rows(batch)
+    mask, first, last = column["response_mask"], first_rows_of_players(batch), last_rows_of_players(batch)
     of_sessions = torch.cat([offsets[torch.from_numpy(first)], offsets[-1:]])
     scores = torch.tensor(batch["score"].to_numpy()[last])
     scored = segment_sum(mask, of_sessions) > 0
@@ -149,8 +150,8 @@ def compute_batch_advantages(
     baselines = None
     if "baseline_score" in batch.column_names:
         baselines = torch.tensor(batch["baseline_score"].to_numpy()[last])
-    prompts, weights = batch["prompt_uid"].to_pylist(), algorithm.reward_weights or {}
-    uids = [prompts[row] for row in last]
+    groups, weights = group_ids(batch), algorithm.reward_weights or {}
+    uids = [groups[row] for row in last]
     parts = None
     if weights:
         names = [f"reward_part/{name}" for name in weights]

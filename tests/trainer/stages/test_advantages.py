@@ -10,6 +10,7 @@ import torch
 
 from megarl.algorithms.kl import FixedKLController, LinearKLController
 from megarl.config import AlgorithmConfig, RolloutCorrectionConfig
+from megarl.config.schema.algorithm import GROUP_ESTIMATORS
 from megarl.data.trajectories import append_column, from_ragged, ragged
 from megarl.trainer.stages.advantages import compute_batch_advantages
 
@@ -78,6 +79,35 @@ def test_trajectories_of_a_session_are_compared_as_one() -> None:
     assert advantages_of(table) == [0, 0, 3, 3, 3, -3, -3]
     assert ragged(table, "token_level_rewards")[0].tolist() == [0, 1, 0, 0, 4, 0, 1]
     assert metrics["critic/score/mean"] == 2.0 and metrics["response_length/mean"] == 7 / 3
+
+
+@pytest.mark.parametrize("estimator", sorted({*GROUP_ESTIMATORS} - {"gdpo", "gigpo"}))
+def test_a_player_is_compared_with_itself_alone(estimator: str) -> None:
+    """The advantages of a game of two players are those of two prompts that one of them answered each."""
+    paths = {"uid": ["p/0.0.b", "p/0.1.w", "p/1.0.b", "p/1.1.w"], "prompt_uid": ["p"] * 4}
+    apart = {"uid": ["b/0", "w/0", "b/1", "w/1"], "prompt_uid": ["b", "w", "b", "w"]}
+    score = pa.array([3.0, 1.0, 0.5, 2.0], pa.float32())
+    found, expected = (
+        compute_batch_advantages(
+            a_batch(**names, score=score), AlgorithmConfig(adv_estimator=estimator), FixedKLController(0.1)
+        )
+        for names in (paths, apart)
+    )
+    assert advantages_of(found[0]) == advantages_of(expected[0]) and any(advantages_of(found[0]))
+    assert found[1] == expected[1]
+    if estimator == "rloo":  # 3 - 0.5 and 1 - 2
+        assert advantages_of(found[0]) == [2.5, 2.5, -1, -2.5, -2.5, 1, 1]
+
+
+def test_paths_of_a_player_are_one_response() -> None:
+    paths = {"uid": ["p/0.0.b", "p/0.1.b", "p/0.2.w", "p/1.0.b"], "prompt_uid": ["p"] * 4}
+    batch = a_batch(**paths, score=pa.array([4.0, 4.0, -4.0, 1.0], pa.float32()))
+    table, metrics = compute_batch_advantages(
+        batch, AlgorithmConfig(adv_estimator="rloo"), FixedKLController(0.1)
+    )
+    assert advantages_of(table) == [3, 3, 3, 0, 0, -3, -3]
+    assert ragged(table, "token_level_rewards")[0].tolist() == [0, 0, 4, 0, -4, 0, 1]
+    assert metrics["critic/score/mean"] == pytest.approx(1 / 3)
 
 
 def test_a_critics_returns_go_on_from_path_to_path() -> None:

@@ -12,7 +12,7 @@ from megarl.algorithms.kl import FixedKLController, LinearKLController
 from megarl.config import AlgorithmConfig, RolloutCorrectionConfig
 from megarl.config.schema.algorithm import GROUP_ESTIMATORS
 from megarl.data.trajectories import append_column, from_ragged, ragged
-from megarl.trainer.stages.advantages import compute_batch_advantages
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
 
 LENGTHS = [2, 1, 2, 2]  # responses to prompts p, p, q, q
 OFFSETS = np.cumsum([0, *LENGTHS])
@@ -108,6 +108,32 @@ def test_paths_of_a_player_are_one_response() -> None:
     assert advantages_of(table) == [3, 3, 3, 0, 0, -3, -3]
     assert ragged(table, "token_level_rewards")[0].tolist() == [0, 0, 4, 0, -4, 0, 1]
     assert metrics["critic/score/mean"] == pytest.approx(1 / 3)
+
+
+def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() -> None:
+    """SPIRAL by hand: b is 1/2 of itself and 1/2 of the score."""
+    games = {"uid": ["p/0.0.b", "p/0.1.w", "p/1.0.b", "q/0.0.w"], "prompt_uid": ["p", "p", "p", "q"]}
+    batch = a_batch(**games, data_source=["nim"] * 4, score=pa.array([1.0, -1.0, 2.0, 3.0], pa.float32()))
+    algorithm = AlgorithmConfig(adv_estimator="spiral", baseline_decay=0.5)
+
+    def step(controls: Controls) -> tuple[list[float], dict[str, float]]:
+        table, metrics = compute_batch_advantages(batch, algorithm, controls.kl, controls.role_baselines)
+        return advantages_of(table), metrics
+
+    controls = Controls(FixedKLController(0.1), FixedKLController(0.1), 0.2, 0.2)
+    advantages, metrics = step(controls)
+    assert advantages == [0.5, 0.5, -0.5, 0.75, 0.75, 1.75, 1.75]  # black's b: 0.5, 1.25; white's: -0.5, 1.25
+    assert (metrics["critic/baseline/nim/b"], metrics["critic/baseline/nim/w"]) == (1.25, 1.25)
+    resumed = Controls(FixedKLController(0.1), FixedKLController(0.1), 0.2, 0.2)
+    saved = json.loads(json.dumps(controls.state_dict(), allow_nan=False))
+    resumed.load_state_dict(saved)
+    assert resumed.role_baselines == controls.role_baselines == {("nim", "b"): 1.25, ("nim", "w"): 1.25}
+    assert step(resumed)[0] == step(controls)[0] != advantages
+    del saved["role_baselines"]  # of an earlier version
+    resumed.load_state_dict(saved)
+    assert step(resumed)[0] == advantages
+    alone, found = compute_batch_advantages(a_batch(data_source=["nim"] * 4), algorithm, controls.kl)
+    assert found["critic/baseline/nim"] == 1.5625 and advantages_of(alone)[:3] == [0.5, 0.5, -0.25]
 
 
 def test_a_critics_returns_go_on_from_path_to_path() -> None:

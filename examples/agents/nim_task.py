@@ -1,4 +1,4 @@
-"""Nim for a tiny model: it knows how a move is written, and takes one or two stones at random.
+"""Nim for a tiny model: it knows how a move is written, and plays well half of the time.
 
     python -m examples.agents.nim_task --out outputs/nim
 
@@ -9,7 +9,8 @@ writes a random model, demonstrations for `megarl sft`, and games for `megarl tr
     user: 2 stones
     assistant: 2
 
-In training the policy plays both sides. In data/test.jsonl it plays one of them, and the other one draws legal moves.
+Who leaves a multiple of three wins. Half of the moves of demonstrations do so where it is possible, and the others are drawn, also where there
+is one stone alone. In training the policy plays both sides. In data/test.jsonl it plays one of them, and the other one draws legal moves.
 """
 
 import argparse
@@ -25,11 +26,12 @@ from examples.tiny_model import make_tiny_model
 FEWEST, MOST = 4, 9  # stones of a game
 
 
-def demonstration(generator: random.Random) -> list[dict[str, str]]:
-    """A player's chat of a game in which moves are drawn, also where there is one stone alone."""
+def demonstration(generator: random.Random, skill: float = 0.5) -> list[dict[str, str]]:
+    """A player's chat of a game; `skill`: the share of its moves that are good ones where there are some. All others are drawn."""
     stones, chat = generator.randint(1, MOST), list[dict[str, str]]()
     while stones > 0:
-        move = generator.choice((1, 2))
+        drawn = generator.choice((1, 2))
+        move = stones % 3 or drawn if generator.random() < skill else drawn
         chat += [
             {"role": "user", "content": f"{stones} stones"},
             {"role": "assistant", "content": str(move)},

@@ -96,6 +96,22 @@ def test_sessions_are_counted_and_players_have_metrics_of_their_own():
     )
 
 
+def test_a_validation_of_games_has_metrics_by_player(tmp_path, monkeypatch):
+    table = games("bw", "b").table.drop_columns(["score"])
+
+    def generate(run, engines, requests, sampling, finished):
+        finished(table)
+        return table
+
+    monkeypatch.setattr(validation, "generate", generate)
+    scorer = FakeScorer(lambda sample: score(sample.uid, -1.0 if sample.uid.endswith("w") else 1.0))
+    rewards = validation.Rewards(FakeRun(tmp_path), scorer, FakeTokenizer())
+    sets = [validation.ValidationSet("", prompts("a"), SamplingConfig(n=2))]
+    _, metrics = validation.validate(rewards.run, None, sets, rewards, 9, 5, None, "validation", nullcontext)
+    assert metrics["score/mean"] == 0.5, "of 0 and 1"
+    assert metrics["player/b/score/mean"] == 1.0 and metrics["player/w/score/mean"] == -1.0
+
+
 def test_each_data_source_of_several_has_its_own():
     batch = concat_scored(
         [scored({"a": [1.0, 0.0]}, source="math"), scored({"b": [0.0, 0.0]}, source="code")]

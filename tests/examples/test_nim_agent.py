@@ -72,39 +72,41 @@ def test_demonstrations_are_games_of_a_player(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_of_self_play_goes_on_with_its_baselines(tmp_path: Path) -> None:
-    """SPIRAL by hand over all steps, in which the run is stopped and resumed; GRPO's metrics are in test_advantages."""
+    """SPIRAL by hand over all steps, of which a second run makes the last two from the first one's checkpoint, with its in-flight games."""
     write_task(tmp_path, num_sft=400)
-    data, out = tmp_path / "data", tmp_path / "train"
+    data, first, second = tmp_path / "data", tmp_path / "first", tmp_path / "second"
     sft = ["sft", "recipe:agent_sft", f"data.train_files={data}/sft.jsonl", f"model.path={tmp_path}/model"]
     train = [
         "train", "recipe:selfplay_cpu", f"data.train_files={data}/train.jsonl", f"data.val_files={data}/test.jsonl",
-        f"actor_rollout_ref.model.path={tmp_path}/sft/hf", "data.train_batch_size=4", "trainer.save_freq=1",
+        f"actor_rollout_ref.model.path={tmp_path}/sft/hf", "data.train_batch_size=4", "trainer.save_freq=1", "trainer.mode=partial_rollouts",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.val_kwargs.n=1", "trainer.test_freq=3",
+        "trainer.total_training_steps=3",
     ]  # fmt: skip
+    resumed = ["trainer.resume_mode=path", f"trainer.resume_from_path={first}/checkpoints/step-1"]
     commands = [
         [*sft, f"trainer.default_local_dir={tmp_path}/sft", "trainer.total_training_steps=40"],
-        [*train, f"trainer.default_local_dir={out}", "trainer.total_training_steps=2"],
-        [*train, f"trainer.default_local_dir={out}", "trainer.total_training_steps=3"],
+        [*train, f"trainer.default_local_dir={first}"],
+        [*train, f"trainer.default_local_dir={second}", *resumed],
     ]
     for command in commands:
         done = megarl(*command, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
-    logged, baselines = {step["step"]: step for step in steps(out)}, dict.fromkeys(nim_agent.PLAYERS, 0.0)
-    for step in (1, 2, 3):
+    baselines = dict.fromkeys(nim_agent.PLAYERS, 0.0)
+    for step, out in ((1, first), (2, second), (3, second)):
+        (logged,) = [entry for entry in steps(out) if entry["step"] == step]
         table = read_trajectories(out / f"rollouts/step-{step:06d}.parquet")
         assert len(by_request(table)) == 4 * 4
         for session in by_request(table).values():
             scores = dict(zip(players(session).tolist(), session["score"].to_pylist(), strict=True))
-            assert sum(scores.values()) == 0 or (
-                len(scores) == 1 and environment_notes(session)[0].numbers["moves"] == 1
-            )
+            moves = environment_notes(session)[0].numbers["moves"]
+            assert sum(scores.values()) == 0 or (len(scores) == 1 and moves == 1)
             for player, score in scores.items():
                 baselines[player] = 0.95 * baselines[player] + (1.0 - 0.95) * score
-        for player in baselines:
-            assert logged[step][f"critic/baseline/nim/{player}"] == pytest.approx(
-                baselines[player], abs=1e-12
-            )
-            assert -1.0 <= logged[step][f"reward/{player}/mean"] <= 1.0
-    assert {"val/player/white/score/mean", "val/player/black/score/mean", "val/reward/illegal"} <= logged[
-        3
-    ].keys()
+        for player, value in baselines.items():
+            assert logged[f"critic/baseline/nim/{player}"] == pytest.approx(value, abs=1e-12)
+            assert -1.0 <= logged[f"reward/{player}/mean"] <= 1.0
+    assert {
+        "val/player/white/score/mean",
+        "val/player/black/score/mean",
+        "val/reward/illegal",
+    } <= logged.keys()

@@ -28,7 +28,7 @@ from megarl.algorithms.role_baselines import Role
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
-from megarl.data.sessions import first_rows_of_players, group_ids, last_rows_of_players, players
+from megarl.data.sessions import first_rows_of_players, group_ids, last_rows_of_players, num_sessions, players
 from megarl.data.trajectories import (
     GIVEN,
     SCORED_MASK,
@@ -147,7 +147,7 @@ def compute_batch_advantages(
     if algorithm.use_kl_in_reward and TEACHER in batch.column_names:
         metrics |= _kl_by_teacher(batch, column, mask, offsets, algorithm)
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
-    rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, len(first))
+    rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, num_sessions(batch))
     metrics |= found
     steps = flat_steps(batch, offsets)
     if steps is not None:
@@ -278,7 +278,7 @@ def _token_rewards(
     offsets: torch.Tensor,
     algorithm: AlgorithmConfig,
     kl: KLController,
-    num_rows: int,
+    sessions: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores on the last live tokens, less the KL on each with `algorithm.use_kl_in_reward`; adapts its coefficient."""
     if not algorithm.use_kl_in_reward:
@@ -295,7 +295,7 @@ def _token_rewards(
     )
     metrics = {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
     if math.isfinite(mean_kl):  # else the rewards are not finite, and the step is not trained on
-        kl.update(mean_kl, num_rows)
+        kl.update(mean_kl, sessions)
     return rewards, metrics
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from megarl.algorithms.kl import FixedKLController, LinearKLController
+from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, LinearKLController
 from megarl.config import AlgorithmConfig, RolloutCorrectionConfig
 from megarl.config.schema.algorithm import GROUP_ESTIMATORS
 from megarl.data.trajectories import append_column, from_ragged, ragged
@@ -108,6 +108,15 @@ def test_paths_of_a_player_are_one_response() -> None:
     assert advantages_of(table) == [3, 3, 3, 0, 0, -3, -3]
     assert ragged(table, "token_level_rewards")[0].tolist() == [0, 0, 4, 0, -4, 0, 1]
     assert metrics["critic/score/mean"] == pytest.approx(1 / 3)
+
+
+def test_the_kls_controller_counts_sessions() -> None:
+    """The KL is far over its target: the coefficient grows by 0.2 * 2 sessions / 8, however many players these have."""
+    batch = a_batch(uid=["p/0.0.b", "p/0.1.w", "p/1.0.b", "p/1.1.w"], prompt_uid=["p"] * 4)
+    batch = append_column(batch, "ref_log_probs", (np.full(7, -3.0, np.float32), OFFSETS))
+    kl = AdaptiveKLController(1.0, target_kl=0.1, horizon=8)
+    compute_batch_advantages(batch, AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True), kl)
+    assert kl.coef == pytest.approx(1.05)
 
 
 def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() -> None:

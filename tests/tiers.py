@@ -38,6 +38,8 @@ BY_NAME: Mapping[str, str] = {
     "config/loading/test_load.py::test_torch_is_not_imported": PROCESSES,
     "data/test_gsm8k.py": PROCESSES,
     "doctor/test_doctor.py": PROCESSES,
+    "examples/test_calculator_agent.py::test_the_policy": E2E,
+    "examples/test_nim_agent.py::test_a_run": E2E,
     "faults/": CHAOS,
     "gateway/sandboxes/": PROCESSES,
     "gateway/test_agents.py": PROCESSES,

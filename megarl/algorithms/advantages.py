@@ -4,12 +4,12 @@ Guarantees
 - Masked tokens (an environment's words inside a response, say) are no steps: a token's successor is the next
   live token of the same trajectory. They get advantage 0 and return 0.
 - A trajectory without a live token takes no part: no mean, deviation or baseline of others depends on it.
-- Groups are given by ids; the order of the trajectories never matters.
+- Groups are given by ids; the order of the trajectories matters to `spiral` alone, whose baselines follow them.
 - A group of one says nothing about its answer: advantage 0. (verl takes the score itself there, which is REINFORCE
   without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
 
-The comparisons within a group are in `comparisons`, that of turns in `turns`. `gae`, `reward_to_go` and `masked_whiten` work token by token.
+The comparisons within a group are in `comparisons`, that of turns in `turns`, baselines from earlier steps in `role_baselines`. `gae`, `reward_to_go` and `masked_whiten` work token by token.
 
 A user's own estimator, in a file that the configuration names in `plugins`:
 
@@ -17,14 +17,15 @@ A user's own estimator, in a file that the configuration names in `plugins`:
     def mine(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult: ...
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.comparisons import centred, gdpo, gpg, grpo, grpo_passk, maxrl, opo, rloo
 from megarl.algorithms.ragged import check_ragged, live_offsets, reverse_scan, segment_ids, segment_sum
+from megarl.algorithms.role_baselines import Role, rae
 from megarl.algorithms.turns import Turns, gigpo
 from megarl.util.plugins import Registry
 
@@ -37,10 +38,15 @@ class AdvantageBatch:
     mask: Tensor  # bool [tokens]
     offsets: Tensor  # int64 [n + 1]
     values: Tensor | None = None  # [tokens], the critic's; for estimators with a critic
-    prompt_uids: Sequence[str] | None = None  # [n]; for estimators that compare answers to one prompt
+    # [n]; for estimators that compare answers to one prompt; answers of two players of a game count as answers to two prompts
+    prompt_uids: Sequence[str] | None = None
     baselines: Tensor | None = None  # [n], the score of the prompt's greedy answer; for remax
     parts: Tensor | None = None  # [n, parts], named rewards of a trajectory; for gdpo
     turns: Turns | None = None  # of all trajectories; for gigpo
+    roles: Sequence[Role] | None = None  # [n], the game and the player; for spiral
+    role_baselines: Mapping[Role, float] = field(
+        default_factory=dict
+    )  # as the last step left them; for spiral
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,14 @@ class AdvantageOptions:
     norm_by_std: bool = True  # grpo, grpo_passk, gigpo
     part_weights: tuple[float, ...] = ()  # gdpo, [parts]
     step_weight: float = 1.0  # gigpo
+    baseline_decay: float = 0.95  # spiral
 
 
 @dataclass(frozen=True)
 class AdvantageResult:
     advantages: Tensor  # [tokens]
     returns: Tensor | None  # [tokens], the critic's targets; None where the estimator has no critic
+    role_baselines: Mapping[Role, float] | None = None  # for the next step; None: the estimator has none
 
 
 Estimator = Callable[[AdvantageBatch, AdvantageOptions], AdvantageResult]
@@ -81,10 +89,10 @@ def compute_advantages(name: str, batch: AdvantageBatch, options: AdvantageOptio
             "put each on the last unmasked token before it"
         )
     result = estimate(batch, options)
-    for field, values in (("advantages", result.advantages), ("returns", result.returns)):
+    for column, values in (("advantages", result.advantages), ("returns", result.returns)):
         if values is not None and values.shape != batch.mask.shape:
             raise ValueError(
-                f"algorithm.adv_estimator={name!r} returned {field} of shape {list(values.shape)} for a batch of "
+                f"algorithm.adv_estimator={name!r} returned {column} of shape {list(values.shape)} for a batch of "
                 f"{batch.mask.numel()} tokens; it must be one number a token"
             )
     return result
@@ -122,6 +130,25 @@ def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advanta
     to_go = reward_to_go(rewards.double(), batch.mask, batch.offsets, gamma=1.0)
     difference = to_go - batch.baselines.double()[segment_ids(batch.offsets)]
     return AdvantageResult(torch.where(batch.mask, difference, 0.0).to(rewards.dtype), None)
+
+
+@register_advantage("spiral")
+def _estimate_spiral(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    """The sum of a trajectory's rewards (the KL penalty in it) less its role's baseline, on all its live tokens."""
+    if batch.roles is None:
+        raise ValueError(
+            "algorithm.adv_estimator='spiral' needs the game and the player of each trajectory; the batch has none"
+        )
+    rewards = batch.token_level_rewards
+    trained = (segment_sum(batch.mask, batch.offsets) > 0).nonzero().squeeze(1)
+    scores = segment_sum(rewards.double(), batch.offsets)
+    roles = [batch.roles[row] for row in trained.tolist()]
+    per_trajectory = torch.zeros_like(scores)
+    per_trajectory[trained], baselines = rae(
+        scores[trained], roles, batch.role_baselines, options.baseline_decay
+    )
+    spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
+    return AdvantageResult(torch.where(batch.mask, spread, 0.0), None, baselines)
 
 
 @register_advantage("gdpo")

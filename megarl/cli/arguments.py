@@ -184,6 +184,7 @@ def _verify(command: _Command) -> None:
 def _serve(command: _Command) -> None:
     command.add_argument("model", help="Hugging Face folder")
     command.option("--name", "NAME,...", "that requests call it by (default: the folder's)")
+    command.option("--players", "NAME,...", "further names, of a game's players (default: none)")
     command.option(
         "--host", "ADDRESS", "of the interface to listen on; default: 127.0.0.1", default="127.0.0.1"
     )

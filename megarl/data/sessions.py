@@ -3,20 +3,33 @@
 An agent may ask the policy in branches, and each path of its session is a trajectory (megarl/gateway/tree.py): rows "<request's uid>.0",
 "<request's uid>.1", ... in the order of their ends, neighbours in every table. Every other row is a session of its own.
 
+In self-play a session has several players, all of them the policy: its rows are "<request's uid>.0.<player>", ..., player by player. A session
+is what is counted: in groups, mini-batches, pass@k. A player of a session is what is compared, with the same player of the prompt's other
+sessions.
+
 Guarantees, each asserted by a test:
 
-- the rows of a session are neighbours, in their order, wherever a table's rows are put in order;
-- a session has one score, that of its last trajectory, and counts once wherever sessions are compared or counted.
+- the rows of a session are neighbours, in their order, wherever a table's rows are put in order, and so are those of each of its players;
+- a session without players has one score, that of its last trajectory; with players each of these has one. It counts once wherever sessions
+  are counted;
+- any name of a player comes back from a uid.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow as pa
 
 from megarl.data.trajectories import replace_column, take
+
+
+def trajectory_uid(request: str, number: int, player: str | None = None) -> str:
+    """The uid of a session's trajectory; `player`: of a session that has some."""
+    return f"{request}.{number}" if player is None else f"{request}.{number}.{quote(player, safe='')}"
 
 
 def request_of(uid: str) -> str:
@@ -25,17 +38,51 @@ def request_of(uid: str) -> str:
     return f"{head}/{sample.partition('.')[0]}" if slash else uid
 
 
+def player_of(uid: str) -> str | None:
+    """The player that a trajectory belongs to; None: its session has no players."""
+    _, slash, sample = uid.rpartition("/")
+    name = sample.split(".", 2)[2:] if slash else ()
+    return unquote(name[0]) if name else None
+
+
 def first_rows(table: pa.Table) -> np.ndarray:
     """The number of each session's first row: int64 [sessions]."""
-    requests = [request_of(uid) for uid in table["uid"].to_pylist()]
-    return np.array(
-        [row for row, one in enumerate(requests) if row == 0 or one != requests[row - 1]], dtype=np.int64
-    )
+    return _starts([request_of(uid) for uid in table["uid"].to_pylist()])
 
 
 def last_rows(table: pa.Table) -> np.ndarray:
     """The number of each session's last row: int64 [sessions]."""
-    return np.append(first_rows(table)[1:], table.num_rows) - 1
+    return _ends(first_rows(table), table.num_rows)
+
+
+def first_rows_of_players(table: pa.Table) -> np.ndarray:
+    """The number of the first row of each player of each session, a session without players being one of its own: int64 [players]."""
+    return _starts([(request_of(uid), player_of(uid)) for uid in table["uid"].to_pylist()])
+
+
+def last_rows_of_players(table: pa.Table) -> np.ndarray:
+    """The number of the last row of each player of each session: int64 [players]."""
+    return _ends(first_rows_of_players(table), table.num_rows)
+
+
+def _starts(keys: Sequence[object]) -> np.ndarray:
+    """The rows whose key is another one than that of the row before."""
+    return np.array([row for row, key in enumerate(keys) if row == 0 or key != keys[row - 1]], dtype=np.int64)
+
+
+def _ends(first: np.ndarray, num_rows: int) -> np.ndarray:
+    return np.append(first, num_rows)[1:] - 1
+
+
+def players(table: pa.Table) -> np.ndarray:
+    """The player of each row, "" without one: str [rows]."""
+    return np.array([player_of(uid) or "" for uid in table["uid"].to_pylist()], dtype=str)
+
+
+def group_ids(table: pa.Table) -> list[str]:
+    """Of each row the group that it is compared in: the prompt's, and of sessions with players that of the prompt and the player."""
+    found = zip(table["prompt_uid"].to_pylist(), players(table).tolist(), strict=True)
+    return [f"{prompt}\n{player}" if player else prompt for prompt, player in found]
 
 
 def num_sessions(table: pa.Table) -> int:

@@ -139,7 +139,7 @@ PROMPT_SCHEMA = pa.schema(
 )
 TRAJECTORY_SCHEMA = pa.schema(
     [
-        ("uid", pa.string()),  # "<prompt uid>/<sample number>"
+        ("uid", pa.string()),  # "<prompt uid>/<sample number>", of sessions of agents as in sessions.py
         ("prompt_uid", pa.string()),
         ("data_source", pa.string()),
         ("ground_truth", pa.string()),
@@ -207,6 +207,7 @@ class Generation:
         None  # [prompt and response - 1, layers, top_k], see routing.py; None: unknown
     )
     kept: KeptTokens | None = None  # of the response's tokens; None: unknown, or no token was left out
+    player: str | None = None  # of a session that has some; its uid says it, too (sessions.py)
 
 
 # Fields that become a column each.

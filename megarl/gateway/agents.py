@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from typing import IO, Any
 from megarl.data.trajectories import Generation
 from megarl.environments.environment import Task
 from megarl.gateway.copies import ForkServer, run_copy
+from megarl.gateway.players import SessionScore, checked_scores, is_finite_number, refuse_missing, score_of
 from megarl.gateway.sandboxes.interface import (
     AgentProcess,
     NoSandbox,
@@ -41,8 +41,8 @@ from megarl.gateway.sandboxes.processes import run_agent
 from megarl.gateway.service import Gateway, Session
 from megarl.rollout.engine import SamplingParams
 
-Score = Callable[[Task, Session], float]
-"""The reward of a finished session; `Session.tree` has its turns, `Session.score` what the agent has posted."""
+Score = Callable[[Task, Session], SessionScore]
+"""The reward of a finished session, or each player's; `Session.tree` has its turns, `Session.score` what the agent has posted."""
 
 NO_SANDBOX = NoSandbox()
 _LOG_END = 400  # characters of an agent's log that its error shows
@@ -103,29 +103,45 @@ class AgentRunner:
             error: str | None = None
             try:
                 await self._run(task, session)
-                score = session.score if self._score is None else await self._scored(task, session)
+                score = self._posted(session) if self._score is None else await self._scored(task, session)
             except AgentFailed as failure:
                 error, score = str(failure), None
             finally:
                 self._gateway.end(session)
         return [self._noted(one, session, score, error) for one in session.trajectories()], error
 
-    async def _scored(self, task: Task, session: Session) -> float:
+    def _posted(self, session: Session) -> SessionScore | None:
+        if isinstance(session.score, Mapping):
+            try:  # a player may have asked after the score was posted
+                refuse_missing(session.score, session.tree.players)
+            except ValueError as error:
+                raise AgentFailed(f"score: {error}") from None
+        return session.score
+
+    async def _scored(self, task: Task, session: Session) -> SessionScore:
         assert self._score is not None
         try:
             score = await asyncio.to_thread(self._score, task, session)
         except Exception as error:  # whatever a user's code raises
             raise AgentFailed(f"score: {type(error).__name__}: {error}") from error
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        if isinstance(score, Mapping):
+            try:
+                return checked_scores(score, self._gateway.players, session.tree.players)
+            except ValueError as error:
+                raise AgentFailed(f"score: {error}") from None
+        if not is_finite_number(score):
             raise AgentFailed(f"score: {score!r} is no finite number")
         return float(score)
 
-    def _noted(self, one: Generation, session: Session, score: float | None, error: str | None) -> Generation:
+    def _noted(
+        self, one: Generation, session: Session, score: SessionScore | None, error: str | None
+    ) -> Generation:
         turns = session.tree.turns
         numbers = {"num_turns": float(len(turns)), **session.numbers}
         masked = [False] * len(one.response_ids) if error is not None else one.response_mask
         notes = json.dumps({"numbers": numbers, "error": error})
-        return replace(one, response_mask=masked, environment_score=score, environment_notes=notes)
+        own = score_of(score, one.player)
+        return replace(one, response_mask=masked, environment_score=own, environment_notes=notes)
 
     async def _run(self, task: Task, session: Session) -> None:
         """Run the command to its end.

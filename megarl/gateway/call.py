@@ -3,7 +3,8 @@
     python -m megarl.gateway.call FILE.py FUNCTION
 
 The function gets the task (the JSON of MEGARL_TASK as a dict) and may be a coroutine function. A number that it returns is posted as the
-session's score; a dict is posted as it is (`score`, `numbers`: docs/gateway.md); None: the score is posted otherwise, or is the reward function's.
+session's score; a dict is posted as it is (`score`, a number or one for each player, `numbers`: docs/gateway.md); None: the score is posted
+otherwise, or is the reward function's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +64,11 @@ def _post(body: dict[str, Any]) -> None:
         json.dumps(body).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
-    # The gateway is near: a proxy of the environment is not for it.
-    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
+    try:  # The gateway is near: a proxy of the environment is not for it.
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
+    except urllib.error.HTTPError as error:
+        told = error.read().decode(errors="replace")
+        raise ValueError(f"the gateway has refused what the agent returned, {body}: {told}") from None
 
 
 if __name__ == "__main__":

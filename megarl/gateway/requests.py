@@ -47,6 +47,7 @@ class Request:
         stop: texts that end an answer and are not part of it.
         template_kwargs: of the chat template.
         log_probs: whether the answer shall have its tokens.
+        player: whose request it is, where the policy has several names; None: it has one.
     """
 
     messages: Sequence[Message]
@@ -58,6 +59,7 @@ class Request:
     n: int = 1
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_probs: bool = False
+    player: str | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> None:
     listener = listen(options.host, options.port)
     engine.start()
     try:
-        gateway = Gateway(engine, tokenizer, reader, names, SamplingParams(), limits)
+        players = options.players.split(",") if options.players else []
+        gateway = Gateway(engine, tokenizer, reader, names, SamplingParams(), limits, players=players)
         host, port = listener.getsockname()[:2]
         print(f"serving {', '.join(names)} at http://{host}:{port} (OpenAI: /v1), key {key}", flush=True)
         engine.run(serve(gateway, key, listener))

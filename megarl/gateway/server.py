@@ -5,7 +5,7 @@
     POST /v1/messages               Anthropic's Messages, and /v1/messages/count_tokens
     GET  /v1/models
     POST /sessions                  begin a session (with the owner's key); answers {"uid", "key"}
-    POST /session/score             its reward, {"score": number, "numbers": {...}} (with the session's key, as all below)
+    POST /session/score             its reward, {"score": number or {player: number}, "numbers": {...}} (with the session's key, as all below)
     GET  /session/trajectories      its trajectories so far
     POST /session/end               end it; answers with its trajectories
 
@@ -24,6 +24,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ from starlette.routing import Route
 from megarl.data.trajectories import Generation
 from megarl.gateway import anthropic, openai_chat, openai_responses
 from megarl.gateway.messages import Message
+from megarl.gateway.players import SessionScore, checked_scores, is_finite_number
 from megarl.gateway.requests import TOO_LARGE, UNAUTHORIZED, UNKNOWN, Answer, Delta, Request, RequestError
 from megarl.gateway.service import Gateway, Session
 
@@ -232,10 +234,18 @@ class _Handlers:
     async def score(self, http: HttpRequest) -> Response:
         session, body = self._kept(http), await self._body(http)
         given = {**(body.get("numbers") or {}), "score": body.get("score")}
+        by_player = given.pop("score") if isinstance(given["score"], dict) else None
         for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not is_finite_number(value):
                 raise RequestError(f"{name} must be a finite number, found {value!r}", param=name)
-        session.score = float(given.pop("score"))
+        if by_player is None:
+            score: SessionScore = float(given.pop("score"))
+        else:
+            try:
+                score = checked_scores(by_player, self._gateway.players, session.tree.players)
+            except ValueError as error:
+                raise RequestError(f"score: {error}", param="score") from None
+        session.score = score
         session.numbers = {name: float(value) for name, value in given.items()}
         return JSONResponse({"uid": session.uid, "score": session.score})
 
@@ -266,7 +276,8 @@ class _Handlers:
             raise RequestError(
                 f"there is no model {model!r}, but {known}", UNKNOWN, "model", "model_not_found"
             )
-        return api.parse(body) if earlier is None else api.parse(body, earlier)
+        request = api.parse(body) if earlier is None else api.parse(body, earlier)
+        return replace(request, player=model) if model in self._gateway.players else request
 
     async def _body(self, http: HttpRequest) -> dict[str, Any]:
         read = bytearray()
@@ -334,6 +345,7 @@ def _as_json(trajectory: Generation) -> dict[str, Any]:
     return {
         **{name: getattr(trajectory, name) for name in (*names, *versions)},
         "score": trajectory.environment_score,
+        **({} if trajectory.player is None else {"player": trajectory.player}),
     }
 
 

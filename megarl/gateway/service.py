@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from megarl.data.trajectories import Generation
 from megarl.gateway.engine import TokenEngine
 from megarl.gateway.messages import Message
+from megarl.gateway.players import SessionScore, score_of
 from megarl.gateway.prompts import TemplatePrompts
 from megarl.gateway.rate import Rate
 from megarl.gateway.reader import StreamedTurn, TurnReader
@@ -74,7 +75,7 @@ class Session:
         token: the key with which its requests come.
         sampling: of its requests, where they say nothing.
         rate: of its requests.
-        score: its reward, as it was posted; None: none was.
+        score: its reward, as it was posted, or each player's; None: none was.
         last_used: by `time.monotonic`.
         failure: of the engine, in one of its requests.
         answers: conversations up to an answer, by its name, for the API that goes on by these.
@@ -85,7 +86,7 @@ class Session:
     tree: SessionTree
     sampling: SamplingParams
     rate: Rate
-    score: float | None = None
+    score: SessionScore | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
     num_requests: int = 0
@@ -96,7 +97,7 @@ class Session:
     def trajectories(self) -> list[Generation]:
         """Its trajectories so far, with its score."""
         made = self.tree.trajectories(self.uid)
-        return [replace(trajectory, environment_score=self.score) for trajectory in made]
+        return [replace(one, environment_score=score_of(self.score, one.player)) for one in made]
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Gateway:
         sampling: SamplingParams,
         limits: Limits | None = None,
         *,
+        players: Sequence[str] = (),
         fixed_sampling: bool = False,
         stop_token_ids: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -128,11 +130,12 @@ class Gateway:
         """
         Args:
             models: the names that requests may call it by.
+            players: other such names, each of them a player of the sessions' games.
             sampling: where a request says nothing.
             fixed_sampling: requests that say otherwise are sampled by `sampling` all the same, as training needs it.
             stop_token_ids: those of the engine that are not the model's own ends.
         """
-        self.models, self.limits = tuple(models), limits or Limits()
+        self.models, self.players, self.limits = (*models, *players), tuple(players), limits or Limits()
         self._engine, self._reader, self._sampling = engine, reader, sampling
         self._fixed, self._stop_token_ids = fixed_sampling, frozenset(stop_token_ids)
         self._render, self._tokenizer = TemplatePrompts(tokenizer), tokenizer
@@ -281,7 +284,7 @@ class Gateway:
 
     def _prompt(self, session: Session, request: Request, forced: str) -> Prompt:
         try:
-            prompt = session.tree.prompt(request.messages, request.keywords, forced)
+            prompt = session.tree.prompt(request.messages, request.keywords, forced, request.player)
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
         length, context = len(prompt.all_ids()), self._engine.context_length

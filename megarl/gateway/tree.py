@@ -6,6 +6,8 @@ Guarantees, each asserted by a test:
   and gave up to that turn, and the ids of the new messages alone;
 - a request continues the turn that accounts for most of its messages, compared one by one; among equals, the latest. A request that
   shares nothing with earlier ones, or has other tools, begins a root of its own;
+- a root belongs to one player (None where there are none), and a request continues turns of its own player alone: equal messages of two players
+  are two roots. Trajectories come player by player, each with its player;
 - every path from a root to a leaf is a trajectory; the prompt and response of each of its turns are, token by token, what the engine was
   given and gave;
 - every generated token is live in exactly one trajectory: a turn that several paths share is trained on in that of them that ends with the
@@ -20,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.data.kept import KeptTokens, kept_of
+from megarl.data.sessions import trajectory_uid
 from megarl.data.trajectories import Generation
 from megarl.gateway.messages import Message, are_same, is_turn
 
@@ -48,6 +51,7 @@ class Prompt:
         keywords: of the chat template, such as `tools`; the same in all of a root's tree.
         forced: a text with which the policy's turn must begin (the head of a call); its ids are the last ones of `ids`.
         ids: [tokens] beyond the parent's path.
+        player: whose request it is, of several that the policy plays; None: there are none.
         turns: the policy's, in the order of their ends: several for n > 1 and for retries.
     """
 
@@ -56,6 +60,7 @@ class Prompt:
     keywords: Mapping[str, Any]
     forced: str
     ids: tuple[int, ...]
+    player: str | None = None
     turns: "list[PolicyTurn]" = field(default_factory=list)
 
     def path(self) -> "Iterator[PolicyTurn]":
@@ -111,17 +116,29 @@ class SessionTree:
         """In the order of their ends."""
         return self._turns
 
-    def prompt(self, messages: Sequence[Message], keywords: Mapping[str, Any], forced: str = "") -> Prompt:
+    @property
+    def players(self) -> list[str | None]:
+        """Those that have turns, in the order of their first ones."""
+        return list(dict.fromkeys(turn.prompt.player for turn in self._turns))
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        keywords: Mapping[str, Any],
+        forced: str = "",
+        player: str | None = None,
+    ) -> Prompt:
         """The prompt of a request: one that it repeats, or a new one where it belongs.
 
         Args:
             messages: the whole conversation; the last one is not the assistant's.
+            player: whose request it is.
 
         Raises:
             ValueError: the chat template refuses the messages.
         """
         assert messages and messages[-1]["role"] != "assistant", "the APIs refuse these"
-        roots = [root for root in self._roots if root.keywords == keywords]
+        roots = [root for root in self._roots if root.player == player and root.keywords == keywords]
         turn, used = _continued(roots, messages)
         rest = tuple(messages[used:])
         siblings = roots if turn is None else turn.prompts
@@ -132,7 +149,7 @@ class SessionTree:
             ids = self._render.begin(rest, keywords, forced)
         else:
             ids = self._render.go_on(turn, rest, keywords, forced)
-        made = Prompt(turn, rest, keywords, forced, tuple(ids))
+        made = Prompt(turn, rest, keywords, forced, tuple(ids), player)
         (self._roots if turn is None else turn.prompts).append(made)
         return made
 
@@ -145,14 +162,15 @@ class SessionTree:
         return turn
 
     def trajectories(self, uid: str) -> list[Generation]:
-        """One for each leaf, in the order of their ends, with uids "<uid>.<number>" and prompts of their own."""
+        """One for each leaf, in the order of their ends, player by player; with uids by `trajectory_uid` and prompts of their own."""
         leaves = [turn for turn in self._turns if not any(prompt.turns for prompt in turn.prompts)]
+        leaves.sort(key=lambda leaf: leaf.prompt.player or "")
         live_in: dict[int, PolicyTurn] = {}
         for leaf in reversed(leaves):
             for turn in _path(leaf):
                 live_in.setdefault(id(turn), leaf)
         return [
-            _trajectory(f"{uid}.{number}", leaf, [turn for turn in _path(leaf) if live_in[id(turn)] is leaf])
+            _trajectory(uid, number, leaf, [turn for turn in _path(leaf) if live_in[id(turn)] is leaf])
             for number, leaf in enumerate(leaves)
         ]
 
@@ -181,8 +199,8 @@ def _continued(roots: Sequence[Prompt], messages: Sequence[Message]) -> tuple[Po
     return best[2], best[0]
 
 
-def _trajectory(uid: str, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Generation:
-    path = _path(leaf)
+def _trajectory(uid: str, number: int, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Generation:
+    path, player = _path(leaf), leaf.prompt.player
     ids: list[int] = []
     mask: list[bool] = []
     log_probs: list[float] = []
@@ -198,7 +216,7 @@ def _trajectory(uid: str, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Gener
     first, last = path[0].generation, leaf.generation
     experts, drawn_from = [turn.generation.routed_experts for turn in path], KeptTokens.joined(kept)
     return Generation(
-        uid,
+        trajectory_uid(uid, number, player),
         ids,
         log_probs,
         last.finish_reason,
@@ -211,4 +229,5 @@ def _trajectory(uid: str, leaf: PolicyTurn, live: Sequence[PolicyTurn]) -> Gener
         else last.last_weight_version,
         routed_experts=None if any(part is None for part in experts) else np.concatenate(experts),  # type: ignore[arg-type]
         kept=drawn_from if len(drawn_from.ids) else None,
+        player=player,
     )

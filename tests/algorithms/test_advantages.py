@@ -138,6 +138,8 @@ def a_batch(mask, offsets, seed):
         baselines=normal(n, seed + 1),
         parts=normal(2 * n, seed + 2).view(n, 2),
         turns=Turns(starts, [f"s{number}" for number in generator.integers(0, 2, len(starts))]),
+        roles=[("game", f"r{number}") for number in generator.integers(0, 2, n)],
+        role_baselines={("game", "r0"): 0.5},
     )
 
 
@@ -148,6 +150,7 @@ def assert_same(found, expected):
 
 
 every_estimator = st.sampled_from(ADV_ESTIMATORS)
+without_order = st.sampled_from([name for name in ADV_ESTIMATORS if name != "spiral"])
 
 
 @brief
@@ -177,7 +180,7 @@ def test_trajectories_without_a_live_token_take_no_part(ragged, name, seed):
 
 
 @brief
-@given(ragged_masks(), every_estimator, st.integers(0, 2**31), st.randoms())
+@given(ragged_masks(), without_order, st.integers(0, 2**31), st.randoms())
 def test_the_order_of_trajectories_never_matters(ragged, name, seed, rng):
     mask, offsets = ragged
     batch = a_batch(mask, offsets, seed)
@@ -205,6 +208,8 @@ def rows_of(batch, order):
         batch.baselines[order],
         batch.parts[order],
         Turns(torch.tensor([place for place, _ in turns], dtype=torch.int64), [state for _, state in turns]),
+        [batch.roles[row] for row in order],
+        batch.role_baselines,
     )
 
 

@@ -53,6 +53,7 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
         reasoning: str | None = None,
         limits: Limits | None = None,
         fixed_sampling: bool = False,
+        players: tuple[str, ...] = (),
         **options: object,
     ) -> Served:
         tokenizer = published(template)
@@ -66,6 +67,7 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
             [MODEL],
             sampling,
             limits,
+            players=players,
             fixed_sampling=fixed_sampling,
             clock=lambda: now[0],
         )

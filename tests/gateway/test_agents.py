@@ -106,6 +106,19 @@ def test_a_function_scores_the_finished_tree(play):
     assert "no finite number" in notes(failed)["error"]
 
 
+def test_a_player_that_asks_after_the_score_fails_the_agent(serve, tmp_path):
+    served = serve(["e4."], tools=None, players=("white", "black"))
+    code = """
+post("/v1/chat/completions", {"model": "white", "messages": [user]})
+post("/session/score", {"score": {"white": 1}})
+post("/v1/chat/completions", {"model": "black", "messages": [user]})
+"""
+    runner = AgentRunner(served.gateway, served.url, [sys.executable, "-c", HEAD + code], tmp_path)
+    made, error = asyncio.run_coroutine_threadsafe(runner.play(task()), served.loop).result(60)
+    assert error.startswith("score: no score of player black") and len(made) == 2
+    assert not any(any(one.response_mask) for one in made)
+
+
 def test_a_failed_agent_costs_its_own_trajectories_alone(play):
     code = "ask(user)\nif task['uid'] == 'p/0': sys.exit('broken')\npost('/session/score', {'score': 1})"
     _, ((failed,), (whole,)) = play(code, [task("p/0"), task("p/1")])

@@ -195,6 +195,34 @@ def test_a_line_is_one_trajectory_and_branches_share_what_is_before_them():
     check(tree, record)
 
 
+def test_players_share_no_turn():
+    """Two players whose messages are equal, word for word, and an answer that one gives to the other."""
+    tokenizer = published("qwen2_5")
+    tree, record = SessionTree(TemplatePrompts(tokenizer)), Record(tokenizer, "own")
+
+    def turn(player, messages, said):
+        prompt = tree.prompt(messages, {}, player=player)
+        return tree.add(prompt, record.answer(prompt)[0], assistant(said), True)
+
+    start, line = [user("a")], [user("a"), assistant("A"), user("b")]
+    white = turn("white", start, "A")
+    black = turn("black", start, "A")
+    assert black.prompt is not white.prompt and black.prompt.parent is None
+    assert turn("white", line, "B").prompt.parent is white and turn("black", line, "B").prompt.parent is black
+    assert turn("red", line, "C").prompt.parent is None, "the policy's words to another player are a prompt"
+    turn("white", [user("c")], "D")
+    assert tree.players == ["white", "black", "red"]
+    found = tree.trajectories("p/0")
+    assert [(one.uid, one.player) for one in found] == [
+        ("p/0.0.black", "black"),
+        ("p/0.1.red", "red"),
+        ("p/0.2.white", "white"),
+        ("p/0.3.white", "white"),
+    ]
+    assert [one.num_turns for one in found] == [2, 1, 2, 1]
+    check(tree, record)
+
+
 def test_other_tools_begin_a_root_of_their_own():
     tokenizer = published("qwen2_5")
     tree, record = SessionTree(TemplatePrompts(tokenizer)), Record(tokenizer, "own")

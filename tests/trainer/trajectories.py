@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
+from megarl.data.sessions import requested, trajectory_uid
 from megarl.data.trajectories import PROMPT_SCHEMA, Generation, build_trajectories, expand_prompts
 from megarl.rewards.sample import Score
 from megarl.trainer.stages.scoring import Scored, join_scores
@@ -80,3 +81,25 @@ class FakeTokenizer:
     def batch_decode(self, ids, skip_special_tokens):
         assert skip_special_tokens
         return [" ".join(map(str, row)) for row in ids]
+
+
+def games(*sessions, prompt="a", scores=None, **numbers) -> Scored:
+    """Sessions of one prompt: of each a text of its players' letters, one trajectory a letter, such as "bw". Responses have 1, 2, 3, ... tokens.
+
+    Args:
+        scores: of each trajectory; None: the reward failed. numbers: of each trajectory.
+    """
+    uids = [
+        trajectory_uid(f"{prompt}/{session}", number, None if letter == "-" else letter)
+        for session, letters in enumerate(sessions)
+        for number, letter in enumerate(letters)
+    ]
+    requests = expand_prompts(prompts(prompt), len(sessions))
+    rows = [session for session, letters in enumerate(sessions) for _ in letters]
+    table = answer(requested(requests, rows, uids))
+    values = [1.0] * len(uids) if scores is None else scores
+    found = {
+        uid: score(uid, values[row], **{name: column[row] for name, column in numbers.items()})
+        for row, uid in enumerate(uids)
+    }
+    return join_scores(table, found)

@@ -29,8 +29,13 @@ def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     yield from _sandbox_problems(prefix, gateway)
     if rollout.multi_turn.enable:
         yield f"{prefix}.enable=true and multi_turn.enable=true: an agent or an environment plays the turns; choose one"
-    if not gateway.models or not all(gateway.models):
+    served = (*gateway.models, *gateway.players)
+    if not served or not all(served):
         yield f"{prefix}.models={list(gateway.models)}: agents need a name to ask by, such as policy"
+    if len(gateway.players) == 1:
+        yield f"{prefix}.players={list(gateway.players)}: one player is none; name all that the policy plays, or write []"
+    if twice := sorted({name for name in served if served.count(name) > 1}):
+        yield f"{prefix}.models={list(gateway.models)} and players={list(gateway.players)} have {', '.join(twice)} twice"
     if isinstance(config, TrainConfig):
         yield from _training_problems(prefix, config)
 

@@ -216,6 +216,13 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
             ("step_advantage_weight",),
             "adv_estimator=gigpo",
         ),
+        (
+            config.algorithm.adv_estimator != "spiral",
+            "algorithm",
+            config.algorithm,
+            ("baseline_decay",),
+            "adv_estimator=spiral",
+        ),
         (actor.loss_agg_mode != norm, actor_key, actor, ("loss_scale_factor",), f"loss_agg_mode={norm}"),
         (correction.rollout_rs is None, correction_key, correction, thresholds, "rollout_rs"),
         (

@@ -21,6 +21,7 @@ ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "spiral",
 )
 # Estimators that compare the responses to one prompt.
 GROUP_ESTIMATORS = (
@@ -185,14 +186,15 @@ class AlgorithmConfig:
 
     adv_estimator: str = option(
         "gae has a critic; gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline and rloo compare the responses to "
-        "a prompt; gigpo also the turns that began in the same state; remax compares with the greedy response; reinforce_plus_plus with the whole step; or one of "
+        "a prompt; gigpo also the turns that began in the same state; remax compares with the greedy response; reinforce_plus_plus with the whole step; spiral with the scores of the same player of the same data "
+        "source in earlier games; or one of "
         "`plugins`.",
         "gae",
         formula="gae: A_t = sum_l (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}); grpo: (R - mean) / (std + 1e-6); "
         "grpo_passk: best R - second best, others 0; rloo: R - mean of the others; opo: R - sum(length R) / sum(length); "
         "gigpo: grpo of R and, weighted, of sum_k gamma^k r_{t+k} of turns t; gpg: alpha (R - mean); maxrl: (R - mean) / mean; gdpo: sum_k weight_k (R_k - mean) / (std + 1e-6), normalised over the step; "
         "reinforce_plus_plus_baseline: R - mean; remax: R - R(greedy); "
-        "reinforce_plus_plus: A_t = r_t + gamma A_{t+1}",
+        "reinforce_plus_plus: A_t = r_t + gamma A_{t+1}; spiral: b <- decay b + (1 - decay) R, R - b",
     )
     gamma: float = option(
         "gae, reinforce_plus_plus: discount of a later reward, a token; gigpo: a turn (the paper: 0.95).",
@@ -212,6 +214,9 @@ class AlgorithmConfig:
     )
     step_advantage_weight: float = option(
         "gigpo: weight of the comparison of turns beside that of whole trajectories.", 1.0, ge=0
+    )
+    baseline_decay: float = option(
+        "spiral: what a player's baseline keeps with each game (the paper's alpha).", 0.95, ge=0, le=1
     )
     norm_adv_by_std_in_grpo: bool = option(
         "grpo, grpo_passk, gigpo: divide by the group's standard deviation (false: Dr. GRPO).", True

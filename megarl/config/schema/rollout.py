@@ -69,6 +69,11 @@ class GatewayConfig:
         None,
     )
     models: tuple[str, ...] = option("The names by which agents may ask for the policy.", ("policy",))
+    players: tuple[str, ...] = option(
+        "Further such names, each of them a player of a game: its trajectories have a score of their own and are compared with the same player's "
+        "(self-play, docs/agents.md).",
+        (),
+    )
     tool_parser: str | None = option(
         "SGLang's parser of the model's calls of tools; null: requests with tools are refused.", None
     )

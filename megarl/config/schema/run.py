@@ -111,7 +111,7 @@ class HealthConfig:
     )
     ppo_kl_low: float | None = option(
         "ppo_kl_low: the KL from the policy before the step, by the estimator k3, under this, with a KL to the reference, "
-        "several updates a step and at least half of optim.lr, while the scores of the last 10 steps are not over those of the first 10.",
+        "several updates a step and at least half of optim.lr, while the scores of the last 10 steps are not over those of the first 10; not between players of a game.",
         1e-5,
         ge=0,
     )

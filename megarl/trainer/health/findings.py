@@ -188,6 +188,10 @@ def _ppo_kl_low(step: CheckedStep) -> Measured | None:
     # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
     if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
         return None
+    # Between players of a game the mean score is what the game makes it, however they learn.
+    gateway = step.config.actor_rollout_ref.rollout.gateway
+    if gateway.enable and gateway.players:
+        return None
     # While the learning rate warms up, or has decayed, small steps are intended.
     if not step.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
         return None

@@ -178,7 +178,9 @@ def learn(
             batch = evaluate_models(run, roles, with_idle_rows(batch, layouts), config, seed)
         batch = batch.slice(0, num_rows)
     with run.timed("advantages"):
-        batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
+        batch, metrics = compute_batch_advantages(
+            batch, config.algorithm, controls.kl, controls.role_baselines
+        )
     require_finite(batch, LEARNT_FROM)
     run.save_trajectories(batch, "step", step)  # before the updates, in case one fails
     with run.timed("update"), rank_errors_as_not_finite(batch):

@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from megarl.config import FilterGroupsConfig
 from megarl.data.files import read_arrow, write_arrow
-from megarl.data.sessions import by_request
+from megarl.data.sessions import by_request, players
 from megarl.data.trajectories import expand_prompts, replace_column, take
-from megarl.trainer.stages.groups import Groups, differ, metric_values
+from megarl.trainer.stages.groups import Groups, metric_values, teaches
 from megarl.trainer.stages.rollouts import greedy_requests
 from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
 
@@ -155,13 +155,13 @@ class InFlight:
             ValueError: the reward does not give the metric that groups are compared by.
         """
         values = metric_values(scored, self.options.metric) if self.options.enable else None
-        numbers = group_numbers(scored.table)
+        numbers, names = group_numbers(scored.table), players(scored.table)
         for number, asked in enumerate(groups):
             rows = np.flatnonzero(numbers == number)
             group = FinishedGroup(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
-            of_live = None if values is None else values[rows[group.scored.live]]
-            teaches = of_live is None or differ(of_live)
-            (self.ready if teaches else self.dropped).append(group)
+            live = rows[group.scored.live]
+            trains = values is None or teaches(values[live], names[live])
+            (self.ready if trains else self.dropped).append(group)
             del self.prompts[asked.uid]
 
     def give_up(self, groups: list[InFlightPrompt]) -> None:
@@ -190,7 +190,7 @@ class InFlight:
         groups.add(concat_scored([group.scored for group in chosen]))
         metrics |= groups.metrics()
         if self.options.enable:
-            every = concat_scored([group.scored for group in [*chosen, *dropped]]).sessions()
+            every = concat_scored([group.scored for group in [*chosen, *dropped]]).by_player()
             metrics["filter_groups/dropped"] = float(len(dropped))
             metrics["filter_groups/score_before"] = float(every.scores[every.live].mean())
         columns = groups.parts[0].table.column_names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,11 @@ from megarl.algorithms.kl import (
 )
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
 from megarl.algorithms.ragged import segment_sum
+from megarl.algorithms.role_baselines import Role
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
-from megarl.data.sessions import first_rows, last_rows
+from megarl.data.sessions import first_rows_of_players, group_ids, last_rows_of_players, num_sessions, players
 from megarl.data.trajectories import (
     GIVEN,
     SCORED_MASK,
@@ -50,12 +51,14 @@ class Controls:
         kl: coefficient of the KL in the reward; adapted in `compute_batch_advantages`.
         kl_loss: coefficient of the KL in the actor's loss; adapted in `update`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        role_baselines: of games' players, for `algorithm.adv_estimator=spiral`; moved in `compute_batch_advantages`.
     """
 
     kl: KLController
     kl_loss: KLController
     clip_low: float
     clip_high: float
+    role_baselines: dict[Role, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -63,12 +66,15 @@ class Controls:
             "kl_loss": self.kl_loss.state_dict(),
             "clip_low": self.clip_low,
             "clip_high": self.clip_high,
+            "role_baselines": [[*role, value] for role, value in self.role_baselines.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl.load_state_dict(state["kl"])
         self.kl_loss.load_state_dict(state["kl_loss"])
         self.clip_low, self.clip_high = float(state["clip_low"]), float(state["clip_high"])
+        baselines = state.get("role_baselines", ())  # checkpoints of earlier versions have none
+        self.role_baselines = {(game, player): float(value) for game, player, value in baselines}
 
 
 def make_controls(algorithm: AlgorithmConfig, actor: ActorConfig, num_steps: int) -> Controls:
@@ -94,12 +100,16 @@ TEACHER_REF_KL = "actor/teacher_ref_kl/"  # before a teacher's name: the KL in t
 
 
 def compute_batch_advantages(
-    batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
+    batch: pa.Table,
+    algorithm: AlgorithmConfig,
+    kl: KLController,
+    role_baselines: dict[Role, float] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
     """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
     The trajectories of a session are one after the other, as one: the sum of their rewards is compared with those of other sessions, and a
-    critic's returns go on from one to the next.
+    critic's returns go on from one to the next. So are those of a player of a session, which are compared with the same player's of the prompt's
+    other sessions.
 
     With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
     are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic, nor does one whose
@@ -108,6 +118,7 @@ def compute_batch_advantages(
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
             need: `ref_log_probs`, `values`, `baseline_score`, named rewards; scores of steps where the reward gives any.
+        role_baselines: as the last step left them; `spiral` moves them. None: there are none yet.
 
     Raises:
         ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
@@ -116,7 +127,7 @@ def compute_batch_advantages(
         own, given, is_given = split_given(batch)
         metrics = given_metrics(batch)
         if own.num_rows:
-            own, found = compute_batch_advantages(own, algorithm, kl)
+            own, found = compute_batch_advantages(own, algorithm, kl, role_baselines)
             metrics |= found
         else:
             given = append_column(given, "advantages", _zeros(given))
@@ -124,7 +135,7 @@ def compute_batch_advantages(
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
     offsets = torch.from_numpy(ragged(batch, "response_mask")[1])
-    mask, first, last = column["response_mask"], first_rows(batch), last_rows(batch)
+    mask, first, last = column["response_mask"], first_rows_of_players(batch), last_rows_of_players(batch)
     of_sessions = torch.cat([offsets[torch.from_numpy(first)], offsets[-1:]])
     scores = torch.tensor(batch["score"].to_numpy()[last])
     scored = segment_sum(mask, of_sessions) > 0
@@ -136,7 +147,7 @@ def compute_batch_advantages(
     if algorithm.use_kl_in_reward and TEACHER in batch.column_names:
         metrics |= _kl_by_teacher(batch, column, mask, offsets, algorithm)
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
-    rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, len(first))
+    rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, num_sessions(batch))
     metrics |= found
     steps = flat_steps(batch, offsets)
     if steps is not None:
@@ -149,8 +160,8 @@ def compute_batch_advantages(
     baselines = None
     if "baseline_score" in batch.column_names:
         baselines = torch.tensor(batch["baseline_score"].to_numpy()[last])
-    prompts, weights = batch["prompt_uid"].to_pylist(), algorithm.reward_weights or {}
-    uids = [prompts[row] for row in last]
+    groups, weights = group_ids(batch), algorithm.reward_weights or {}
+    uids = [groups[row] for row in last]
     parts = None
     if weights:
         names = [f"reward_part/{name}" for name in weights]
@@ -167,7 +178,18 @@ def compute_batch_advantages(
         metrics["critic/shared_states"] = shared_states(mask, offsets, turns, uids)
     result = compute_advantages(
         algorithm.adv_estimator,
-        AdvantageBatch(rewards, mask, of_sessions, column.get("values"), uids, baselines, parts, turns),
+        AdvantageBatch(
+            rewards,
+            mask,
+            of_sessions,
+            column.get("values"),
+            uids,
+            baselines,
+            parts,
+            turns,
+            _roles(batch, last),
+            role_baselines or {},
+        ),
         AdvantageOptions(
             algorithm.gamma,
             algorithm.lam,
@@ -175,8 +197,13 @@ def compute_batch_advantages(
             algorithm.norm_adv_by_std_in_grpo,
             tuple(map(float, weights.values())),
             algorithm.step_advantage_weight,
+            algorithm.baseline_decay,
         ),
     )
+    for role, value in (result.role_baselines or {}).items():
+        metrics["/".join(["critic/baseline", *filter(None, role)])] = value
+        if role_baselines is not None:
+            role_baselines[role] = value
     reasons = batch["finish_reason"].to_pylist()
     truncated = torch.tensor([reasons[row] == "length" for row in last])
     metrics |= batch_metrics(
@@ -194,6 +221,14 @@ def compute_batch_advantages(
         if values is not None:
             batch = append_column(batch, name, (values.numpy(), offsets.numpy()))
     return batch, metrics
+
+
+def _roles(batch: pa.Table, rows: np.ndarray) -> list[Role] | None:
+    """The game and the player of some rows; None: the table has no data sources."""
+    if "data_source" not in batch.column_names:
+        return None
+    sources, names = batch["data_source"].to_pylist(), players(batch).tolist()
+    return [(sources[row], names[row]) for row in rows]
 
 
 def _kl_by_teacher(
@@ -243,7 +278,7 @@ def _token_rewards(
     offsets: torch.Tensor,
     algorithm: AlgorithmConfig,
     kl: KLController,
-    num_rows: int,
+    sessions: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Scores on the last live tokens, less the KL on each with `algorithm.use_kl_in_reward`; adapts its coefficient."""
     if not algorithm.use_kl_in_reward:
@@ -260,7 +295,7 @@ def _token_rewards(
     )
     metrics = {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
     if math.isfinite(mean_kl):  # else the rewards are not finite, and the step is not trained on
-        kl.update(mean_kl, num_rows)
+        kl.update(mean_kl, sessions)
     return rewards, metrics
 
 

@@ -2,7 +2,8 @@
 
 Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): where all responses to a prompt score the same, advantages that
 compare them are 0 and the prompt teaches nothing. Such groups are dropped, and others generated in their place, so that
-a step always trains on `data.train_batch_size` prompts.
+a step always trains on `data.train_batch_size` prompts. Where sessions have players, a prompt teaches something if one of these has
+different scores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.config import FilterGroupsConfig
+from megarl.data.sessions import players
 from megarl.data.trajectories import list_lengths, replace_column
 from megarl.trainer.stages.given_responses import join_given
 from megarl.trainer.stages.scoring import OVERLONG_PENALTY, Scored, concat_scored, group_numbers
@@ -79,7 +81,15 @@ class Groups:
         chosen = np.unique(groups)  # in the prompts' order
         if self.options.enable:
             values, live = metric_values(scored, self.options.metric), scored.live
-            differing = np.array([group for group in chosen if differ(values[(groups == group) & live])], int)
+            names = players(scored.table)
+            differing = np.array(
+                [
+                    group
+                    for group in chosen
+                    if teaches(values[(groups == group) & live], names[(groups == group) & live])
+                ],
+                int,
+            )
             room = self.num_prompts - self.num_kept
             self.num_dropped += len(chosen) - len(differing)
             self.num_surplus += max(0, len(differing) - room)
@@ -108,18 +118,18 @@ class Groups:
         return join_given(own, self.given, order >= own.num_rows)
 
     def prompt_scores(self) -> tuple[list[str], np.ndarray]:
-        """Of every trajectory that was generated and scored: its prompt's uid in the data, its score [trajectories]."""
+        """Of every session that was generated and scored, or each of its players: the prompt's uid in the data, the score [sessions]."""
         if not self.parts:
             return [], np.empty(0)
         every = concat_scored(self.parts)
-        every = every.take(np.flatnonzero(every.live)).sessions()
+        every = every.take(np.flatnonzero(every.live)).by_player()
         return [self.names[uid] for uid in every.table["prompt_uid"].to_pylist()], every.scores
 
     def metrics(self) -> dict[str, float]:
         """The rewards' metrics of all generated trajectories, and the counts of dropped groups."""
         if not self.parts:
             return {}
-        every = concat_scored(self.parts).sessions()
+        every = concat_scored(self.parts).by_player()
         metrics = every.metrics()
         if OVERLONG_PENALTY in every.table.column_names:
             penalties = every.table[OVERLONG_PENALTY].to_numpy()
@@ -157,6 +167,11 @@ def metric_values(scored: Scored, metric: str) -> np.ndarray:
             f"there are {known}"
         )
     return values
+
+
+def teaches(values: np.ndarray, names: np.ndarray) -> bool:
+    """Whether the values [trajectories] of a player differ in a group; `names`: the player of each."""
+    return any(differ(values[names == name]) for name in np.unique(names))
 
 
 def differ(values: np.ndarray) -> bool:

@@ -18,7 +18,13 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import DataConfig, OverlongBufferConfig
-from megarl.data.sessions import first_rows, last_rows
+from megarl.data.sessions import (
+    first_rows,
+    first_rows_of_players,
+    last_rows,
+    last_rows_of_players,
+    players,
+)
 from megarl.data.trajectories import (
     append_column,
     environment_notes,
@@ -85,17 +91,43 @@ class Scored:
             [self.errors[row] for row in rows],
         )
 
-    def sessions(self) -> Scored:
-        """One row of each session, its last."""
-        last = last_rows(self.table)
+    def by_player(self) -> Scored:
+        """One row of each player of each session, its last: what is compared. Sessions without players have one row."""
+        last = last_rows_of_players(self.table)
         return self if len(last) == self.table.num_rows else self.take(last)
 
+    def sessions(self) -> Scored:
+        """One row of each session, its last: what is counted. Of several players it has the means of scores and numbers, and the first error."""
+        each = self.by_player()
+        first, last = first_rows(each.table), last_rows(each.table)
+        if len(last) == each.table.num_rows:
+            return each
+        one = each.take(last)
+        means = _means_between(each.scores, first).astype(np.float32)
+        bounds = list(zip(first.tolist(), (last + 1).tolist(), strict=True))
+        return replace(
+            one,
+            table=replace_column(one.table, "score", pa.array(means)),
+            numbers={name: _means_between(values, first) for name, values in each.numbers.items()},
+            errors=[next(filter(None, each.errors[start:end]), None) for start, end in bounds],
+        )
+
     def metrics(self) -> dict[str, float]:
-        """The means of the reward's numbers, and how many rewards failed."""
+        """The means of the reward's numbers, how many rewards failed, and each player's mean score."""
         one = self.sessions()
         there = {name: values[~np.isnan(values)] for name, values in one.numbers.items()}
         means = {f"reward/{name}": float(values.mean()) for name, values in there.items() if len(values)}
-        return {"reward/failed": float(one.failed.sum()), **means}
+        return {"reward/failed": float(one.failed.sum()), **means, **self._of_players()}
+
+    def _of_players(self) -> dict[str, float]:
+        each = self.by_player()
+        names = players(each.table)
+        of_name = {str(name): (names == name) & ~each.failed for name in np.unique(names) if name}
+        return {
+            f"reward/{name}/mean": float(each.scores[rows].mean())
+            for name, rows in of_name.items()
+            if rows.any()
+        }
 
 
 @dataclass(frozen=True)
@@ -118,12 +150,14 @@ class Rewards:
     def submit(self, table: pa.Table) -> None:
         """Request the scores of finished trajectories; returns at once.
 
-        Trajectories that their environment has scored, or that failed in it, are left out. Of a session the last trajectory is scored.
+        Trajectories that their environment has scored, or that failed in it, are left out. Of a session, and of each of its players, the
+        last trajectory is scored.
         """
         if self.rule_weight:
-            last = take(table, last_rows(table))
+            ends = last_rows_of_players(table)
+            last = take(table, ends)
             ended = np.array([note.error is None for note in environment_notes(last)], dtype=np.bool_)
-            rows = last_rows(table)[ended & np.isnan(environment_scores(last))]
+            rows = ends[ended & np.isnan(environment_scores(last))]
             if len(rows):
                 self.scorer.submit(make_samples(take(table, rows), self.tokenizer))
 
@@ -253,8 +287,8 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
 
 
 def of_sessions(table: pa.Table, scores: Mapping[str, Score]) -> dict[str, Score]:
-    """The score of each row's session, which its last row has (by uid)."""
-    uids, first, last = table["uid"].to_pylist(), first_rows(table), last_rows(table)
+    """The score of each row's session, or of its player there, which the last row has (by uid)."""
+    uids, first, last = table["uid"].to_pylist(), first_rows_of_players(table), last_rows_of_players(table)
     return {
         uids[row]: scores[uids[end]]
         for start, end in zip(first.tolist(), last.tolist(), strict=True)
@@ -292,6 +326,14 @@ def live_rows(table: pa.Table) -> np.ndarray:
     """Rows with a token that is trained on [rows]."""
     mask, offsets = ragged(table, "response_mask")
     return np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets]) > 0
+
+
+def _means_between(values: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The mean of the values from each of `first` to the next one, in float64 [first]; NaN counts nowhere, and is the mean of nothing."""
+    there = ~np.isnan(values)
+    count = np.add.reduceat(there.astype(np.float64), first)
+    total = np.add.reduceat(np.where(there, values, 0.0).astype(np.float64), first)
+    return np.divide(total, count, out=np.full(len(first), np.nan), where=count > 0)
 
 
 def group_numbers(table: pa.Table) -> np.ndarray:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import WorkerGroup
 from megarl.config import SamplingConfig
+from megarl.data.sessions import players
 from megarl.data.trajectories import expand_prompts
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.reward_model import ModelScores
@@ -80,7 +81,7 @@ def validate(
         by_model: a reward model's scores of trajectories.
 
     Returns:
-        The scored answers by `ValidationSet.file`, and metrics (see `answer_metrics`), those of a set under its prefix.
+        The scored answers by `ValidationSet.file`, and metrics (see `session_metrics`), those of a set under its prefix.
         `score/mean` is the mean of all sets' means.
 
     Raises:
@@ -101,10 +102,24 @@ def validate(
         scored = concat_scored(parts)
         refuse_if_all_failed(scored)
         answers[val_set.file] = scored.table
-        found = {**answer_metrics(scored.sessions(), val_set.sampling), **scored.metrics()}
+        found = {**session_metrics(scored, val_set.sampling), **scored.metrics()}
         metrics |= {f"{val_set.prefix}{name}": value for name, value in found.items()}
     means = [metrics[f"{val_set.prefix}score/mean"] for val_set in sets]
     return answers, {**metrics, "score/mean": float(np.mean(means))}
+
+
+def session_metrics(scored: Scored, sampling: SamplingConfig) -> dict[str, float]:
+    """The metrics of sessions as answers (see `answer_metrics`), and under player/<name>/ those of each player's answers, where there are some.
+
+    A session of several players counts with the mean of their scores: in a game that one loses what another wins that is always the same.
+    """
+    each = scored.by_player()
+    names, metrics = players(each.table), answer_metrics(scored.sessions(), sampling)
+    for name in np.unique(names[~each.failed]).tolist():
+        if name:
+            found = answer_metrics(each.take(np.flatnonzero(names == name)), sampling)
+            metrics |= {f"player/{name}/{metric}": value for metric, value in found.items()}
+    return metrics
 
 
 def answer_metrics(scored: Scored, sampling: SamplingConfig) -> dict[str, float]:

@@ -79,6 +79,7 @@ class Agents:
             settings.models,
             SamplingParams(),
             limits,
+            players=settings.players,
             fixed_sampling=True,
             stop_token_ids=stop_token_ids,
         )

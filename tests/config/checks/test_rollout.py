@@ -288,6 +288,10 @@ def test_agents(train, evaluation, tmp_path):
         (["trainer.phase_timeout=600"], "timeout=600 must be less than trainer.phase_timeout=600"),
         (["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2"], "no one length"),
         ([f"{GATEWAY}.models=[]"], "need a name"),
+        ([f"{GATEWAY}.players=[white,black,white]"], "have white twice"),
+        ([f"{GATEWAY}.players=[black,policy]"], "have policy twice"),
+        ([f"{GATEWAY}.players=[white]"], "one player is none"),
+        ([f"{GATEWAY}.players=[a,b]", "algorithm.adv_estimator=remax"], "use grpo"),
         (
             [f"{GATEWAY}.sandbox=dokcer"],
             "sandbox='dokcer' must be one of none, namespaces, bubblewrap, docker, podman, or FILE.py:NAME",

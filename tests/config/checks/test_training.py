@@ -85,7 +85,7 @@ def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str)
         (
             ["algorithm.adv_estimator=rlo", "critic=null"],
             "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gdpo, gigpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus, "
-            "reinforce_plus_plus_baseline, remax, rloo; did you mean rloo?",
+            "reinforce_plus_plus_baseline, remax, rloo, spiral; did you mean rloo?",
         ),
         (
             [f"{LOSS}.loss_mode=gsp"],
@@ -606,6 +606,19 @@ def test_keys_of_other_preference_losses(examples: list[str]) -> None:
         assert line == "dpo.label_smoothing=0.1 is of dpo.loss_type=sigmoid; leave it out"
     (line,) = problems(dpo("dpo.gamma=0.5"))
     assert line == "dpo.gamma=0.5 is of dpo.loss_type=simpo; leave it out"
+
+
+def test_baselines_are_of_an_estimator_that_has_some(grpo: Train) -> None:
+    check_config(
+        grpo(
+            "algorithm.adv_estimator=spiral", "algorithm.baseline_decay=0.9", "actor_rollout_ref.rollout.n=1"
+        )
+    )
+    (line,) = problems(grpo("algorithm.baseline_decay=0.9"))
+    assert (
+        line
+        == "algorithm.baseline_decay=0.9 needs adv_estimator=spiral beside it; nothing reads it otherwise"
+    )
 
 
 def test_turns_are_compared_where_there_are_several(grpo: Train) -> None:

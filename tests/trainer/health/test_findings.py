@@ -88,6 +88,11 @@ def test_a_low_ppo_kl_means_nothing_while_scores_rise_or_the_learning_rate_is_lo
     assert finding_kinds(KL_LOSS, {**low, "actor/lr": 4e-7}, flat()) == []
     rising = History(first_scores=[0.3, 0.5] * 5, last_scores=[0.5, 0.7] * 5, num_scores=20)
     assert finding_kinds(KL_LOSS, low, rising) == []
+    players = [
+        f"actor_rollout_ref.rollout.gateway.{name}"
+        for name in ("enable=true", "command=[game]", "players=[white,black]")
+    ]
+    assert finding_kinds((*KL_LOSS, *players), low, flat()) == [], "what white wins black loses"
     young = History(first_scores=[0.3, 0.5] * 5, last_scores=[0.3, 0.5] * 5, num_scores=19)
     assert finding_kinds(KL_LOSS, low, young) == []
     # k1 alone is noise: here the probabilities change by some 6%, up and down.

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.config import FilterGroupsConfig
-from megarl.data.sessions import requested
+from megarl.data.sessions import players, requested, trajectory_uid
 from megarl.data.trajectories import replace_column
 from megarl.trainer.schedule.in_flight import InFlight, load_in_flight, save_in_flight
 from megarl.trainer.stages.scoring import Scored, concat_scored, join_scores
@@ -65,6 +65,32 @@ def test_a_session_is_one_answer_however_many_trajectories_it_has() -> None:
     state.keep([asked], join_scores(asked.table(), {}))
     groups, _ = state.take(0)
     assert groups.batch().num_rows == 3 and groups.prompt_scores() == (["q", "q"], pytest.approx([0, 0]))
+
+
+def test_a_group_of_players_survives_a_checkpoint_and_is_dropped_if_none_of_them_differs(tmp_path) -> None:
+    """In the second game of r white has asked nothing."""
+    state = made(num_prompts=1, options=FILTER)
+    state.ask(prompts("q", "r"), 0)
+    games = {"q": ("bw", "bw", [1, -1, 1, -1]), "r": ("bw", "b", [1, -1, 0.5])}
+    for asked in [*state.prompts.values()]:
+        (requests,) = asked.requests(2, greedy=False)
+        first, second, values = games[asked.name]
+        sides = [
+            (row, number, side) for row, own in enumerate((first, second)) for number, side in enumerate(own)
+        ]
+        names = requests["uid"].to_pylist()
+        uids = [trajectory_uid(names[row], number, side) for row, number, side in sides]
+        state.receive(answer(requested(requests, [row for row, *_ in sides], uids)))
+        found = {uid: score(uid, float(value)) for uid, value in zip(uids, values, strict=True)}
+        state.keep([asked], join_scores(asked.table(), found))
+    assert [group.name for group in state.dropped] == ["q"] and [group.name for group in state.ready] == ["r"]
+    save_in_flight(state, None, tmp_path)
+    again = made(num_prompts=1, options=FILTER)
+    load_in_flight(again, tmp_path)
+    groups, metrics = again.take(0)
+    assert players(groups.batch()).tolist() == ["b", "w", "b"]
+    assert (metrics["reward/b/mean"], metrics["reward/w/mean"]) == (0.75, -1.0)
+    assert metrics["filter_groups/score_before"] == pytest.approx(0.5 / 7)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])

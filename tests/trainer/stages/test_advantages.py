@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from megarl.algorithms.kl import FixedKLController, LinearKLController
+from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, LinearKLController
 from megarl.config import AlgorithmConfig, RolloutCorrectionConfig
+from megarl.config.schema.algorithm import GROUP_ESTIMATORS
 from megarl.data.trajectories import append_column, from_ragged, ragged
-from megarl.trainer.stages.advantages import compute_batch_advantages
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
 
 LENGTHS = [2, 1, 2, 2]  # responses to prompts p, p, q, q
 OFFSETS = np.cumsum([0, *LENGTHS])
@@ -78,6 +79,70 @@ def test_trajectories_of_a_session_are_compared_as_one() -> None:
     assert advantages_of(table) == [0, 0, 3, 3, 3, -3, -3]
     assert ragged(table, "token_level_rewards")[0].tolist() == [0, 1, 0, 0, 4, 0, 1]
     assert metrics["critic/score/mean"] == 2.0 and metrics["response_length/mean"] == 7 / 3
+
+
+@pytest.mark.parametrize("estimator", sorted({*GROUP_ESTIMATORS} - {"gdpo", "gigpo"}))
+def test_a_player_is_compared_with_itself_alone(estimator: str) -> None:
+    """The advantages of a game of two players are those of two prompts that one of them answered each."""
+    paths = {"uid": ["p/0.0.b", "p/0.1.w", "p/1.0.b", "p/1.1.w"], "prompt_uid": ["p"] * 4}
+    apart = {"uid": ["b/0", "w/0", "b/1", "w/1"], "prompt_uid": ["b", "w", "b", "w"]}
+    score = pa.array([3.0, 1.0, 0.5, 2.0], pa.float32())
+    found, expected = (
+        compute_batch_advantages(
+            a_batch(**names, score=score), AlgorithmConfig(adv_estimator=estimator), FixedKLController(0.1)
+        )
+        for names in (paths, apart)
+    )
+    assert advantages_of(found[0]) == advantages_of(expected[0]) and any(advantages_of(found[0]))
+    assert found[1] == expected[1]
+    if estimator == "rloo":  # 3 - 0.5 and 1 - 2
+        assert advantages_of(found[0]) == [2.5, 2.5, -1, -2.5, -2.5, 1, 1]
+
+
+def test_paths_of_a_player_are_one_response() -> None:
+    paths = {"uid": ["p/0.0.b", "p/0.1.b", "p/0.2.w", "p/1.0.b"], "prompt_uid": ["p"] * 4}
+    batch = a_batch(**paths, score=pa.array([4.0, 4.0, -4.0, 1.0], pa.float32()))
+    table, metrics = compute_batch_advantages(
+        batch, AlgorithmConfig(adv_estimator="rloo"), FixedKLController(0.1)
+    )
+    assert advantages_of(table) == [3, 3, 3, 0, 0, -3, -3]
+    assert ragged(table, "token_level_rewards")[0].tolist() == [0, 0, 4, 0, -4, 0, 1]
+    assert metrics["critic/score/mean"] == pytest.approx(1 / 3)
+
+
+def test_the_kls_controller_counts_sessions() -> None:
+    """The KL is far over its target: the coefficient grows by 0.2 * 2 sessions / 8, however many players these have."""
+    batch = a_batch(uid=["p/0.0.b", "p/0.1.w", "p/1.0.b", "p/1.1.w"], prompt_uid=["p"] * 4)
+    batch = append_column(batch, "ref_log_probs", (np.full(7, -3.0, np.float32), OFFSETS))
+    kl = AdaptiveKLController(1.0, target_kl=0.1, horizon=8)
+    compute_batch_advantages(batch, AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True), kl)
+    assert kl.coef == pytest.approx(1.05)
+
+
+def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() -> None:
+    """SPIRAL by hand: b is 1/2 of itself and 1/2 of the score."""
+    games = {"uid": ["p/0.0.b", "p/0.1.w", "p/1.0.b", "q/0.0.w"], "prompt_uid": ["p", "p", "p", "q"]}
+    batch = a_batch(**games, data_source=["nim"] * 4, score=pa.array([1.0, -1.0, 2.0, 3.0], pa.float32()))
+    algorithm = AlgorithmConfig(adv_estimator="spiral", baseline_decay=0.5)
+
+    def step(controls: Controls) -> tuple[list[float], dict[str, float]]:
+        table, metrics = compute_batch_advantages(batch, algorithm, controls.kl, controls.role_baselines)
+        return advantages_of(table), metrics
+
+    controls = Controls(FixedKLController(0.1), FixedKLController(0.1), 0.2, 0.2)
+    advantages, metrics = step(controls)
+    assert advantages == [0.5, 0.5, -0.5, 0.75, 0.75, 1.75, 1.75]  # black's b: 0.5, 1.25; white's: -0.5, 1.25
+    assert (metrics["critic/baseline/nim/b"], metrics["critic/baseline/nim/w"]) == (1.25, 1.25)
+    resumed = Controls(FixedKLController(0.1), FixedKLController(0.1), 0.2, 0.2)
+    saved = json.loads(json.dumps(controls.state_dict(), allow_nan=False))
+    resumed.load_state_dict(saved)
+    assert resumed.role_baselines == controls.role_baselines == {("nim", "b"): 1.25, ("nim", "w"): 1.25}
+    assert step(resumed)[0] == step(controls)[0] != advantages
+    del saved["role_baselines"]  # of an earlier version
+    resumed.load_state_dict(saved)
+    assert step(resumed)[0] == advantages
+    alone, found = compute_batch_advantages(a_batch(data_source=["nim"] * 4), algorithm, controls.kl)
+    assert found["critic/baseline/nim"] == 1.5625 and advantages_of(alone)[:3] == [0.5, 0.5, -0.25]
 
 
 def test_a_critics_returns_go_on_from_path_to_path() -> None:

@@ -4,7 +4,7 @@ import pytest
 from megarl.config import FilterGroupsConfig, OverlongBufferConfig
 from megarl.trainer.stages.groups import Groups, metric_values
 from megarl.trainer.stages.scoring import punish_overlong
-from tests.trainer.trajectories import prompts, scored
+from tests.trainer.trajectories import games, prompts, scored
 
 
 def collector(num_prompts, limit=10, metric="score"):
@@ -94,3 +94,22 @@ def test_the_metric_is_what_the_key_says():
 def test_acc_of_its_own_counts_before_the_score():
     batch = scored({"a": [0.1, 0.9]}, acc=[1.0, 1.0])
     assert np.array_equal(metric_values(batch, "acc"), [1.0, 1.0])
+
+
+def test_a_prompt_teaches_if_a_player_has_different_scores():
+    """White always wins in a: 1 and -1 differ, but no game from another. In b black's scores differ."""
+    groups = collector(1)
+    groups.add(games("bw", "bw", scores=[-1.0, 1.0, -1.0, 1.0]))
+    assert not groups.complete and groups.num_dropped == 1
+    groups.add(games("bw", "w", "bw", prompt="b", scores=[0.0, 1.0, 1.0, 0.5, 1.0]))
+    assert groups.complete and groups.batch()["prompt_uid"].to_pylist() == ["b"] * 5
+    assert groups.metrics()["filter_groups/score_before"] == pytest.approx(3.5 / 9)
+    assert groups.metrics()["reward/w/mean"] == 1.0
+
+
+def test_samplers_are_told_of_each_player():
+    groups = Groups(FilterGroupsConfig(), 1)
+    groups.distinct(prompts("a"))
+    groups.add(games("bw", "bbw", scores=[-1.0, 1.0, 2.0, 2.0, -2.0]))
+    uids, scores = groups.prompt_scores()
+    assert uids == ["a"] * 4 and scores.tolist() == [-1.0, 1.0, 2.0, -2.0]

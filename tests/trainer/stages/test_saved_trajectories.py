@@ -4,14 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
+from megarl.data.sessions import players
 from megarl.data.trajectories import SCORED_MASK, append_column, ragged, sequence_lengths, write_trajectories
 from megarl.trainer.stages.advantages import compute_batch_advantages, make_controls
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
-from tests.trainer.trajectories import scored
+from tests.trainer.trajectories import games, scored
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -58,6 +60,14 @@ def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, 
     write_trajectories(table.append_column(ROUTED_EXPERTS, column), step_file(tmp_path, 1))
     found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)
     assert found[ROUTED_EXPERTS].to_pylist() == column.to_pylist()
+
+
+def test_players_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
+    """Of sessions with as many trajectories as they like: a step is counted by its sessions."""
+    parts = [games("bw", "-", prompt="a").table, games("w", "bww", prompt="b").table]
+    write_trajectories(pa.concat_tables(parts), step_file(tmp_path, 1))
+    found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)
+    assert players(found).tolist() == ["b", "w", "", "w", "b", "w", "w"]
 
 
 def test_what_cannot_be_a_step(config: TrainConfig, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.trainer.trajectories import (
     FakeScorer,
     FakeTokenizer,
     answer,
+    games,
     prompts,
     score,
     scored,
@@ -61,6 +62,30 @@ def test_a_session_has_one_score_that_of_its_last_trajectory(tmp_path):
     assert found.sessions().table["uid"].to_pylist() == ["a/0.1", "a/1.0", "b/0"]
     assert found.metrics()["reward/failed"] == 1.0
     assert len((tmp_path / scoring.ERRORS_FILE).read_text().splitlines()) == 1
+
+
+def test_each_player_of_a_session_has_a_score_that_of_its_last_trajectory(tmp_path):
+    table = paths("a/0.0.b", "a/0.1.b", "a/0.2.w", "a/1.0.w")
+    found_by = {"a/0.1.b": 3.0, "a/0.2.w": None, "a/1.0.w": 1.0}
+    asked = rewards(tmp_path, lambda sample: score(sample.uid, found_by[sample.uid]))
+    asked.submit(table)
+    assert [sample.uid for batch in asked.scorer.batches for sample in batch] == [*found_by]
+    found = asked.collect(table, "step 1", None)
+    assert found.scores.tolist() == [3, 3, 0, 1] and found.failed.tolist() == [False, False, True, False]
+    metrics = found.metrics()
+    assert (metrics["reward/b/mean"], metrics["reward/w/mean"], metrics["reward/failed"]) == (3.0, 1.0, 1.0)
+    assert len((tmp_path / scoring.ERRORS_FILE).read_text().splitlines()) == 1
+
+
+def test_a_session_of_players_counts_once_with_their_mean():
+    found = games("bw", "w", "-", scores=[-1.0, 1.0, 1.0, 0.5], moves=[2.0, 4.0, 5.0, np.nan])
+    assert found.by_player().table.num_rows == 4
+    one = found.sessions()
+    assert one.table["uid"].to_pylist() == ["a/0.1.w", "a/1.0.w", "a/2.0"]
+    assert one.scores.tolist() == [0.0, 1.0, 0.5] and one.numbers["moves"][:2].tolist() == [3.0, 5.0]
+    assert found.metrics() == {
+        "reward/failed": 0.0, "reward/moves": 4.0, "reward/b/mean": -1.0, "reward/w/mean": 1.0
+    }  # fmt: skip
 
 
 def test_samples_are_texts_of_the_trajectory(tmp_path):

@@ -7,7 +7,16 @@ import pytest
 from megarl.config import SamplingConfig, ValSetConfig, val_set_sampling
 from megarl.trainer.stages import validation
 from megarl.trainer.stages.scoring import concat_scored
-from tests.trainer.trajectories import FakeRun, FakeScorer, FakeTokenizer, answer, prompts, score, scored
+from tests.trainer.trajectories import (
+    FakeRun,
+    FakeScorer,
+    FakeTokenizer,
+    answer,
+    games,
+    prompts,
+    score,
+    scored,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,36 @@ def test_answers_whose_reward_failed_are_left_out():
     assert found["mean@2"] == pytest.approx((0.0 + 0.5) / 2)
     assert found["pass@1"] == pytest.approx((0.0 + 0.5) / 2)
     assert found["pass@2"] == pytest.approx((0.0 + 1.0) / 2)  # a with its only answer
+
+
+def test_sessions_are_counted_and_players_have_metrics_of_their_own():
+    """Two games: white wins the first, black the second, in which white's reward failed."""
+    found = validation.session_metrics(games("bw", "bw", scores=[-1.0, 1.0, 1.0, None]), SamplingConfig(n=2))
+    assert found["player/b/score/mean"] == 0.0 and found["player/b/best@2"] == 1.0
+    assert found["player/b/pass@1"] == 0.5 and found["player/b/pass@2"] == 1.0
+    assert found["player/w/score/mean"] == 1.0 and found["player/w/pass@1"] == 1.0
+    assert found["score/mean"] == 0.0, "the mean of -1 and 1; a session with a failed reward counts as failed"
+    assert found["mean@2"] == 0.0
+    alone = scored({"a": [0.0, 1.0]})
+    assert validation.session_metrics(alone, SamplingConfig(n=2)) == validation.answer_metrics(
+        alone, SamplingConfig(n=2)
+    )
+
+
+def test_a_validation_of_games_has_metrics_by_player(tmp_path, monkeypatch):
+    table = games("bw", "b").table.drop_columns(["score"])
+
+    def generate(run, engines, requests, sampling, finished):
+        finished(table)
+        return table
+
+    monkeypatch.setattr(validation, "generate", generate)
+    scorer = FakeScorer(lambda sample: score(sample.uid, -1.0 if sample.uid.endswith("w") else 1.0))
+    rewards = validation.Rewards(FakeRun(tmp_path), scorer, FakeTokenizer())
+    sets = [validation.ValidationSet("", prompts("a"), SamplingConfig(n=2))]
+    _, metrics = validation.validate(rewards.run, None, sets, rewards, 9, 5, None, "validation", nullcontext)
+    assert metrics["score/mean"] == 0.5, "of 0 and 1"
+    assert metrics["player/b/score/mean"] == 1.0 and metrics["player/w/score/mean"] == -1.0
 
 
 def test_each_data_source_of_several_has_its_own():

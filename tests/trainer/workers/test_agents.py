@@ -29,8 +29,8 @@ CODING = Path(__file__).parents[3] / "examples/agents/coding_agent.py"
 AGENT = """
 import json, os, time, urllib.request
 
-def ask(*messages):
-    body = {"model": "policy", "messages": messages, "temperature": 0.1}
+def ask(*messages, model="policy"):
+    body = {"model": model, "messages": messages, "temperature": 0.1}
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
@@ -45,6 +45,17 @@ def play(task):
         ask(USER, first, {"role": "user", "content": "Really?"})
     print(os.environ["MEGARL_RANK"], os.environ["TOOL_LEVEL"], os.environ["TOOL_KEY"], "OTHER_KEY" in os.environ)
     return 0.5
+
+def game(task):
+    ask(USER, model="white")
+    if task["uid"] == "a/0":
+        ask(USER, model="black")
+    return {"score": {"white": 1, "black": -1} if task["uid"] == "a/0" else {"wihte": 1}}
+
+def half(task):
+    ask(USER, model="white")
+    if task["uid"] == "a/0":
+        ask(USER, model="black")
 
 async def idle(task):
     if task["uid"] == "a/1":
@@ -77,6 +88,9 @@ def jailed(task):
         bytearray(1 << 28)
     except MemoryError:
         return 0.25
+
+def by_player(task, session):
+    return {"white": len(session.tree.turns)}
 
 def score(task, session):
     return len(session.tree.turns) + len(task.ground_truth) / 100
@@ -174,6 +188,19 @@ def test_an_agent_may_ask_so_often(agents, limit):
 def test_a_function_scores_sessions(agents, tmp_path):
     _, ((single,), double) = agents("play", score=f"{tmp_path}/agent.py:score")()
     assert single.environment_score == 1.1 and {one.environment_score for one in double} == {3.1}
+
+
+def test_players_of_a_game_have_scores_of_their_own(agents, tmp_path):
+    players = {"players": ("white", "black")}
+    _, (both, (failed,)) = agents("game", **players)()
+    assert [(one.uid, one.environment_score) for one in both] == [("a/0.0.black", -1.0), ("a/0.1.white", 1.0)]
+    assert failed.uid == "a/1.0.white" and not any(failed.response_mask)
+    assert "no player 'wihte'" in (tmp_path / "run/agents/a-1.log").read_text()
+    assert "the gateway has refused what the agent returned" in (tmp_path / "run/agents/a-1.log").read_text()
+    _, (both, (alone,)) = agents("half", score=f"{tmp_path}/agent.py:by_player", **players)()
+    assert notes(both[0])["error"].startswith("score: no score of player black") and len(both) == 2
+    assert not any(any(one.response_mask) for one in both)
+    assert (alone.environment_score, alone.player, notes(alone)["error"]) == (1.0, "white", None)
 
 
 def test_time_in_which_nothing_is_generated_does_not_count(agents, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ Guarantees
   without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
 
-The comparisons within a group are in `comparisons`, that of turns in `turns`, baselines from earlier steps in `role_baselines`. `gae`, `reward_to_go` and `masked_whiten` work token by token.
+The comparisons within a group are in `comparisons`, that of turns in `turns`, baselines from earlier steps in `player_baselines`. `gae`, `reward_to_go` and `masked_whiten` work token by token.
 
 A user's own estimator, in a file that the configuration names in `plugins`:
 
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.comparisons import centred, gdpo, gpg, grpo, grpo_passk, maxrl, opo, rloo
+from megarl.algorithms.player_baselines import Player, rae
 from megarl.algorithms.ragged import check_ragged, live_offsets, reverse_scan, segment_ids, segment_sum
-from megarl.algorithms.role_baselines import Role, rae
 from megarl.algorithms.turns import Turns, gigpo
 from megarl.util.plugins import Registry
 
@@ -43,8 +43,8 @@ class AdvantageBatch:
     baselines: Tensor | None = None  # [n], the score of the prompt's greedy answer; for remax
     parts: Tensor | None = None  # [n, parts], named rewards of a trajectory; for gdpo
     turns: Turns | None = None  # of all trajectories; for gigpo
-    roles: Sequence[Role] | None = None  # [n], the game and the player; for spiral
-    role_baselines: Mapping[Role, float] = field(
+    players: Sequence[Player] | None = None  # [n], the game and the player; for spiral
+    player_baselines: Mapping[Player, float] = field(
         default_factory=dict
     )  # as the last step left them; for spiral
 
@@ -66,7 +66,7 @@ class AdvantageOptions:
 class AdvantageResult:
     advantages: Tensor  # [tokens]
     returns: Tensor | None  # [tokens], the critic's targets; None where the estimator has no critic
-    role_baselines: Mapping[Role, float] | None = None  # for the next step; None: the estimator has none
+    player_baselines: Mapping[Player, float] | None = None  # for the next step; None: the estimator has none
 
 
 Estimator = Callable[[AdvantageBatch, AdvantageOptions], AdvantageResult]
@@ -134,18 +134,18 @@ def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advanta
 
 @register_advantage("spiral")
 def _estimate_spiral(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    """The sum of a trajectory's rewards (the KL penalty in it) less its role's baseline, on all its live tokens."""
-    if batch.roles is None:
+    """The sum of a trajectory's rewards (the KL penalty in it) less its player's baseline, on all its live tokens."""
+    if batch.players is None:
         raise ValueError(
             "algorithm.adv_estimator='spiral' needs the game and the player of each trajectory; the batch has none"
         )
     rewards = batch.token_level_rewards
     trained = (segment_sum(batch.mask, batch.offsets) > 0).nonzero().squeeze(1)
     scores = segment_sum(rewards.double(), batch.offsets)
-    roles = [batch.roles[row] for row in trained.tolist()]
+    players = [batch.players[row] for row in trained.tolist()]
     per_trajectory = torch.zeros_like(scores)
     per_trajectory[trained], baselines = rae(
-        scores[trained], roles, batch.role_baselines, options.baseline_decay
+        scores[trained], players, batch.player_baselines, options.baseline_decay
     )
     spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
     return AdvantageResult(torch.where(batch.mask, spread, 0.0), None, baselines)

@@ -138,8 +138,8 @@ def a_batch(mask, offsets, seed):
         baselines=normal(n, seed + 1),
         parts=normal(2 * n, seed + 2).view(n, 2),
         turns=Turns(starts, [f"s{number}" for number in generator.integers(0, 2, len(starts))]),
-        roles=[("game", f"r{number}") for number in generator.integers(0, 2, n)],
-        role_baselines={("game", "r0"): 0.5},
+        players=[("game", f"r{number}") for number in generator.integers(0, 2, n)],
+        player_baselines={("game", "r0"): 0.5},
     )
 
 
@@ -208,8 +208,8 @@ def rows_of(batch, order):
         batch.baselines[order],
         batch.parts[order],
         Turns(torch.tensor([place for place, _ in turns], dtype=torch.int64), [state for _, state in turns]),
-        [batch.roles[row] for row in order],
-        batch.role_baselines,
+        [batch.players[row] for row in order],
+        batch.player_baselines,
     )
 
 

@@ -179,7 +179,7 @@ def learn(
         batch = batch.slice(0, num_rows)
     with run.timed("advantages"):
         batch, metrics = compute_batch_advantages(
-            batch, config.algorithm, controls.kl, controls.role_baselines
+            batch, config.algorithm, controls.kl, controls.player_baselines
         )
     require_finite(batch, LEARNT_FROM)
     run.save_trajectories(batch, "step", step)  # before the updates, in case one fails

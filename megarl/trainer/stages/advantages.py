@@ -23,8 +23,8 @@ from megarl.algorithms.kl import (
     place_steps,
 )
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
+from megarl.algorithms.player_baselines import Player
 from megarl.algorithms.ragged import segment_sum
-from megarl.algorithms.role_baselines import Role
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
 from megarl.algorithms.turns import Turns, shared_states
 from megarl.config import ActorConfig, AlgorithmConfig
@@ -51,14 +51,14 @@ class Controls:
         kl: coefficient of the KL in the reward; adapted in `compute_batch_advantages`.
         kl_loss: coefficient of the KL in the actor's loss; adapted in `update`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        role_baselines: of games' players, for `algorithm.adv_estimator=spiral`; moved in `compute_batch_advantages`.
+        player_baselines: of games' players, for `algorithm.adv_estimator=spiral`; moved in `compute_batch_advantages`.
     """
 
     kl: KLController
     kl_loss: KLController
     clip_low: float
     clip_high: float
-    role_baselines: dict[Role, float] = field(default_factory=dict)
+    player_baselines: dict[Player, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -66,15 +66,15 @@ class Controls:
             "kl_loss": self.kl_loss.state_dict(),
             "clip_low": self.clip_low,
             "clip_high": self.clip_high,
-            "role_baselines": [[*role, value] for role, value in self.role_baselines.items()],
+            "player_baselines": [[*player, value] for player, value in self.player_baselines.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl.load_state_dict(state["kl"])
         self.kl_loss.load_state_dict(state["kl_loss"])
         self.clip_low, self.clip_high = float(state["clip_low"]), float(state["clip_high"])
-        baselines = state.get("role_baselines", ())  # checkpoints of earlier versions have none
-        self.role_baselines = {(game, player): float(value) for game, player, value in baselines}
+        baselines = state.get("player_baselines", ())  # checkpoints of earlier versions have none
+        self.player_baselines = {(game, player): float(value) for game, player, value in baselines}
 
 
 def make_controls(algorithm: AlgorithmConfig, actor: ActorConfig, num_steps: int) -> Controls:
@@ -103,7 +103,7 @@ def compute_batch_advantages(
     batch: pa.Table,
     algorithm: AlgorithmConfig,
     kl: KLController,
-    role_baselines: dict[Role, float] | None = None,
+    player_baselines: dict[Player, float] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
     """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
@@ -118,7 +118,7 @@ def compute_batch_advantages(
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
             need: `ref_log_probs`, `values`, `baseline_score`, named rewards; scores of steps where the reward gives any.
-        role_baselines: as the last step left them; `spiral` moves them. None: there are none yet.
+        player_baselines: as the last step left them; `spiral` moves them. None: there are none yet.
 
     Raises:
         ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
@@ -127,7 +127,7 @@ def compute_batch_advantages(
         own, given, is_given = split_given(batch)
         metrics = given_metrics(batch)
         if own.num_rows:
-            own, found = compute_batch_advantages(own, algorithm, kl, role_baselines)
+            own, found = compute_batch_advantages(own, algorithm, kl, player_baselines)
             metrics |= found
         else:
             given = append_column(given, "advantages", _zeros(given))
@@ -187,8 +187,8 @@ def compute_batch_advantages(
             baselines,
             parts,
             turns,
-            _roles(batch, last),
-            role_baselines or {},
+            _players(batch, last),
+            player_baselines or {},
         ),
         AdvantageOptions(
             algorithm.gamma,
@@ -200,10 +200,10 @@ def compute_batch_advantages(
             algorithm.baseline_decay,
         ),
     )
-    for role, value in (result.role_baselines or {}).items():
-        metrics["/".join(["critic/baseline", *filter(None, role)])] = value
-        if role_baselines is not None:
-            role_baselines[role] = value
+    for player, value in (result.player_baselines or {}).items():
+        metrics["/".join(["critic/baseline", *filter(None, player)])] = value
+        if player_baselines is not None:
+            player_baselines[player] = value
     reasons = batch["finish_reason"].to_pylist()
     truncated = torch.tensor([reasons[row] == "length" for row in last])
     metrics |= batch_metrics(
@@ -223,7 +223,7 @@ def compute_batch_advantages(
     return batch, metrics
 
 
-def _roles(batch: pa.Table, rows: np.ndarray) -> list[Role] | None:
+def _players(batch: pa.Table, rows: np.ndarray) -> list[Player] | None:
     """The game and the player of some rows; None: the table has no data sources."""
     if "data_source" not in batch.column_names:
         return None

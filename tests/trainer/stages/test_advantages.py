@@ -126,7 +126,7 @@ def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() ->
     algorithm = AlgorithmConfig(adv_estimator="spiral", baseline_decay=0.5)
 
     def step(controls: Controls) -> tuple[list[float], dict[str, float]]:
-        table, metrics = compute_batch_advantages(batch, algorithm, controls.kl, controls.role_baselines)
+        table, metrics = compute_batch_advantages(batch, algorithm, controls.kl, controls.player_baselines)
         return advantages_of(table), metrics
 
     controls = Controls(FixedKLController(0.1), FixedKLController(0.1), 0.2, 0.2)
@@ -136,9 +136,9 @@ def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() ->
     resumed = Controls(FixedKLController(0.1), FixedKLController(0.1), 0.2, 0.2)
     saved = json.loads(json.dumps(controls.state_dict(), allow_nan=False))
     resumed.load_state_dict(saved)
-    assert resumed.role_baselines == controls.role_baselines == {("nim", "b"): 1.25, ("nim", "w"): 1.25}
+    assert resumed.player_baselines == controls.player_baselines == {("nim", "b"): 1.25, ("nim", "w"): 1.25}
     assert step(resumed)[0] == step(controls)[0] != advantages
-    del saved["role_baselines"]  # of an earlier version
+    del saved["player_baselines"]  # of an earlier version
     resumed.load_state_dict(saved)
     assert step(resumed)[0] == advantages
     alone, found = compute_batch_advantages(a_batch(data_source=["nim"] * 4), algorithm, controls.kl)

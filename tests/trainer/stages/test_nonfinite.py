@@ -129,10 +129,10 @@ def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
     moved = controls.state_dict()
     with finite_step(run, "skip", controls, 2, metrics):
         controls.kl.update(0.0, 4)
-        controls.role_baselines["nim", "white"] = 0.5
+        controls.player_baselines["nim", "white"] = 0.5
         require_finite(with_tokens(batch(), "rollout_log_probs", 0), GENERATED)
     assert metrics == {"training/skipped": 1.0} and controls.state_dict() == moved
-    assert controls.role_baselines == {}
+    assert controls.player_baselines == {}
     (said,) = run.said
     assert (
         "the rest of the step is left out (trainer.on_nonfinite=skip): step 2: rollout_log_probs of" in said

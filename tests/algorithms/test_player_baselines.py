@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages
-from megarl.algorithms.role_baselines import rae
+from megarl.algorithms.player_baselines import rae
 
 WHITE, BLACK, OTHER = ("nim", "white"), ("nim", "black"), ("poker", "white")
 
@@ -20,11 +20,11 @@ def test_the_papers_algorithm_by_hand() -> None:
 
 
 def test_baselines_go_on_from_step_to_step() -> None:
-    scores, roles = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64), [WHITE, BLACK, WHITE, WHITE]
-    at_once, after = rae(scores, roles, {}, 0.95)
-    first, between = rae(scores[:2], roles[:2], {}, 0.95)
+    scores, players = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64), [WHITE, BLACK, WHITE, WHITE]
+    at_once, after = rae(scores, players, {}, 0.95)
+    first, between = rae(scores[:2], players[:2], {}, 0.95)
     kept = dict(between)
-    second, end = rae(scores[2:], roles[2:], between, 0.95)
+    second, end = rae(scores[2:], players[2:], between, 0.95)
     assert torch.cat([first, second]).tolist() == at_once.tolist() and end == after
     assert between == kept, "the state before a step is left as it was"
     # The authors' code takes the baseline before its update, which differs by the factor alone.
@@ -41,12 +41,12 @@ def test_the_estimator_leaves_out_trajectories_without_a_live_token() -> None:
         torch.tensor([0.0, 1.0, 0.0, 0.0, 0.25, 0.75]),
         torch.tensor([True, True, False, False, True, True]),
         torch.tensor([0, 2, 4, 6]),
-        roles=[WHITE, WHITE, BLACK],
-        role_baselines={BLACK: 2.0},
+        players=[WHITE, WHITE, BLACK],
+        player_baselines={BLACK: 2.0},
     )
     found = compute_advantages("spiral", batch, AdvantageOptions(baseline_decay=0.5))
     assert found.advantages.tolist() == [0.5, 0.5, 0.0, 0.0, -0.5, -0.5] and found.returns is None
-    assert found.role_baselines == {WHITE: 0.5, BLACK: 1.5}
+    assert found.player_baselines == {WHITE: 0.5, BLACK: 1.5}
     with pytest.raises(ValueError, match="'spiral' needs the game and the player"):
         compute_advantages(
             "spiral",

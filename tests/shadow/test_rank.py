@@ -96,12 +96,17 @@ def test_experts_and_latent_attention_take_what_was_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["full", "null"])
-def test_attention_to_chosen_keys_takes_what_was_planned(machine, choosing: Path, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "indexer"), [("full", "freeze"), ("null", "freeze"), ("full", "train"), ("null", "train")]
+)
+def test_attention_to_chosen_keys_takes_what_was_planned(
+    machine, choosing: Path, recompute: str, indexer: str
+) -> None:
     """In memory, and in operations: of the actor and the reference, a micro-batch each, on one of two tensor parallel ranks."""
     keys = [
         *expert_overrides(choosing),
         f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
+        f"actor_rollout_ref.model.indexer={indexer}",
     ]
     (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=1, num_processes=1)
     for row in peaks([report], keys):

@@ -111,8 +111,10 @@ class Lesson:
 
     def __post_init__(self) -> None:
         self.sums = self.queries.new_zeros(2, dtype=torch.float32)
+        # Not scaled yet: float16 would lose them.
+        half = self.queries.dtype == torch.float16
         self.grads = (
-            torch.zeros_like(self.queries),
+            torch.zeros_like(self.queries, dtype=torch.float32 if half else None),
             torch.zeros_like(self.keys, dtype=torch.float32),
             torch.zeros_like(self.weights),
         )
@@ -150,9 +152,10 @@ class Lesson:
         self.grads[2][rows] = torch.einsum("rk,rhk->rh", grad, of_heads)
         # Of the products: a head's score has none where it is 0.
         of_heads.sign_().mul_(grad[:, None]).mul_(weights[..., None])
-        grad_products = of_heads.flatten(0, 1).to(queries.dtype)
-        self.grads[0][rows] = (grad_products @ keys).unflatten(0, queries.shape[:2])
-        self.grads[1][part.keys] += grad_products.T @ queries.flatten(0, 1)
+        dtype = self.grads[0].dtype
+        grad_products = of_heads.flatten(0, 1).to(dtype)
+        self.grads[0][rows] = (grad_products @ keys.to(dtype)).unflatten(0, queries.shape[:2])
+        self.grads[1][part.keys] += grad_products.T @ queries.flatten(0, 1).to(dtype)
 
 
 class _Learnt(torch.autograd.Function):
@@ -161,13 +164,15 @@ class _Learnt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, weights: Tensor, lesson: Lesson) -> Tensor:
         grad_queries, grad_keys, grad_weights = lesson.grads
-        ctx.save_for_backward(grad_queries, grad_keys.to(keys.dtype), grad_weights)
+        ctx.save_for_backward(grad_queries, grad_keys.to(grad_queries.dtype), grad_weights)
+        ctx.dtypes = queries.dtype, keys.dtype, weights.dtype
         return lesson.sums[0].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in float32: of a large batch the weight of a token alone is less than float16 has.
-        return *((grad * part.float()).to(part.dtype) for part in ctx.saved_tensors), None
+        parts = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((grad * part.float()).to(dtype) for part, dtype in parts), None
 
 
 class Untaught(torch.autograd.Function):

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,13 +16,14 @@ from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
 from megarl.layout import Piece
-from megarl.megatron.build import local_parameters, unwrap
+from megarl.megatron.build import gather_parameters, local_parameters, unwrap
 from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords
 from megarl.megatron.sparse import selection
-from megarl.megatron.sparse.learning import IndexerLoss
+from megarl.megatron.sparse.learning import IndexerLoss, Lesson, _Learnt
+from megarl.megatron.sparse.selection import Run
 from megarl.megatron.step import train_step, with_predictions
 from tests.fixtures.indexers import CHOOSING
 from tests.megatron.hf import Rank, check_gradients, place_model
@@ -172,10 +174,10 @@ def _loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[
 
 
 def _place(
-    rank: int, world: int, sizes: dict, folder: str, options: dict, clip_grad: float
+    rank: int, world: int, sizes: dict, folder: str, options: dict, clip_grad: float, late: bool = False
 ) -> tuple[Rank, IndexerLoss | None, Callable]:
-    """A model on this rank, the loss of its indexers, and a function that takes a step."""
-    place = place_model(rank, world, sizes, folder, **options)
+    """A model on this rank, the loss of its indexers, and a function that takes a step. `late`: whether the next step gathers weights."""
+    place = place_model(rank, world, sizes, folder, overlap_param_gather=late, **options)
     added = IndexerLoss(unwrap(place.chunks)) if options.get("indexers") else None
     optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
     depth = place.chunks[0].config.mtp_num_layers or 0
@@ -292,3 +294,69 @@ def _short(rank: int, world: int, folder: str) -> Result:
         return _gradients(
             rank, world, {}, folder, {"indexers": True, "overlap_grad_reduce": True}, selection.LIMIT
         )
+
+
+def _late(rank: int, world: int, folder: str, late: bool) -> dict[str, torch.Tensor]:
+    """The weights after two steps, gathered when an optimizer's step ends or while the next pass begins."""
+    place, _, step = _place(
+        rank,
+        world,
+        {"ep": 2},
+        folder,
+        {"indexers": True, "use_distributed_optimizer": True, **OVERLAP},
+        1e9,
+        late,
+    )
+    step()
+    step()
+    gather_parameters(place.chunks)
+    return {name: weight.clone() for name, weight in local_parameters(place.chunks).items()}
+
+
+@pytest.mark.slow
+def test_weights_that_are_gathered_late_are_the_new_ones(
+    ranks: RankPool, folder_of: Callable[[str], str]
+) -> None:
+    folder = folder_of("deepseek_v32")
+    found = [ranks.run(_late, folder, late, world=2) for late in (False, True)]
+    for plain, late in zip(*found, strict=True):
+        for name, weight in plain.items():
+            torch.testing.assert_close(late[name], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_small_gradients_of_float16() -> None:
+    """They have not been scaled when they are made."""
+
+    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        tokens, heads = 200, 2
+        queries, keys = (
+            torch.randn(*shape, 8, generator=generator) for shape in ((tokens, heads), (tokens,))
+        )
+        inputs = [
+            part.half().to(kind).requires_grad_()
+            for part, kind in (
+                (queries, dtype),
+                (keys, dtype),
+                (torch.rand(tokens, heads, generator=generator) * 1e-4, torch.float32),
+            )
+        ]
+        part = Run(0, 0, tokens, 0)
+        lesson = Lesson(
+            *(given.detach() for given in inputs),
+            own=range(tokens),
+            chosen=torch.zeros(tokens, tokens // 8, dtype=torch.uint8),
+            counts=torch.ones(tokens, dtype=torch.bool),
+            texts=frozenset({0}),
+            topk=tokens,
+            heads=1,
+            group=SimpleNamespace(size=lambda: 1),
+        )
+        scores = torch.randn(1, tokens, tokens, generator=generator)
+        lesson.add(
+            part, scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf).softmax(-1)
+        )
+        return list(torch.autograd.grad(1024 * _Learnt.apply(*inputs, lesson), inputs))
+
+    for half, whole in zip(gradients(torch.float16), gradients(torch.float32), strict=True):
+        torch.testing.assert_close(half.float(), whole, rtol=2e-2, atol=2e-2 * whole.abs().mean().item())

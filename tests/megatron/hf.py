@@ -106,10 +106,11 @@ def place_model(
     head: str = "lm",
     use_distributed_optimizer: bool = False,
     overlap_grad_reduce: bool = False,
-    overlap_param_gather: bool = False,
+    ddp: dict[str, Any] | None = None,
     **options: Any,
 ) -> Rank:
-    """Build the model at `folder` in the layout and fill it from its safetensors file. `options`: further ones of `build_model`."""
+    """Build the model at `folder` in the layout and fill it from its safetensors file. `ddp`: further arguments of
+    `wrap_for_training`, `options`: of `build_model`."""
     layout = ParallelLayout(world=world, **layout)
     init_parallel(layout, rank, world)
     config = read_model_config(folder)
@@ -117,7 +118,7 @@ def place_model(
         build_model(config, layout, head=head, dtype=torch.float32, **options),
         use_distributed_optimizer=use_distributed_optimizer,
         overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
+        **(ddp or {}),
     )
     mtp = options.get("mtp") is not None
     pieces = megatron_layout(config, layout, head, mtp=mtp).pieces(rank)

@@ -49,7 +49,7 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     actor/teacher_kl/<name> is a mean over the tokens that one of several teachers judges.
     actor/given_kl is a mean over the tokens of given responses, actor/own_kl as the other token means over the policy's own.
     actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of the tokens
-    of layers with replayed experts whose own choice was another one. actor/mtp_loss: see `prediction_metrics`.
+    of layers with replayed experts whose own choice was another one. actor/mtp_loss, actor/indexer_loss: see `layer_metrics`.
     critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
     better than a constant, below 0 a harmful one; left out where the returns do not vary.
     Without live tokens only the losses (0) are reported.
@@ -63,8 +63,9 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     if values.get("actor/routing_replayed", 0.0) > 0:
         out["actor/routing_changed"] = values["actor/routing_changed"] / values["actor/routing_replayed"]
     routing = ("actor/routing_changed", "actor/routing_replayed")
-    out |= prediction_metrics(values, "actor/", "actor/")
-    others = ("ptx_loss", "ptx_tokens", "mtp_loss", "mtp_tokens", "given_kl", "given_tokens")
+    out |= layer_metrics(values, "actor/", "actor/")
+    others = [f"{kind}_{sum}" for kind in ("ptx", *_OF_LAYERS) for sum in ("loss", "tokens")]
+    others += ["given_kl", "given_tokens"]
     counted = (*_PER_UPDATE, "actor/tokens", *routing, *(f"actor/{name}" for name in others))
     teachers = [name.removeprefix(TEACHER_KL) for name in values if name.startswith(TEACHER_KL)]
     for name in teachers:
@@ -82,14 +83,22 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     return out
 
 
-def prediction_metrics(sums: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
+_OF_LAYERS = ("mtp", "indexer")
+
+
+def layer_metrics(sums: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
     """<name>mtp_loss: -log p in nats, a mean over multi-token prediction layers and the tokens that each of them predicts and that count.
+    <name>indexer_loss: the divergence of the indexers' scores from attention in nats, a mean over layers with an indexer and the tokens that teach.
 
     Args:
-        prefix: of the names of the sums; without mtp_tokens there are no such layers.
+        prefix: of the names of the sums, <kind>_loss and <kind>_tokens; without tokens there are no such layers, or nothing taught.
     """
-    tokens = sums.get(f"{prefix}mtp_tokens", 0.0)
-    return {f"{name}mtp_loss": sums[f"{prefix}mtp_loss"] / tokens} if tokens > 0 else {}
+    counts = {kind: sums.get(f"{prefix}{kind}_tokens", 0.0) for kind in _OF_LAYERS}
+    return {
+        f"{name}{kind}_loss": sums[f"{prefix}{kind}_loss"] / count
+        for kind, count in counts.items()
+        if count > 0
+    }
 
 
 def _explained_variance(values: Mapping[str, float]) -> float | None:

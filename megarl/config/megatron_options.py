@@ -65,9 +65,10 @@ TRANSFORMER = OptionTable(
         "kv_lora_rank|qk_head_dim|qk_pos_emb_head_dim|v_head_dim|rope_type|original_max_position_embeddings|beta_fast|beta_slow|mscale|"
         "mscale_all_dim|num_moe_experts|moe_ffn_hidden_size|moe_shared_expert_intermediate_size|moe_shared_expert_gate|moe_layer_freq|"
         "moe_latent_size|moe_router_topk|moe_router_topk_.*|moe_router_num_groups|moe_router_group_topk|moe_router_pre_softmax|"
-        "moe_router_score_function|moe_router_dtype|moe_apply_probs_on_input|experimental_attention_variant.*|dsa_.*|linear_.*|mamba_.*|"
+        "moe_router_score_function|moe_router_dtype|moe_apply_probs_on_input|experimental_attention_variant.*|dsa_(?!indexer_.*loss).*|linear_.*|mamba_.*|"
         "use_mamba_.*|is_hybrid_model|use_mup|mup_.*|heterogeneous_.*|hetereogenous_.*|use_fused_weighted_squared_relu": _FACT,
         "mtp_.*": "use model.mtp, mtp_loss_coef and mtp_detached",
+        "dsa_indexer_.*loss.*": "use model.indexer and indexer_loss_coef",
         "hidden_dropout|attention_dropout": (
             "log-probs must be those of the policy that the engines serve, which drops nothing; dropout of adapters is model.lora.dropout"
         ),

@@ -197,6 +197,7 @@ def fit_problems(
     if model is not None:
         problems += _context_problems(config, model)
         problems += _prediction_problems(config, model)
+        problems += _indexer_problems(config, model)
     return problems
 
 
@@ -293,6 +294,15 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
             f"{key}: the last part of {section}.pipeline_model_parallel_layout={layout!r} has no layer (t), and multi-token prediction layers "
             "are made like the last one of it; give it one"
         )
+
+
+def _indexer_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
+    if isinstance(config, EvalConfig):
+        return
+    trained = config.model if isinstance(config, TuningConfig) else config.actor_rollout_ref.model
+    if trained.indexer == "train" and model.indexer is None:
+        key = "model.indexer" if isinstance(config, TuningConfig) else f"{POLICY}.model.indexer"
+        yield f"{key}=train: {model.family} has no indexers, which choose the keys of sparse attention; leave it out"
 
 
 def _positive(section: MegatronConfig | RolloutConfig) -> bool:

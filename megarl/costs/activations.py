@@ -196,6 +196,19 @@ def _chosen(run: RankPass, out: int, heads: int, proj: str) -> int:
     return out * run.use.itemsize + heads * FLOAT32 + -(-run.use.longest // 8)
 
 
+def _taught(run: RankPass, name: str) -> int:
+    """What a layer's indexer keeps where it learns: the input of its queries, the keys before their norm in float32, and the gradients of queries,
+    weights and keys, the last of all context parallel ranks' tokens."""
+    indexer, mla, item = run.use.config.indexer, run.use.config.mla, run.use.itemsize
+    learns = any(tensor.name.startswith(name + "indexer.") for tensor in run.tensors.weights)
+    if not (run.use.teaches and learns) or run.use.recomputes("core_attn"):
+        return 0
+    assert indexer is not None and mla is not None and mla.q_lora_rank is not None
+    queries = indexer.heads * (indexer.head_dim * item + FLOAT32)
+    own = mla.q_lora_rank * item + (indexer.head_dim + 2) * FLOAT32 + queries
+    return run.own * own + run.tokens * run.use.layout.cp * indexer.head_dim * item
+
+
 def _grouped_attention(run: RankPass, name: str) -> int:
     """Norm, queries, keys and values before and after their rotation, attention."""
     config, tp, item = run.use.config, run.use.layout.tp, run.use.itemsize
@@ -311,13 +324,15 @@ def _latent_attention(run: RankPass, name: str) -> int:
     else:
         each = item * heads * (dim + (dim + width) * parts)
     trimmed = heads * mla.v_head_dim if padded else None
+    taught = 0
     if run.use.chooses:
         each += _chosen(run, heads * mla.v_head_dim, heads, name + "linear_proj")
+        taught = _taught(run, name)
     else:
         each += _core(run, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
     used = [] if run.use.recomputes("layernorm") else down
-    size = run.tokens * each + _norm(run, config.hidden_size, run.own, *used)
+    size = run.tokens * each + taught + _norm(run, config.hidden_size, run.own, *used)
     # Norms of latent vectors are computed again with what follows them.
     up = [] if run.use.recomputes("mla_up_proj") else ["linear_q_up_proj", "linear_kv_up_proj"]
     if mla.q_lora_rank is not None:

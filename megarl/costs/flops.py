@@ -7,6 +7,8 @@ takes 2 (query and key width + value width) for each head and each pair of a que
 
 Indexers of sparse attention compute in texts of more tokens than they choose keys, forward alone: their projections, and 2 query width for each of
 their heads and each key that a query chooses from. Attention then takes what it takes with all keys, as the trainer computes it.
+Where indexers are trained, their loss takes these scores again, for all keys before each query, and twice as much for the gradients of queries and
+keys; and their projections once more for the gradients of their weights (`LayerFlops.learning`).
 """
 
 import re
@@ -73,6 +75,12 @@ class LayerFlops:
             return 0.0
         chosen_from = pairs - self.topk * (self.topk + 1) / (2 * length)  # the first queries have no choice
         return 2 * self.index + self.index_pair * chosen_from
+
+    def learning(self, pairs: float) -> float:
+        """Operations of a token for the loss and the gradients of the layer's indexer, on the average of a text as `indexing` has it."""
+        if not self.index or self.topk is None or 2 * pairs - 1 <= self.topk:
+            return 0.0
+        return 2 * self.index + 3 * self.index_pair * pairs
 
     def attended(self, pairs: float) -> float:
         """Tokens that a token attends to in this layer, on the average of a text in which it would be `pairs` (`causal_pairs`)."""

@@ -41,7 +41,7 @@ from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.config import SCORE_BYTES
 from megarl.models.float8 import check_base_block
-from megarl.models.layers import is_delta_net
+from megarl.models.layers import has_indexer, is_delta_net
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
@@ -99,11 +99,14 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
     layout, moe = use.layout, use.config.moe
     dense = () if moe is None else moe.dense_layers
     kinds = tuple(
-        tuple((layer in dense, is_delta_net(use.config, layer)) for layer in chunk)
+        tuple(
+            (layer in dense, is_delta_net(use.config, layer), has_indexer(use.config, layer))
+            for layer in chunk
+        )
         for chunk in layers_of(layout, use.config.num_layers, stage)
     )
     place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)
-    key = (id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp)
+    key = (id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp, use.indexers)
     if key not in tables:
         tables[key] = stage_tensors(use, stage)
     return tables[key]
@@ -340,9 +343,18 @@ def _scores(run: RankPass) -> tuple[int, int]:
 
 
 def _choosing(run: RankPass) -> int:
-    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before, an indexer's."""
+    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before, an indexer's. Where
+    it learns, its scores with those of attention, and their gradients in the model's type; of one for all heads about eight, and the
+    gradient of its keys in float32."""
     scores, indexed = _scores(run)
-    return max(scores + scores * run.use.itemsize // FLOAT32, indexed)
+    share, indexer = run.use.itemsize / FLOAT32, run.use.config.indexer
+    if not run.use.teaches:
+        return max(scores + int(scores * share), indexed)
+    assert indexer is not None
+    heads = run.use.config.num_attention_heads // run.use.layout.tp
+    learning = scores // heads + int(indexed * (1 + (share if share < 1 else 0) + 8 / indexer.heads))
+    keys = run.tokens * run.use.layout.cp * indexer.head_dim * FLOAT32
+    return max(scores + max(int(scores * share), learning + keys), indexed)
 
 
 def _chosen_backward(run: RankPass) -> int:
@@ -354,6 +366,10 @@ def _chosen_backward(run: RankPass) -> int:
     heads = run.use.config.num_attention_heads // layout.tp
     scores = _scores(run)[0]
     gradients = run.tokens * heads * widths * (item + layout.cp * FLOAT32)
+    if run.use.teaches:  # those of an indexer's queries and keys wait
+        indexer = run.use.config.indexer
+        assert indexer is not None
+        gradients += item * indexer.head_dim * (run.own * indexer.heads + run.tokens * layout.cp)
     return gradients + max(
         2 * scores + scores * item // FLOAT32, run.tokens * heads * widths * layout.cp * item
     )

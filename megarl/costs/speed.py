@@ -80,7 +80,7 @@ class LayerSeconds:
     """A layer's forward pass on a rank: its matrices, its attention, the operations between them, its messages; and the seconds in
     which all of it is launched. `summed`: of gradients that are added to other micro-batches'. `again`: of what the backward pass
     computes again. `backward`: of attention in its own backward pass, as a multiple of its forward pass. `index`: of an indexer's choice, which
-    has no backward pass."""
+    has no backward pass. `learnt`: of its loss and gradients, where it is trained."""
 
     matrices: float
     attention: float
@@ -91,6 +91,7 @@ class LayerSeconds:
     again: float = 0.0
     backward: float = BACKWARD_ATTENTION
     index: float = 0.0
+    learnt: float = 0.0
 
     @property
     def forward(self) -> float:
@@ -112,6 +113,7 @@ class Passes:
             any stage. None: AdamW updates everything.
         predicted: layers of multi-token prediction that are trained, after the last one.
         detached: whether their loss has no gradient for the head.
+        indexers: whether indexers are trained.
     """
 
     config: ModelConfig
@@ -130,6 +132,7 @@ class Passes:
     muon: tuple[float, float] | None = None
     predicted: tuple[LayerFlops, ...] = ()
     detached: bool = True
+    indexers: bool = False
 
     @property
     def in_float8(self) -> list[bool]:
@@ -171,12 +174,24 @@ class Passes:
             2 * GRADIENT * weights / read if self.trained == "weights" else 0.0,
             backward=BACKWARD_RULE if layer.state else BACKWARD_ATTENTION,
             index=layer.indexing(causal_pairs(length)) * tokens / ranks / (gpu.bf16 * assumed.matmul),
+            learnt=self._learnt(layer, tokens, length) if self.indexers else 0.0,
         )
         if self.recompute is None:
             return found
         if self.recompute == "full":
             return replace(found, again=found.forward)
         return replace(found, again=self._modules_again(layer, found, dense, experts, tokens))
+
+    def _learnt(self, layer: LayerFlops, tokens: float, length: float) -> float:
+        """Seconds of an indexer's loss and gradients; the probabilities of pairs are summed over tensor parallel ranks' heads, in float32."""
+        layout, gpu, assumed = self.layout, self.machine.gpu, self.machine.assumed
+        pairs = causal_pairs(length)
+        operations = layer.learning(pairs) * tokens / (layout.tp * layout.cp)
+        if not operations or layout.tp == 1:
+            return operations / (gpu.bf16 * assumed.matmul)
+        summed = 2 * GRADIENT * pairs * tokens / layout.cp * (layout.tp - 1) / layout.tp
+        sent = summed / self.machine.ring(layout.tp, 1) + self.machine.latency(layout.tp)
+        return operations / (gpu.bf16 * assumed.matmul) + sent
 
     def _modules_again(
         self, layer: LayerFlops, forward: LayerSeconds, dense: float, experts: float, tokens: float
@@ -307,7 +322,7 @@ class Passes:
         computed = (self.times - 1) * layer.matrices + layer.backward * layer.attention
         computed += 2 * layer.between + layer.summed
         # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
-        return max(computed, layer.launched) + layer.sent + layer.again
+        return max(computed, layer.launched) + layer.sent + layer.again + layer.learnt
 
     def _shared_seconds(self, layers: list[LayerSeconds], head: float) -> float:
         """A micro-batch's passes with Megatron-FSDP, whose traffic is that of ZeRO's stages 2 and 3 (Rajbhandari et al. 2020, arXiv:1910.02054,

@@ -28,6 +28,7 @@ from megarl.weight_sync.quantize import is_quantised
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _EXPERTS = ".mlp.experts."
+INDEXER_LOCAL = ".self_attention.indexer."  # of Megatron's names
 # The modules of a layer and the tensors of a module, as megatron-core 0.19.2 registers them: where padding falls in a
 # buffer, and so which rank's part has it, depends on their order.
 _MODULES = (
@@ -47,6 +48,10 @@ _MODULES = (
     "self_attention.linear_qkv.",
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.indexer.wq_b.",
+    "self_attention.indexer.wk.",
+    "self_attention.indexer.weights_proj.",
+    "self_attention.indexer.k_norm.",
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.experts.linear_fc1.",
@@ -88,6 +93,7 @@ class ModelUse:
         longest: tokens of the longest text; 0: of no more than an indexer chooses keys.
         compared: bytes for each logit of a chunk while the divergence from another head is computed (`divergence_bytes`); 0: none is.
         mtp: whether it has its multi-token prediction layers.
+        indexers: whether indexers are trained.
     """
 
     config: ModelConfig
@@ -112,6 +118,7 @@ class ModelUse:
     float8: bool = False
     bf16_ends: tuple[int, int] = (0, 0)
     mtp: bool = False
+    indexers: bool = False
     compared: int = 0
     longest: int = 0
 
@@ -119,6 +126,11 @@ class ModelUse:
     def chooses(self) -> bool:
         """Whether queries attend to keys that an indexer chooses (megarl/megatron/sparse)."""
         return self.config.indexer is not None and self.longest > self.config.indexer.topk
+
+    @property
+    def teaches(self) -> bool:
+        """Whether indexers learn in texts of the longest one's length (megarl/megatron/sparse/learning.py)."""
+        return self.indexers and self.chooses
 
     def computes_in_float8(self, layer: int) -> bool:
         """Whether the layer of this number in the model does."""
@@ -140,6 +152,7 @@ class LocalTensor:
         trained: whether it has a gradient and optimizer states.
         projection: whether it is the weight of a linear layer, which a frozen model may hold in float8.
         shared: whether it is an embedding that another stage has, too.
+        float32: whether it is in float32 in a model of another type, too.
     """
 
     name: str
@@ -148,6 +161,7 @@ class LocalTensor:
     trained: bool
     projection: bool = False
     shared: bool = False
+    float32: bool = False
 
     @property
     def numel(self) -> int:
@@ -201,7 +215,7 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
         shared = _VOCABULARY if config.tie_word_embeddings else _VOCABULARY[: int(use.mtp)]
     weights = []
     for name, (parts, shape) in _local_shapes(pieces).items():
-        if BUFFERS.search(name):
+        if _is_buffer(name, use):
             continue
         if name.endswith(_VOCABULARY):
             shape = (vocabulary, *shape[1:])
@@ -213,6 +227,7 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
                 trained=use.trainable and (not lora.rank or name.endswith("value_head.weight")),
                 projection=is_quantised(parts[0].tensor),
                 shared=name.endswith(shared),
+                float32=use.itemsize < 4 and keeps_float32(parts[0].tensor),
             )
         )
     weights = _as_registered(weights)
@@ -252,14 +267,20 @@ def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
     return sorted(weights, key=key)
 
 
+def _is_buffer(name: str, use: ModelUse) -> bool:
+    return bool(BUFFERS.search(name)) and not (use.indexers and INDEXER_LOCAL in name)
+
+
 def buffer_bytes(use: ModelUse, stage: int) -> int:
-    """Bytes of the weights that are no parameters: biases of routers in float32, and indexers."""
+    """Bytes of the weights that are no parameters: biases of routers in float32, and indexers that are not trained."""
     config = use.config
     layers = [layer for chunk in layers_of(use.layout, config.num_layers, stage) for layer in chunk]
     if use.mtp and stage == use.layout.pp - 1:
         layers += range(config.num_layers, config.num_layers + config.num_mtp_layers)
     routed = sum(is_mixture(config, layer) for layer in layers)
     biases = 4 * config.moe.num_experts * routed if config.moe is not None and config.moe.expert_bias else 0
+    if use.indexers:
+        return biases
     return biases + sum(
         prod(weight.shape) * (4 if keeps_float32(weight.name) else use.itemsize)
         for layer in layers
@@ -277,7 +298,7 @@ def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, block: int | Non
             rows, columns = tensor.shape
             total += tensor.numel + 4 * -(-rows // block) * -(-columns // block)
         else:
-            total += tensor.numel * itemsize
+            total += tensor.numel * (4 if tensor.float32 else itemsize)
     return total
 
 
@@ -290,7 +311,6 @@ def _local_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[list[Piece], tuple
     """Local name -> its pieces and the shape that holds them all."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        assert not keeps_float32(piece.tensor) or BUFFERS.search(piece.local), piece.tensor
         found.setdefault(piece.local, []).append(piece)
     return {
         name: (parts, tuple(map(max, zip(*(_ends(part) for part in parts), strict=True))))
@@ -348,23 +368,30 @@ def training_bytes(
     frozen = [tensor for tensor in tensors.weights if not tensor.trained]
     muons = [tensor for tensor in trained if use.muon is not None and tensor.matrix is not None]
     elements = states = sum(tensor.numel for tensor in trained)
+    wide = own_copies = sum(
+        tensor.numel for tensor in trained if tensor.float32
+    )  # of these in float32 anyway
     orthogonalised = sum(tensor.numel for tensor in muons)  # of these elements there is one state
     if use.distributed:  # of the stages, the first alone has buckets
         buffers = list(_buffers(trained, use.layout, use.overlap and stage == 0, use.muon is not None))
         elements = sum(buffer.numel for buffer in buffers)
         owned = [buffer.elements_of(replica[int(buffer.expert)]) for buffer in buffers]
         states = sum(owned)
+        wide = sum(buffer.numel for buffer in buffers if buffer.float32)
+        own_copies = sum(own for own, buffer in zip(owned, buffers, strict=True) if buffer.float32)
         orthogonalised = sum(own for own, buffer in zip(owned, buffers, strict=True) if buffer.muon)
-    own = itemsize * elements  # trained parameters, with their padding
+    own = buffered = itemsize * elements + (4 - itemsize) * wide  # trained parameters, with their padding
+    copied = (_state(itemsize) - MOMENTS) * own_copies  # what those in float32 have no need of
     if tensors.adapters:
         own = weight_bytes([tensor for tensor in tensors.weights if tensor.trained], itemsize)  # a value head
     return TrainingBytes(
         weights=weight_bytes(frozen, itemsize, use.base_block) + own,
-        adapters=itemsize * elements - own,
+        adapters=buffered - own,
         gradients=GRADIENT * elements,
         optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if use.on_host else states)
+        - (0 if use.on_host else copied)
         - (MOMENTS - MOMENTUM) * orthogonalised,
-        host=_state(itemsize) * states if use.on_host else 0,
+        host=_state(itemsize) * states - copied if use.on_host else 0,
     )
 
 
@@ -450,6 +477,7 @@ class _Buffer:
     buckets: tuple[tuple[int, int], ...]
     spans: tuple[tuple[int, int], ...]
     muon: bool = False
+    float32: bool = False
 
     @property
     def numel(self) -> int:
@@ -478,8 +506,10 @@ def _buffers(
                 places = packed([tensor.numel for tensor in matrices], ranks, limit)
                 yield _Buffer(expert, ranks, *map(tuple, places), muon=True)
             others = [tensor for tensor in tensors if not muon or tensor.matrix is None]
-            if others:
-                yield _lay_out(others, ranks, limit)
+            for float32 in (False, True):  # a buffer has one type
+                of_type = [tensor for tensor in others if tensor.float32 == float32]
+                if of_type:
+                    yield _lay_out(of_type, ranks, limit)
 
 
 def _lay_out(tensors: Sequence[LocalTensor], ranks: int, limit: int | None) -> _Buffer:
@@ -504,4 +534,5 @@ def _lay_out(tensors: Sequence[LocalTensor], ranks: int, limit: int | None) -> _
             start = first = close(start)
     if start > first:
         close(start)
-    return _Buffer(tensors[0].expert, ranks, tuple(buckets), tuple(spans))
+    kind = tensors[0]
+    return _Buffer(kind.expert, ranks, tuple(buckets), tuple(spans), float32=kind.float32)

@@ -56,6 +56,7 @@ def build_model(
     overrides: Mapping[str, Any] | None = None,
     base_block: int | None = None,
     mtp: str | None = None,
+    indexers: bool = False,
     seed: int = 1,
 ) -> list[GPTModel]:
     """This rank's model chunks: one, or `layout.vpp` of them.
@@ -71,12 +72,16 @@ def build_model(
             frozen; zeros until they are loaded. None: in `dtype`.
         mtp: "detached" or "attached": with its layers of multi-token prediction, whose loss has no gradient, or has one, for the rest of
             the model; None: without them.
+        indexers: whether those of sparse attention are trained, by `megarl.megatron.sparse.learning`.
         seed: of the random start, which is meant to be overwritten by real weights.
 
     Raises:
         ValueError: the model does not divide by the layout; names both. Ranks' parts cut blocks.
     """
     assert head in ("lm", "value"), head
+    assert not indexers or (config.indexer is not None and head == "lm" and base_block is None), (
+        "checked before"
+    )
     assert mtp is None or (head == "lm" and base_block is None), "checked before"
     settings = transformer_config(
         config, layout, dtype, recompute_granularity, recompute_modules, overrides, mtp=mtp
@@ -97,6 +102,7 @@ def build_model(
             last=last,
             vp_stage=chunk if layout.vpp else None,
             head=head,
+            indexers=indexers,
         )
         _randomize(model, layers[chunk], seed, place)
         model.train(trainable).requires_grad_(trainable)
@@ -229,7 +235,7 @@ def named_parameters(
 def local_parameters(chunks: list[DistributedDataParallel] | list[GPTModel]) -> dict[str, torch.Tensor]:
     """ "<chunk>:<name>" -> its data: this rank's local tensors as weight tables name them.
 
-    They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always), and indexers. Weights that data
+    They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always), and frozen indexers. Weights that data
     parallel ranks share have values while they are gathered alone (`megarl.megatron.fsdp.gather`).
     """
     tensors = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
@@ -273,6 +279,7 @@ def _build_chunk(
     last: bool,
     vp_stage: int | None,
     head: str,
+    indexers: bool = False,
 ) -> GPTModel:
     # 0.19.2 logs at every construction that GPTModel will give way to HybridModel.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -295,7 +302,7 @@ def _build_chunk(
         )
     forget_routings(model)
     settle_sinks(model)
-    add_indexers(model, config, layers)
+    add_indexers(model, config, layers, trained=indexers)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:

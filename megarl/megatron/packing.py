@@ -91,8 +91,8 @@ class PackedBounds(PackedSeqParams):
     """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
     sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); the
     experts that routers are to choose (router_replay.py); the positions whose experts are counted (expert_load.py); the tokens that each
-    layer of multi-token prediction is given, [tokens] each; and the choices of keys that later layers take, by the number of the layer whose indexer
-    made them (sparse/attention.py)."""
+    layer of multi-token prediction is given, [tokens] each, and the positions at which what it predicts counts; the true lengths of the sequences; and the
+    choices of keys that later layers take, by the number of the layer whose indexer made them (sparse/attention.py)."""
 
     live: Tensor | None = None
     lengths: list[int] | None = None
@@ -101,6 +101,8 @@ class PackedBounds(PackedSeqParams):
     is_routed: Tensor | None = None
     mask: Tensor | None = None
     later: list[Tensor] | None = None
+    later_live: list[Tensor] | None = None
+    texts: list[int] | None = None
     choices: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -187,6 +189,8 @@ class PackedBatch:
             is_routed=self.is_routed,
             mask=self.mask,
             later=None if self.later is None else [self.labels, *self.later.ids[:-1]],
+            later_live=None if self.later is None else [live for _, live in self.later.rows()],
+            texts=self.lengths.tolist(),
         )
 
     def live_rows(self, hidden: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token c
 VALUE_HEAD_BIAS = "score.bias"  # that a token classifier has beside it
 DRAFT = "draft:"  # begins the local names of what is in SGLang's second model
 BUFFERS = re.compile(r"\.router\.expert_bias$|\.self_attention\.indexer\.")
-"""Of Megatron's local names: the weights that are no parameters. Nothing trains them by a gradient."""
+"""Of Megatron's local names: the weights that are no parameters, indexers as long as they are not trained. Nothing trains them by a gradient."""
 _MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
 T = TypeVar("T")

@@ -244,6 +244,7 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
         compared=_compared(config) if role == "actor" else 0,
         longest=facts.longest,
         mtp=role in ("actor", "sft") and trained_model.mtp == "train",
+        indexers=role in ("actor", "sft") and trained_model.indexer == "train",
         fsdp=megatron.fsdp if facts.trained or megatron.fsdp == FULL else None,
         **training,
     )

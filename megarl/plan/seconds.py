@@ -258,6 +258,7 @@ def model_parts(
             megatron.fsdp,
             _muon(config, inputs, role) if update is not None and section.optim.optimizer == "muon" else None,
             *_predicted(config, facts.model, role, update is not None),
+            update is not None and role == "actor" and config.actor_rollout_ref.model.indexer == "train",
         )
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref

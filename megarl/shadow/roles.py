@@ -34,7 +34,7 @@ from megarl.trainer.roles.model_roles import actor_arguments, critic_spec, refer
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.updates import policy_update
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import ModelSpec, prediction_training
+from megarl.trainer.workers.dispatch import ModelSpec, indexer_coef, prediction_training
 from megarl.trainer.workers.model import ModelWorker
 from megarl.trainer.workers.ptx import PtxUpdate
 from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker, RewardModelWorker
@@ -133,6 +133,7 @@ def _tuning_spec(config: TuningConfig) -> ModelSpec:
         timeout=config.trainer.collective_timeout,
         lora=config.model.lora,
         mtp=prediction_training(config.model),
+        indexer_coef=indexer_coef(config.model),
     )
 
 

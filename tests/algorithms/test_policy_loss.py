@@ -609,3 +609,7 @@ def test_the_logged_loss_counts_texts_alone():
     assert reduce_metrics(sums, num_updates=2) == pytest.approx({"actor/entropy": 0.5, "actor/ptx_loss": 1.5})
     sums |= {"actor/mtp_loss": 9.0, "actor/mtp_tokens": 3.0}
     assert reduce_metrics(sums, num_updates=2)["actor/mtp_loss"] == pytest.approx(3.0)
+    sums |= {"actor/indexer_loss": 1.0, "actor/indexer_tokens": 4.0}
+    found = reduce_metrics(sums, num_updates=2)
+    assert found["actor/indexer_loss"] == pytest.approx(0.25) and "actor/indexer_tokens" not in found
+    assert "actor/indexer_loss" not in reduce_metrics(sums | {"actor/indexer_tokens": 0.0}, num_updates=2)

@@ -388,6 +388,20 @@ def test_biases_that_move_need_routers_with_biases(train: Callable[..., TrainCon
     assert line.startswith(f"{key} with {lora}: all but the adapters is frozen")
 
 
+def test_indexers_are_trained_where_there_are_some(
+    train: Callable[..., TrainConfig], sft: Callable[..., SFTConfig]
+) -> None:
+    for config, key in (
+        (train("actor_rollout_ref.model.indexer=train"), "actor_rollout_ref.model.indexer=train"),
+        (sft("model.indexer=train"), "model.indexer=train"),
+    ):
+        found = lines_of(lambda config=config: check_models(config, Facts(moe=MOE)))
+        assert found == [
+            f"{key}: qwen3_moe has no indexers, which choose the keys of sparse attention; leave it out"
+        ]
+        check_models(config, replace(Facts(moe=MOE), indexer=SPARSE.indexer))
+
+
 def test_a_router_z_loss_needs_routers_that_are_trained(train: Callable[..., TrainConfig]) -> None:
     key = "actor_rollout_ref.actor.router_z_loss_coef=0.001"
     found = lines_of(lambda: check_models(train(key), Facts()))

@@ -81,6 +81,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         recompute=options.get("recompute"),
         fused=False,
         mtp=options.get("mtp", False),
+        indexers=options.get("indexers", False),
     )
     tensors = stage_tensors(use, stage)
     _check_names(built, tensors)

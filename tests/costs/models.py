@@ -93,6 +93,7 @@ def build(
     on_host: bool = False,
     fsdp: str | None = None,
     mtp: bool = False,
+    indexers: bool = False,
     muon: bool = False,
     overlap: bool = False,
 ) -> Built:
@@ -110,6 +111,7 @@ def build(
         recompute_granularity=recompute,
         base_block=None if lora is None else lora.blocks,
         mtp="detached" if mtp else None,
+        indexers=indexers,
     )
     if lora is not None:
         attach_adapters(chunks, config, layout, lora)

@@ -77,6 +77,10 @@ def test_operations_of_a_choice_of_keys() -> None:
     keys = sum(position + 1 for position in range(2048, length))
     expected = 2 * layer.index * length + 2 * 64 * 129 * keys
     assert layer.indexing(causal_pairs(length)) * length == pytest.approx(expected)
+    # Its loss: scores of all pairs again, two products of that size for gradients, and the gradients of its weights.
+    assert layer.learning(causal_pairs(2048)) == 0
+    learnt = 2 * layer.index * length + 3 * 2 * 64 * 129 * length * (length + 1) / 2
+    assert layer.learning(causal_pairs(length)) * length == pytest.approx(learnt)
     more = layer.forward(causal_pairs(length)) - layer.forward(causal_pairs(2048))
     assert more == pytest.approx(layer.pair * (length - 2048) / 2 + expected / length)
     assert layer.decode(2048) == layer.decode_pair * 2048

@@ -9,7 +9,7 @@ import pytest
 from megarl.config.schema.models import MuonConfig
 from megarl.costs.engine import Draft, EngineLoad, ServedModel, _batches, _scale, generation, spread
 from megarl.costs.floors import generation_floor
-from megarl.costs.flops import ModelFlops, model_flops, prediction_flops
+from megarl.costs.flops import ModelFlops, causal_pairs, model_flops, prediction_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.layer_kernels import decode_kernels, launches
 from megarl.costs.muon import busiest, gathered, operations
@@ -45,6 +45,7 @@ def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
         "fsdp",
         "predicted",
         "detached",
+        "indexers",
     )
     how = {key: sizes.pop(key) for key in names if key in sizes}
     config, flops = model(name)
@@ -105,6 +106,19 @@ def test_a_gpu_without_float8_is_told() -> None:
         Passes(config, flops, ParallelLayout(world=1), Machine(TABLE["A100"], ALL, 8), float8=True).stages(
             9, 9
         )
+
+
+def test_indexers_that_learn_take_longer() -> None:
+    """In the backward pass alone: a machine that only computes takes the operations of their loss."""
+    plain, learns = (
+        passes("deepseek-v3.2", COMPUTES, world=64, ep=64, trained="weights", indexers=indexers)
+        for indexers in (False, True)
+    )
+    layer = plain.flops.layers[0]
+    before, after = (run.layer(layer, 10**6, 8192) for run in (plain, learns))
+    assert before.forward == after.forward
+    operations = 10**6 * layer.learning(causal_pairs(8192))
+    assert learns._both(after) - plain._both(before) == pytest.approx(operations / 1e15)
 
 
 def test_layers_of_multi_token_prediction_are_of_the_last_stage() -> None:

@@ -111,6 +111,23 @@ def test_layers_of_multi_token_prediction(ranks: RankPool, folders: dict[str, st
 
 
 @pytest.mark.parametrize(
+    ("family", "layout", "options"),
+    [
+        ("glm_moe_dsa", "tp2_sp_ep2_dp2", {}),
+        pytest.param("glm_moe_dsa", "pp2_vpp2_ep2", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", "tp2_sp_etp2_pp2", {"on_host": True}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", "ep2", {"distributed": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_indexers_that_are_trained(
+    ranks: RankPool, folders: dict[str, str], family: str, layout: str, options: dict[str, Any]
+) -> None:
+    """The norms of their keys are in float32, in a buffer of their own, and need no copy."""
+    world, sizes = LAYOUTS["experts"][layout]
+    check(ranks, folders[family], world, sizes, indexers=True, dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"dtype": torch.float32},

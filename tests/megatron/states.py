@@ -22,6 +22,7 @@ from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
+from megarl.megatron.sparse.learning import IndexerLoss
 from megarl.megatron.step import train_step, with_predictions
 from megarl.models import read_model_config
 from tests.megatron.parity import NUM_TARGETS, VOCAB, batches, loss_of
@@ -34,7 +35,7 @@ OPTIM = OptimConfig(
 @dataclass(frozen=True)
 class Setting:
     """A model in a layout. `distributed`: the optimizer's states. `on_host`: where they are, in buckets of so many elements.
-    `fsdp`: what data parallel ranks share. `mtp`: with layers of multi-token prediction."""
+    `fsdp`: what data parallel ranks share. `mtp`: with layers of multi-token prediction. `indexers`: with those of sparse attention trained."""
 
     world: int
     sizes: dict[str, Any]
@@ -45,6 +46,7 @@ class Setting:
     fsdp: str | None = None
     mtp: bool = False
     muon: bool = False
+    indexers: bool = False
 
 
 class Trainee:
@@ -56,11 +58,12 @@ class Trainee:
         init_parallel(self.layout, rank, world, seed=seed)
         config = read_model_config(model)
         self.depth = config.num_mtp_layers if setting.mtp else 0
-        options = {"dtype": setting.dtype, "head": setting.head, "seed": seed}
+        options = {"dtype": setting.dtype, "head": setting.head, "seed": seed, "indexers": setting.indexers}
         chunks = build_model(config, self.layout, mtp="detached" if setting.mtp else None, **options)
         if seed == 1:
             given = (rank, local_parameters(chunks), setting.head)
             load_hf_weights(model, config, self.layout, *given, mtp=setting.mtp)
+        self.indexer_loss = IndexerLoss(chunks) if setting.indexers else None
         places = model_places(chunks, VOCAB)
         self.chunks = wrap_for_training(
             chunks, use_distributed_optimizer=setting.distributed, fsdp=setting.fsdp, matrices=setting.muon
@@ -79,6 +82,8 @@ class Trainee:
             loss = with_predictions(loss_of, self.depth, 0.3 / NUM_TARGETS, "")
         for _ in range(count):
             micro_batches = batches(self.layout, self.depth)
+            if self.indexer_loss is not None:
+                self.indexer_loss.begin(1 / NUM_TARGETS)
             result = train_step(self.chunks, self.optimizer, self.scheduler, micro_batches, head, loss)
             assert result.ok
             history.append((result.stats["loss"], result.grad_norm, result.lr))

@@ -97,16 +97,26 @@ def test_experts_and_latent_attention_take_what_was_planned(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recompute", "longest"), [("full", 64), ("null", 512), ("full", 1024), ("full", 2048)]
+    ("recompute", "longest", "indexer"),
+    [
+        ("full", 64, "freeze"),
+        ("null", 512, "freeze"),
+        ("full", 1024, "freeze"),
+        ("full", 2048, "freeze"),
+        ("full", 64, "train"),
+        ("null", 512, "train"),
+        ("full", 2048, "train"),
+    ],
 )
 def test_attention_to_chosen_keys_takes_what_was_planned(
-    machine, choosing: Path, recompute: str, longest: int
+    machine, choosing: Path, recompute: str, longest: int, indexer: str
 ) -> None:
     """In memory, and in operations: of the actor and the reference, a micro-batch each, on one of two tensor parallel ranks."""
     keys = [
         *expert_overrides(choosing),
         f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
         f"data.max_response_length={longest - 48}",
+        f"actor_rollout_ref.model.indexer={indexer}",
     ]
     (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=1, num_processes=1)
     for row in peaks([report], keys):

@@ -25,6 +25,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 RATE = 0.01
 REPLAY, RECORDED = (f"actor_rollout_ref.actor.router_replay={mode}" for mode in ("rollout", "trainer"))
 MTP = "actor_rollout_ref.model.mtp=train"
+INDEXER = "actor_rollout_ref.model.indexer=train"
 GRPO = [
     "critic=null",
     "algorithm.adv_estimator=grpo",
@@ -133,13 +134,14 @@ CASES = [
             f"{ACTOR}.pipeline_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
         ),
     ),
-    # keys that indexers choose, which stay as they are, over pipeline stages, in the trained layer for MTP, too; they leave the devices with the weights
+    # keys that indexers choose, which are trained, over pipeline stages, in the trained layer for MTP, too; they leave the devices with the weights
     Case(
         "deepseek_v32", 3,
         (
             *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
             f"{ACTOR}.pipeline_model_parallel_size=2", f"{ACTOR}.num_layers_in_first_pipeline_stage=2",
             f"{ROLLOUT}.expert_parallel_size=2", f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", MTP,
+            INDEXER,
         ),
         num_mtp_layers=1, fields=CHOOSING,
     ),
@@ -204,10 +206,11 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
         assert ("actor/mtp_loss" in step) == predicts
         if predicts:  # a random model's, over 512 tokens
             assert 4.0 < step["actor/mtp_loss"] < 9.0
+        assert ("actor/indexer_loss" in step) == (INDEXER in case.overrides)
     kept = read_trajectories(out / "rollouts" / "step-000001.parquet")
     assert (ROUTED_EXPERTS in kept.column_names) == replays
     moves = case.family == "deepseek_v3"
-    assert_trained(model, out / "hf", None if predicts else case.layers, moves)
+    assert_trained(model, out / "hf", None if predicts else case.layers, moves, INDEXER in case.overrides)
     if moves:
         assert_biases_moved(model, out / "hf", case.layers)
     answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
@@ -229,9 +232,9 @@ def assert_biases_moved(before: Path, after: Path, layers: int) -> None:
         assert steps_taken.any() and torch.allclose(steps_taken, steps_taken.round(), atol=1e-2), steps_taken
 
 
-def assert_trained(before: Path, after: Path, layers: int | None, biases_move: bool) -> None:
+def assert_trained(before: Path, after: Path, layers: int | None, biases_move: bool, indexers: bool) -> None:
     """Every weight moved, but for the MTP layer `layers` if it is not trained, a vision tower, and, unless told to, the bias of the routers'
-    choice."""
+    choice and indexers."""
     old, new = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (before, after)
@@ -245,7 +248,7 @@ def assert_trained(before: Path, after: Path, layers: int | None, biases_move: b
         for name in old
         if name.startswith("model.visual.")
         or (name.endswith("e_score_correction_bias") and not biases_move)
-        or ".indexer." in name
+        or (".indexer." in name and not indexers)
         or (layers is not None and name.startswith(predicting) and not name.endswith(repeated))
     }
 

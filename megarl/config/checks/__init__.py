@@ -172,3 +172,5 @@ def _reward_model_problems(config: RMConfig) -> Iterator[str]:
         )
     if config.model.mtp != "drop":
         yield f"model.mtp={config.model.mtp}: a reward model predicts no tokens, so it has no such layers; leave it out"
+    if config.model.indexer == "train":
+        yield "model.indexer=train: indexers learn with the tokens that a model learns to predict, and a reward model predicts none; leave it out"

@@ -201,6 +201,10 @@ _FIXED: tuple[tuple[str, str], ...] = (
         r"(?:actor_rollout_ref\.)?model\.mtp",
         "the checkpoint has multi-token prediction layers, or has none",
     ),
+    (
+        r"(?:actor_rollout_ref\.)?model\.indexer",
+        "the checkpoint has optimizer states of indexers, or has none",
+    ),
     (r"(?:.*\.)?megatron\.dtype", "the checkpoint has weights and optimizer states of another kind"),
     (r"(?:.*\.)?optim\.optimizer", "the checkpoint has the states of another optimizer"),
     (
@@ -247,7 +251,8 @@ def refused_changes(changes: dict[str, tuple[Any, Any]]) -> list[str]:
     found = []
     for key, (before, after) in changes.items():
         reasons = [reason for pattern, reason in _FIXED if re.fullmatch(pattern, key)]
-        if key.endswith("model.mtp") and "train" not in (before, after):  # of the exported model alone
+        # Of the exported model alone; and of runs from before there was such a key.
+        if key.endswith(("model.mtp", "model.indexer")) and "train" not in (before, after):
             continue
         found += [f"{key} was {before!r}, is {after!r} now: {reason}" for reason in reasons[:1]]
     return found

@@ -79,14 +79,21 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         yield from _lora_problems(f"{role.model_key}.lora", role.model.lora)
         if isinstance(role.model, TrainedModelConfig):
             yield from _prediction_problems(role, role.model)
+            yield from _indexer_problems(role, role.model)
     if isinstance(config, DPOConfig) and config.model.mtp == "train":
         yield (
             "model.mtp=train: preferences have responses that are not to be predicted; give keep, and train the layers by megarl sft"
         )
+    if isinstance(config, DPOConfig) and config.model.indexer == "train":
+        yield (
+            "model.indexer=train: preferences are a loss of whole responses, and indexers learn by the token; leave it out, and train them by "
+            "megarl sft or with the policy"
+        )
     if isinstance(config, TuningConfig):
         return
-    if config.trainer.rollout_only and config.actor_rollout_ref.model.mtp == "train":
-        yield f"{POLICY}.model.mtp=train: with trainer.rollout_only no model changes; leave it out"
+    for name in ("mtp", "indexer"):
+        if config.trainer.rollout_only and getattr(config.actor_rollout_ref.model, name) == "train":
+            yield f"{POLICY}.model.{name}=train: with trainer.rollout_only no model changes; leave it out"
     yield from _algorithm_problems(config)
     yield from _replay_problems(config.actor_rollout_ref.actor)
     yield from _frozen_router_problems(config.actor_rollout_ref)
@@ -443,6 +450,30 @@ def _prediction_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[
         yield (
             f"{key}=train goes without {role.prefix}megatron.fsdp={role.megatron.fsdp}: the units of Megatron-FSDP are the model's own "
             "layers; leave out one of them"
+        )
+
+
+def _indexer_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[str]:
+    """Of model.indexer=train, as far as the model's files have no say in it."""
+    key = f"{role.model_key}.indexer"
+    if model.indexer != "train":
+        for name in given_keys(model, ("indexer_loss_coef",)):
+            yield f"{role.model_key}.{name} is of {key}=train, which is {model.indexer}; leave it out"
+        return
+    if model.lora.rank:
+        yield (
+            f"{key}=train goes without {role.model_key}.lora.rank={model.lora.rank}: indexers have no adapters, and adapters alone are trained, saved and "
+            "served; leave out one of them"
+        )
+    if role.megatron.fsdp is not None:
+        yield (
+            f"{key}=train goes without {role.prefix}megatron.fsdp={role.megatron.fsdp}: indexers read their weights outside the layers that "
+            "Megatron-FSDP gathers; leave out one of them"
+        )
+    if role.optim.optimizer == "muon":
+        yield (
+            f"{key}=train goes without {role.prefix}optim.optimizer=muon, which makes steps of matrices orthogonal: nobody has tried it with "
+            "indexers; give adam, or leave it out"
         )
 
 

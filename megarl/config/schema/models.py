@@ -95,6 +95,7 @@ class LoraConfig:
 DTYPES = ("float32", "bfloat16", "float16")
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 MTP_CHOICES = ("drop", "keep", "train")
+INDEXER_CHOICES = ("freeze", "train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,20 @@ class TrainedModelConfig(ModelPathConfig):
         "Of mtp=train: that loss trains these layers alone, and the gradients of all other weights are the same bits as without it; false: "
         "it trains the whole model, as in pretraining.",
         True,
+    )
+    indexer: str = option(
+        "The indexers of its sparse attention (DeepSeek-V3.2, GLM-5): freeze, they stay as they are; train, each learns, from a loss of its own alone, to "
+        "score the keys that it has chosen as its layer's attention weighs them.",
+        "freeze",
+        choices=INDEXER_CHOICES,
+    )
+    indexer_loss_coef: float = option(
+        "Of indexer=train: weight of that loss, in each layer a mean over the tokens that the update learns from. Gradients of indexers are clipped by "
+        "a norm of their own.",
+        1.0,
+        gt=0,
+        formula="indexer_loss_coef / tokens sum of KL(p || softmax(I)) over the keys S_t chosen for a token, p the probabilities of attention summed "
+        "over its heads, I the indexer's scores (arXiv:2512.02556, section 2.1)",
     )
     lora: LoraConfig = section("Low-rank adapters: what is trained instead of the weights.", LoraConfig)
 

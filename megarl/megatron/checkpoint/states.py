@@ -68,10 +68,20 @@ def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
         for main in (main for group in groups for main in group["params"]):
             yield main.orig_param, first_element(main), main
     elif isinstance(part, DistributedOptimizer):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
+        # Not by `model_param_group_index_map`, whose order is another one where a group has weights of two types (0.19.2).
+        mains = {
+            parameter: main
+            for ours, held in (
+                (part.model_fp32_groups, part.shard_fp32_groups),
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            )
+            for group, own in zip(ours, held, strict=True)
+            for parameter, main in zip(group, own, strict=True)
+        }
+        for parameter in part.model_param_group_index_map:
             # No public function tells the range (0.19.2).
             elements = part._get_model_param_range_map(parameter)["param"]
-            main = groups[group]["params"][order]
+            main = mains[parameter]
             assert main.numel() == elements.size, (main.shape, elements)
             yield parameter, elements.start, main
     elif isinstance(part, Float16OptimizerWithFloat16Params):

@@ -9,5 +9,6 @@ Promises:
 - Of equal scores the earlier key is chosen, as by megarl's engines on CPUs.
 - Queries before which there are fewer than `topk` keys attend to all of them. A micro-batch whose sequences have no more tokens than that is
   computed by the attention of models without indexers.
+- Indexers learn from a loss of their own, if at all (learning.py).
 - Scores exist for some rows at a time (`selection.LIMIT` bytes), in the forward pass and in the backward pass, which makes them anew.
 """

@@ -5,7 +5,7 @@ of attention to all.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,8 @@ from megarl.megatron.cpu.attention import gather_sequences
 from megarl.megatron.cpu.torch_te import rms_norm
 from megarl.megatron.packing import PackedBounds
 from megarl.megatron.sparse.indexer import Choice, project
-from megarl.megatron.sparse.selection import (
-    Run,
-    choose_keys,
-    later_keys,
-    runs_of,
-    unpack_bits,
-)
+from megarl.megatron.sparse.learning import IndexerLoss, Lesson, Untaught, counted, teaching_texts
+from megarl.megatron.sparse.selection import Run, choose_keys, hidden_keys, runs_of
 
 
 class SparseSelfAttention(MLASelfAttention):
@@ -32,9 +27,11 @@ class SparseSelfAttention(MLASelfAttention):
     Attributes:
         choice: what is chosen, and by which layer's indexer (`add_indexers`).
         indexer: this layer's; there is none where the layer takes another one's choice.
+        indexer_loss: what the indexer learns from; None: there is none, or it does not learn.
     """
 
     choice: Choice
+    indexer_loss: IndexerLoss | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -58,33 +55,43 @@ class SparseSelfAttention(MLASelfAttention):
             x: [this rank's tokens with sequence parallelism, 1, hidden], the layer's normed input.
             qr: [the same, low rank], the queries before their norm and up-projection.
         """
-        bounds = packed_seq_params
+        bounds, topk = packed_seq_params, self.choice.topk
         assert (
             isinstance(bounds, PackedBounds)
             and bounds.lengths is not None
             and x is not None
             and qr is not None
         )
-        if bounds.max_seqlen_q <= self.choice.topk:
-            return super()._run_core_attention(
+        # Not in the first pass of a layer that is computed again, nor where log-probs are computed.
+        learning = self.indexer_loss if torch.is_grad_enabled() else None
+        if bounds.max_seqlen_q <= topk:
+            output = super()._run_core_attention(
                 *(query, key, value, attention_mask),
                 packed_seq_params=bounds,
                 attn_mask_type=attn_mask_type,
                 **options,
             )
+            return output if learning is None else Untaught.apply(output, *self.indexer.parameters())
         assert bounds.shared is None, "models with experts do not share prompts"
-        chosen = self._chosen(x, qr, bounds)
+        indexed = None
+        if self.choice.source is None:
+            with torch.set_grad_enabled(learning is not None):
+                indexed = self._index(x.squeeze(1).detach(), qr.detach(), bounds)
+        chosen = self._chosen(indexed, bounds)
         group, lengths = self.pg_collection.cp, bounds.lengths
         if group.size() > 1:
             key, value = (torch.cat(gather_sequences(part, lengths, group)) for part in (key, value))
         runs = runs_of(lengths, group.size(), group.rank())
-        scale = self.softmax_scale
-        return ChosenAttention.apply(query, key, value, chosen, runs, self.choice.topk, scale).flatten(1)
+        lesson = None if learning is None else self._lesson(indexed, chosen, bounds)
+        output = ChosenAttention.apply(query, key, value, chosen, runs, topk, self.softmax_scale, lesson)
+        if learning is not None:
+            output = learning.add_to(output, lesson, indexed.queries, indexed.keys, indexed.weights)
+        return output.flatten(1)
 
-    def _chosen(self, x: Tensor, qr: Tensor, bounds: PackedBounds) -> Tensor:
-        """The choices of all of this context parallel rank's queries, as `choose_keys`."""
-        source = self.choice.source
-        if source is not None:
+    def _chosen(self, indexed: "Indexed | None", bounds: PackedBounds) -> Tensor:
+        """The choices of all of this context parallel rank's queries, as `choose_keys`; by another layer's indexer where `indexed` is None."""
+        if indexed is None:
+            source = self.choice.source
             if source not in bounds.choices:
                 raise ValueError(
                     f"layer {self.choice.layer} takes the keys that the indexer of layer {source} chooses, which is on another pipeline stage; begin "
@@ -93,39 +100,72 @@ class SparseSelfAttention(MLASelfAttention):
                 )
             return bounds.choices[source]
         with torch.no_grad():
-            chosen = self._choose(x.squeeze(1), qr, bounds)
+            chosen = self._choose(indexed, bounds)
         if self.choice.is_shared:
             bounds.choices[self.choice.layer] = chosen
         return chosen
 
-    def _choose(self, x: Tensor, qr: Tensor, bounds: PackedBounds) -> Tensor:
+    def _choose(self, indexed: "Indexed", bounds: PackedBounds) -> Tensor:
         """Each rank chooses for its own tokens; with sequence parallelism the choices are then exchanged."""
         assert bounds.lengths is not None
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
-        cut = self.config.sequence_parallel and tp.size() > 1
-        own = range(tp.rank() * len(x), (tp.rank() + 1) * len(x)) if cut else range(len(x))
-        queries, keys, weights = self._index(x, qr, bounds, own)
-        if cut:
-            keys = gather_from_sequence_parallel_region(keys, tensor_parallel_output_grad=True, group=tp)
-        if cp.size() > 1:
-            keys = torch.cat(gather_sequences(keys, bounds.lengths, cp))
-        runs = runs_of(bounds.lengths, cp.size(), cp.rank(), own)
-        chosen = choose_keys(queries, weights, keys, runs, self.choice.topk, max(bounds.lengths))
-        if not cut:
+        runs = runs_of(bounds.lengths, cp.size(), cp.rank(), indexed.own)
+        found = indexed.queries, indexed.weights, indexed.keys
+        chosen = choose_keys(*found, runs, self.choice.topk, max(bounds.lengths))
+        if not self._shares_tokens:
             return chosen
         everyones = chosen.new_empty((len(chosen) * tp.size(), chosen.shape[1]))
         dist.all_gather_into_tensor(everyones, chosen, group=tp)
         return everyones
 
-    def _index(
-        self, x: Tensor, qr: Tensor, bounds: PackedBounds, own: range
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The indexer's queries, keys and weights of the tokens `own`, whose inputs these are."""
-        normed = rms_norm(qr, self.linear_q_up_proj.layer_norm_weight, self.config.layernorm_epsilon)
+    @property
+    def _shares_tokens(self) -> bool:
+        """Whether tensor parallel ranks have parts of the tokens, and not all of them."""
+        return self.config.sequence_parallel and self.pg_collection.tp.size() > 1
+
+    def _index(self, x: Tensor, qr: Tensor, bounds: PackedBounds) -> "Indexed":
+        """What the indexer makes of its inputs, which are this rank's own tokens'."""
+        assert bounds.lengths is not None
+        tp, cp = self.pg_collection.tp, self.pg_collection.cp
+        first = tp.rank() * len(x) if self._shares_tokens else 0
+        own = range(first, first + len(x))
+        factors = self.linear_q_up_proj.layer_norm_weight.detach()
+        normed = rms_norm(qr, factors, self.config.layernorm_epsilon)
         rotary = self.rotary_pos_emb(bounds.max_seqlen_q, packed_seq=True)
         angles, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
         positions = bounds.cu_seqlens_q.positions[own.start : own.stop]
-        return project(self.indexer, x, normed, positions, angles, factor, self.choice.interleaved)
+        queries, keys, weights = project(
+            self.indexer, x, normed, positions, angles, factor, self.choice.interleaved
+        )
+        # Their gradients are summed over the ranks that have queries, in the way back.
+        if self._shares_tokens:
+            keys = gather_from_sequence_parallel_region(keys, tensor_parallel_output_grad=True, group=tp)
+        if cp.size() > 1:
+            keys = torch.cat(gather_sequences(keys, bounds.lengths, cp))
+        return Indexed(queries, keys, weights, own)
+
+    def _lesson(self, indexed: "Indexed", chosen: Tensor, bounds: PackedBounds) -> Lesson:
+        predicts = self.choice.layer - self.config.num_layers
+        return Lesson(
+            *(part.detach() for part in (indexed.queries, indexed.keys, indexed.weights)),
+            own=indexed.own,
+            chosen=chosen,
+            counts=counted(bounds, predicts if predicts >= 0 else None),
+            texts=teaching_texts(bounds, self.choice.topk),
+            topk=self.choice.topk,
+            heads=self.config.num_attention_heads,
+            group=self.pg_collection.tp,
+        )
+
+
+class Indexed(NamedTuple):
+    """An indexer's queries [this rank's tokens, heads, dim] and their weights [this rank's tokens, heads], the keys of the tokens of all context
+    parallel ranks [tokens, dim], and which tokens of its context parallel rank this rank's are."""
+
+    queries: Tensor
+    keys: Tensor
+    weights: Tensor
+    own: range
 
 
 class ChosenAttention(torch.autograd.Function):
@@ -142,9 +182,10 @@ class ChosenAttention(torch.autograd.Function):
         runs: Sequence[Run],
         topk: int,
         scale: float,
+        lesson: Lesson | None = None,
     ) -> Tensor:
         """query: [tokens, heads, dim]; key, value: [tokens of all context parallel ranks, heads, dim]; chosen: as `choose_keys` -> [tokens, heads,
-        value dim]."""
+        value dim]. An indexer learns in `lesson`."""
         output = query.new_empty((*query.shape[:2], value.shape[2]))
         sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         for part in _parts(runs, query.shape[1]):
@@ -153,9 +194,11 @@ class ChosenAttention(torch.autograd.Function):
             highest = scores.amax(-1, keepdim=True)
             total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
             sums[part.rows] = (highest + total.log()).squeeze(-1).T
-            weights = scores.div_(total).to(value.dtype)
+            weights = scores.div_(total)
             del scores
-            output[part.rows] = torch.einsum("hqk,khd->qhd", weights, value[part.keys])
+            if lesson is not None:
+                lesson.add(part, weights)
+            output[part.rows] = torch.einsum("hqk,khd->qhd", weights.to(value.dtype), value[part.keys])
             del weights
         ctx.save_for_backward(query, key, value, chosen, output, sums)
         ctx.facts = runs, topk, scale
@@ -178,7 +221,7 @@ class ChosenAttention(torch.autograd.Function):
             del weights
             grads[0][keys] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows])
             del grad_scores
-        return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), None, None, None, None
+        return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), *[None] * 5
 
 
 def _parts(runs: Sequence[Run], heads: int) -> list[Run]:
@@ -193,11 +236,3 @@ def _scores(query: Tensor, key: Tensor, chosen: Tensor, part: Run, topk: int, sc
     else:
         scores = torch.bmm(queries.float(), keys.float())
     return scores.mul_(scale).masked_fill_(hidden_keys(chosen, part, topk), -torch.inf)
-
-
-def hidden_keys(chosen: Tensor, part: Run, topk: int) -> Tensor:
-    """bool [queries of the part, keys]: which keys are not attended to."""
-    hidden = later_keys(part.position, part.count, part.end, chosen.device)
-    if (late := part.after(topk)) is not None:
-        hidden[late.row - part.row :] |= ~unpack_bits(chosen[late.rows], part.end)
-    return hidden

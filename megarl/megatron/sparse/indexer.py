@@ -1,13 +1,17 @@
-"""Indexers of sparse attention (DeepSeek-V3.2, GLM-5) in Megatron's layers: their weights, which are kept and not trained, and their projections.
+"""Indexers of sparse attention (DeepSeek-V3.2, GLM-5) in Megatron's layers: their weights and their projections.
 
+Weights are buffers where they are kept as they are, and parameters where they are trained (learning.py): every rank has all of those of its layers.
 Engines have the same weights, by every sync, and so have checkpoints and exports.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
@@ -52,13 +56,21 @@ def choice_of(config: ModelConfig, layer: int) -> Choice:
     )
 
 
-def add_indexers(model: GPTModel, config: ModelConfig, layers: list[int]) -> None:
-    """Tell the layers of a model chunk what they attend to, and give them their indexers, of zeros.
+class IndexerPart(torch.nn.Module):
+    """The tensors of a part of an indexer. To ask for them is a forward pass, before which Megatron gathers weights that an optimizer's step has
+    changed (`overlap_param_gather`)."""
 
-    Their weights are buffers: no optimizer, gradient buffer or adapter knows of them.
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Its weight, and its bias if there is one."""
+        return self.weight, getattr(self, "bias", None)
+
+
+def add_indexers(model: GPTModel, config: ModelConfig, layers: list[int], *, trained: bool) -> None:
+    """Tell the layers of a model chunk what they attend to, and give them their indexers, of zeros.
 
     Args:
         layers: the numbers in the model of the chunk's layers.
+        trained: whether their weights are parameters; otherwise they are buffers, of which no optimizer, gradient buffer or adapter knows.
     """
     if config.indexer is None:
         return
@@ -70,12 +82,19 @@ def add_indexers(model: GPTModel, config: ModelConfig, layers: list[int]) -> Non
     for number, layer in numbered:
         layer.self_attention.choice = choice_of(config, number)
         if has_indexer(config, number):
-            layer.self_attention.indexer = _indexer(config, number, model.config.params_dtype)
+            layer.self_attention.indexer = _indexer(config, number, model.config, trained)
 
 
 def indexers_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The weights of a chunk's indexers."""
+    """The weights of a chunk's indexers that are not trained."""
     return (buffer for name, buffer in model.named_buffers() if f".{_LOCAL}" in name)
+
+
+def attentions_with_indexers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The attention of each layer of a chunk that has an indexer of its own, layers for multi-token prediction among them."""
+    return (
+        module for module in model.modules() if isinstance(getattr(module, "indexer", None), torch.nn.Module)
+    )
 
 
 def project(
@@ -96,25 +115,35 @@ def project(
         angles: [positions, 1, 1, rotated], of attention's rotary embedding. The first `rotated` of an indexer's dimensions are rotated.
         factor: of sines and cosines.
     """
-    dim = len(indexer.k_norm.weight)
-    queries = linear(low_rank, indexer.wq_b.weight).unflatten(1, (-1, dim))
-    keys = linear(x, indexer.wk.weight).float()
-    keys = layer_norm(keys, (dim,), indexer.k_norm.weight, indexer.k_norm.bias, _KEY_NORM_EPSILON).to(x.dtype)
+    (query, _), (key, _), (scale, bias), (heads, _) = (
+        part() for part in (indexer.wq_b, indexer.wk, indexer.k_norm, indexer.weights_proj)
+    )
+    dim = len(scale)
+    queries = linear(low_rank, query).unflatten(1, (-1, dim))
+    keys = layer_norm(linear(x, key).float(), (dim,), scale, bias, _KEY_NORM_EPSILON).to(x.dtype)
     queries, keys = (
         rotate(part, positions, angles, interleaved, factor) for part in (queries, keys[:, None])
     )
-    weights = linear(x, indexer.weights_proj.weight).float()
+    weights = linear(x, heads).float()
     return queries, keys[:, 0], weights * (weights.shape[1] * dim) ** -0.5
 
 
-def _indexer(config: ModelConfig, layer: int, dtype: torch.dtype) -> torch.nn.Module:
+def _indexer(config: ModelConfig, layer: int, settings: TransformerConfig, trained: bool) -> torch.nn.Module:
     indexer = torch.nn.Module()
     for weight in attention_weights(config, layer):
         if weight.megatron.startswith(_LOCAL):
             part, kind = weight.megatron.removeprefix(_LOCAL).split(".")
             if not hasattr(indexer, part):
-                indexer.add_module(part, torch.nn.Module())
-            own = torch.float32 if keeps_float32(weight.name) else dtype
+                indexer.add_module(part, IndexerPart())
+            own = torch.float32 if keeps_float32(weight.name) else settings.params_dtype
             values = torch.zeros(weight.shape, dtype=own, device=platform.device())
-            indexer.get_submodule(part).register_buffer(kind, values)
+            if not trained:
+                indexer.get_submodule(part).register_buffer(kind, values)
+                continue
+            parameter: Any = torch.nn.Parameter(values)
+            # A rank's gradient is that of its own tokens.
+            parameter.sequence_parallel = settings.sequence_parallel
+            # Clipped by a norm of their own, so that updates of other weights are what they are without this loss.
+            setattr(parameter, GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP)
+            indexer.get_submodule(part).register_parameter(kind, parameter)
     return indexer

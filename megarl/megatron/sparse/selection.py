@@ -63,6 +63,13 @@ class Run:
             return None
         return Run(self.row + skipped, self.position + skipped, self.count - skipped, self.start)
 
+    def within(self, rows: range) -> "Run | None":
+        """The queries that are among these of the rank's tokens; None: none is."""
+        first, stop = max(self.row, rows.start), min(self.row + self.count, rows.stop)
+        if first >= stop:
+            return None
+        return Run(first, self.position + first - self.row, stop - first, self.start)
+
 
 def runs_of(lengths: Sequence[int], cp: int, rank: int, rows: range | None = None) -> list[Run]:
     """The runs of context parallel rank `rank` of `cp`, which holds parts `rank` and 2 cp - 1 - rank of 2 cp equal parts of each sequence.
@@ -89,10 +96,13 @@ def runs_of(lengths: Sequence[int], cp: int, rank: int, rows: range | None = Non
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """The scores, in float32, of keys [keys, dim] for queries [rows, heads, dim] with weights [rows, heads]: [rows, keys]."""
-    rows, heads, _ = queries.shape
-    of_heads = _product(queries.flatten(0, 1), keys).unflatten(0, (rows, heads))
-    of_heads = of_heads.relu() if torch.is_grad_enabled() else of_heads.relu_()
-    return torch.einsum("rhk,rh->rk", of_heads, weights.float())
+    return torch.einsum("rhk,rh->rk", head_scores(queries, keys), weights.float())
+
+
+def head_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """The same of each head, without its weight: float32 [rows, heads, keys]."""
+    of_heads = _product(queries.flatten(0, 1), keys).unflatten(0, queries.shape[:2])
+    return of_heads.relu() if torch.is_grad_enabled() else of_heads.relu_()
 
 
 def _product(queries: Tensor, keys: Tensor) -> Tensor:
@@ -145,6 +155,14 @@ def choose_keys(
                 bits = pack_bits(choose(scores, part.position, topk))
                 chosen[part.rows, : bits.shape[1]] = bits
     return chosen
+
+
+def hidden_keys(chosen: Tensor, part: Run, topk: int) -> Tensor:
+    """bool [queries of the part, keys]: which keys are not attended to."""
+    hidden = later_keys(part.position, part.count, part.end, chosen.device)
+    if (late := part.after(topk)) is not None:
+        hidden[late.row - part.row :] |= ~unpack_bits(chosen[late.rows], part.end)
+    return hidden
 
 
 def pack_bits(flags: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from megarl.trainer.workers.dispatch import (
     NAMED,
     MicroBatching,
     ModelSpec,
+    indexer_coef,
     plan_rows,
     prediction_training,
 )
@@ -180,6 +181,7 @@ def open_ranks(
             timeout=config.trainer.collective_timeout,
             lora=config.model.lora,
             mtp=prediction_training(config.model),
+            indexer_coef=indexer_coef(config.model),
         )
         with run.status("starting the model's ranks"):
             # With many ranks calls go through relays; where there is a fork server, ranks are forked with their imports done.

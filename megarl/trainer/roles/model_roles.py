@@ -28,7 +28,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.run.cluster_setup import MODEL_PROCESSES
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.dispatch import NAMED, MicroBatching, ModelSpec, prediction_training
+from megarl.trainer.workers.dispatch import NAMED, MicroBatching, ModelSpec, indexer_coef, prediction_training
 
 
 def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
         share_prompts=_share_prompts(config),
         router_replay=_router_replay(config),
         mtp=prediction_training(policy.model) if trains else None,
+        indexer_coef=indexer_coef(policy.model) if trains else None,
     )
     arguments: dict[str, Any] = {
         "spec": spec,

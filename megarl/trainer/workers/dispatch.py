@@ -65,6 +65,11 @@ def prediction_training(model: TrainedModelConfig) -> PredictionTraining | None:
     return PredictionTraining(model.mtp_loss_coef, model.mtp_detached) if model.mtp == "train" else None
 
 
+def indexer_coef(model: TrainedModelConfig) -> float | None:
+    """The weight of the loss of a model's indexers; None: they are not trained."""
+    return model.indexer_loss_coef if model.indexer == "train" else None
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """One Megatron model and how it is trained.
@@ -80,6 +85,7 @@ class ModelSpec:
         router_replay: "rollout": routers choose the experts that trajectories came with; "trainer": those that `compute_log_probs`
             has recorded; None: their own.
         mtp: how layers of multi-token prediction are trained; None: the model is built without them.
+        indexer_coef: weight of the loss of the indexers of sparse attention; None: they are not trained.
     """
 
     path: str
@@ -93,6 +99,7 @@ class ModelSpec:
     share_prompts: str | None = None
     router_replay: str | None = None
     mtp: PredictionTraining | None = None
+    indexer_coef: float | None = None
 
     @property
     def adapted(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ from megarl.megatron.router_replay import (
     take_recorded,
 )
 from megarl.megatron.shared_prompts import check_model
+from megarl.megatron.sparse.learning import IndexerLoss
 from megarl.megatron.step import StepResult, forward_only, train_step, with_predictions
 from megarl.models import COMPANIONS, ModelConfig, read_model_config
 from megarl.models.lora import ADAPTER
@@ -157,6 +159,9 @@ class ModelWorker:
         if spec.share_prompts is not None:
             model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
             check_model(spec.share_prompts, model, self.layout, dropout)
+        self.indexer_loss: IndexerLoss | None = None
+        if spec.indexer_coef is not None and spec.optim is not None:
+            self.indexer_loss = IndexerLoss(self.chunks)
         self.replays: list[RouterReplay] = []
         self.routing: Routing | None = None
         if spec.router_replay is not None:
@@ -264,6 +269,7 @@ class ModelWorker:
             overrides=self._overrides(),
             base_block=blocks,
             mtp=mtp,
+            indexers=trainable and self.spec.indexer_coef is not None,
             seed=self.spec.megatron.seed,
         )
         self.read_weights(path, config, head, local_parameters(chunks), blocks, mtp=mtp is not None)
@@ -466,8 +472,8 @@ class ModelWorker:
 
         Args:
             names: gives the names of the micro-batches' sequences, for the error; None: they have none.
-            learnt: tokens that the step learns from, on all ranks, over which the loss of multi-token prediction layers is a mean where
-                they are trained; the batches were packed for it.
+            learnt: tokens that the step learns from, on all ranks, over which the losses of multi-token prediction layers and of indexers are
+                means where these are trained; the batches were packed for it.
             more: leave updated weights to be gathered in the next forward pass (`overlap_param_gather`); the caller ends with
                 `gather_parameters`.
 
@@ -478,11 +484,16 @@ class ModelWorker:
         if self.depth:
             assert learnt is not None and self.spec.mtp is not None
             loss = with_predictions(loss, self.depth, self.spec.mtp.coef / learnt, self.sums_prefix)
+        if self.indexer_loss is not None:
+            assert learnt is not None and self.spec.indexer_coef is not None
+            self.indexer_loss.begin(self.spec.indexer_coef / learnt)
         assert_resident(self.chunks)
         for part in ("weights", "adapters", "gradients", "optimizer"):
             if part in self.parts:
                 self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
+        if self.indexer_loss is not None:
+            result = replace(result, stats=result.stats | self.indexer_loss.sums(self.sums_prefix))
         if not (more and result.ok):
             gather_parameters(self.chunks)
         for reserved in self.reserved:  # the first step makes the optimizer's states

@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.metrics import prediction_metrics
+from megarl.algorithms.metrics import layer_metrics
 from megarl.algorithms.preference import (
     DPOOptions,
     KTOOptions,
@@ -54,7 +54,7 @@ class SFTWorker(ModelWorker):
         assert result.stats["tokens"] == num_learnt, (result.stats, num_learnt)
         return {
             "train/loss": result.stats["loss"] / num_learnt,
-            **prediction_metrics(result.stats, "", "train/"),
+            **layer_metrics(result.stats, "", "train/"),
             **{f"train/{name}": value for name, value in result.numbers().items()},
             "perf/tokens": float(sum(len(ids) for ids in table["input_ids"])),
         }

@@ -416,6 +416,25 @@ def test_what_is_right_is_accepted(
             "are; give keep, or no adapters",
         ),
         (
+            ["model.indexer_loss_coef=0.3"],
+            "model.indexer_loss_coef is of model.indexer=train, which is freeze; leave it out",
+        ),
+        (
+            ["model.indexer=train", "model.lora.rank=4"],
+            "model.indexer=train goes without model.lora.rank=4: indexers have no adapters, and adapters alone are trained, saved and served; leave out "
+            "one of them",
+        ),
+        (
+            ["model.indexer=train", "megatron.fsdp=optim_grads"],
+            "model.indexer=train goes without megatron.fsdp=optim_grads: indexers read their weights outside the layers that Megatron-FSDP gathers; "
+            "leave out one of them",
+        ),
+        (
+            ["model.indexer=train", "optim.optimizer=muon"],
+            "model.indexer=train goes without optim.optimizer=muon, which makes steps of matrices orthogonal: nobody has tried it with indexers; give "
+            "adam, or leave it out",
+        ),
+        (
             ["model.mtp=train", "megatron.fsdp=optim_grads"],
             "model.mtp=train goes without megatron.fsdp=optim_grads: the units of Megatron-FSDP are the model's own layers; leave out one "
             "of them",
@@ -442,6 +461,10 @@ def test_fine_tuning(sft: Callable[..., SFTConfig], overrides: list[str], proble
             ["model.mtp=train"],
             "model.mtp=train: a reward model predicts no tokens, so it has no such layers; leave it out",
         ),
+        (
+            ["model.indexer=train"],
+            "model.indexer=train: indexers learn with the tokens that a model learns to predict, and a reward model predicts none; leave it out",
+        ),
         (["model.head_init=ones"], "model.head_init='ones' is unknown; megarl has zeros, normal"),
         (
             ["data.train_batch_size=7"],
@@ -459,6 +482,14 @@ def test_preferences_train_no_prediction_layers(examples: list[str]) -> None:
     config = load_config(DPOConfig, None, [*examples, "model.mtp=train"])
     assert problems(config) == [
         "model.mtp=train: preferences have responses that are not to be predicted; give keep, and train the layers by megarl sft"
+    ]
+
+
+def test_preferences_train_no_indexers(examples: list[str]) -> None:
+    config = load_config(DPOConfig, None, [*examples, "model.indexer=train"])
+    assert problems(config) == [
+        "model.indexer=train: preferences are a loss of whole responses, and indexers learn by the token; leave it out, and train them by megarl sft or "
+        "with the policy"
     ]
 
 

@@ -174,6 +174,7 @@ ONLY = "trainer.rollout_only=true"
         ([ONLY, "trainer.test_freq=2"], "trainer.test_freq: with trainer.rollout_only nothing is validated"),
         (["trainer.train_only=.", "trainer.val_before_train=true"], "val_before_train: with trainer.train_only nothing"),
         ([ONLY, "trainer.save_freq=2"], "trainer.save_freq: with trainer.rollout_only no model changes"),
+        ([ONLY, f"{POLICY}.model.indexer=train"], f"{POLICY}.model.indexer=train: with trainer.rollout_only no model changes"),
         ([ONLY, f"{POLICY}.model.lora.rank=4"], f"{POLICY}.model.lora.rank: trainer.rollout_only has no adapters"),
         (["trainer.train_only=nowhere"], "trainer.train_only=nowhere: there is no such folder"),
         (["trainer.on_nonfinite=ignore"], "trainer.on_nonfinite='ignore' is unknown; megarl has stop, skip"),
@@ -222,6 +223,7 @@ def test_what_may_change_is_listed_with_both_values(tmp_path: Path) -> None:
         f"{POLICY}.actor.megatron.tensor_model_parallel_size=1",
         f"{POLICY}.model.mtp=keep",
     )
+    found[f"{POLICY}.model.indexer"] = ("(not there)", "freeze")  # a run from before there was such a key
     assert found[f"{POLICY}.actor.optim.lr"][1] == 0.25
     assert f"{POLICY}.model.mtp" in found
     assert found[f"{POLICY}.actor.megatron.tensor_model_parallel_size"] == (2, 1)
@@ -242,6 +244,7 @@ def test_what_may_change_is_listed_with_both_values(tmp_path: Path) -> None:
         (f"{POLICY}.actor.optim.optimizer=muon", "the states of another optimizer"),
         ("algorithm.kl_ctrl.type=adaptive", "another controller"),
         (f"{POLICY}.model.mtp=train", "has multi-token prediction layers, or has none"),
+        (f"{POLICY}.model.indexer=train", "optimizer states of indexers, or has none"),
     ],
 )
 def test_what_cannot_change_is_refused_with_the_reason(tmp_path: Path, override: str, reason: str) -> None:

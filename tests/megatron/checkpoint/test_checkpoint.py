@@ -11,6 +11,7 @@ import torch
 from examples.tiny_model import make_tiny_model
 from megarl.checkpoints import FileFacts, seal_file
 from megarl.megatron.checkpoint.checkpoint import Loaded, load_states, save_states
+from tests.fixtures.indexers import CHOOSING
 from tests.megatron.parity import VOCAB
 from tests.megatron.states import Setting, Trainee, whole_tensors
 from tests.ranks import RankPool
@@ -22,6 +23,7 @@ FAMILIES = {
         "family": "deepseek_v3"
     },  # latent attention, a dense layer before the mixtures, routers' biases
     "predicting": {"family": "deepseek_v3", "num_mtp_layers": 2},
+    "choosing": {"family": "deepseek_v32", "fields": CHOOSING},
 }
 History = list[tuple[float, float, float]]
 
@@ -71,7 +73,10 @@ def check(ranks: RankPool, folder: Path, model: str, saved: Setting, others: lis
     kinds = 3 if saved.dtype == torch.float32 else 4
     weights = sum(not key.startswith("optimizer.") for key in expected) - _num_buffers(expected)
     matrices = sum(key.startswith("optimizer.state.momentum_buffer.") for key in expected)
-    assert len(expected) == kinds * weights + _num_buffers(expected) - matrices
+    uncopied = sum(".indexer.k_norm." in key and not key.startswith("optimizer.") for key in expected) * (
+        kinds - 3
+    )
+    assert len(expected) == kinds * weights + _num_buffers(expected) - matrices - uncopied
     assert (matrices > 0) == saved.muon
     histories = [history for _, _, history, _ in results]
 
@@ -123,6 +128,23 @@ def test_layers_of_multi_token_prediction(
     saved, others = Setting(2, {"pp": 2}, mtp=True), [Setting(2, {"tp": 2, "sp": True, "ep": 2}, mtp=True)]
     check(ranks, tmp_path, model_of("predicting"), saved, others)
     assert "mtp.layers.1.eh_proj.weight" in whole_tensors(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("on_host", [None, pytest.param(256, marks=pytest.mark.slow)])
+def test_trained_indexers(
+    ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str], on_host: int | None
+) -> None:
+    """The norms of their keys are in float32, in a model of bfloat16: an optimizer has weights of two types in a group."""
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "indexers": True}
+    saved = Setting(2, {"ep": 2}, on_host=on_host, **how)
+    check(ranks, tmp_path, model_of("choosing"), saved, [Setting(2, {"tp": 2, "sp": True, "ep": 2}, **how)])
+    found = whole_tensors(tmp_path / "saved")
+    copies = [key for key in found if key.startswith("optimizer.state.fp32_param.")]
+    assert len(copies) > 30 and any(".indexer.wk." in key for key in copies)
+    for key in copies:  # each is of its own weight
+        assert torch.equal(found[key].bfloat16(), found[key.removeprefix("optimizer.state.fp32_param.")]), key
+    moments = found["optimizer.state.exp_avg.decoder.layers.0.self_attention.indexer.k_norm.bias"]
+    assert moments.any()
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     if layer.name in run.float8:
         yield from _float8_forward(run, layer, whole)
     if run.use.chooses:
-        yield attention + run.hidden + _choosing(run)
+        yield attention + run.hidden + _choosing(run, run.use.teaches)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
         outputs = 3 * item + max(item, _with_biases(run))
@@ -342,19 +342,24 @@ def _scores(run: RankPass) -> tuple[int, int]:
     )
 
 
-def _choosing(run: RankPass) -> int:
-    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before, an indexer's. Where
-    it learns, its scores with those of attention, and their gradients in the model's type; of one for all heads about eight, and the
-    gradient of its keys in float32."""
+def _choosing(run: RankPass, teaches: bool = False) -> int:
+    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before, an indexer's.
+
+    Where it learns (`megarl.megatron.sparse.learning`), the scores of its heads beside attention's, and matrices of one head's size: attention's
+    probabilities, then five while the divergence is computed, or three beside the heads' gradients in the model's type; and the gradient of its keys
+    in float32.
+    """
     scores, indexed = _scores(run)
     share, indexer = run.use.itemsize / FLOAT32, run.use.config.indexer
-    if not run.use.teaches:
+    if not teaches:
         return max(scores + int(scores * share), indexed)
     assert indexer is not None
     heads = run.use.config.num_attention_heads // run.use.layout.tp
-    learning = scores // heads + int(indexed * (1 + (share if share < 1 else 0) + 8 / indexer.heads))
+    copied = share if share < 1 else 0
+    most = max(5.25 / indexer.heads, copied + 3.25 / indexer.heads)  # a quarter: which keys are hidden
     keys = run.tokens * run.use.layout.cp * indexer.head_dim * FLOAT32
-    return max(scores + max(int(scores * share), learning + keys), indexed)
+    learning = scores // heads + int(indexed * (1 + most)) + keys
+    return max(scores + max(int(scores * share), learning), indexed)
 
 
 def _chosen_backward(run: RankPass) -> int:

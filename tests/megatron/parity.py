@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -86,13 +87,16 @@ def loss_and_gradients(model: PreTrainedModel) -> float:
 
 
 def batches(layout: ParallelLayout, depth: int = 0, lengths: Sequence[int] = LENGTHS) -> list[PackedBatch]:
-    """This data parallel rank's micro-batches, two sequences each. `depth`: of layers of multi-token prediction."""
-    place = coords()
+    """This data parallel rank's micro-batches of `sequences`. `depth`: of layers of multi-token prediction."""
     tokens = sequences(lengths)
-    table = pa.table(
-        {"input_ids": tokens, "loss_mask": [[False] + [True] * (len(ids) - 1) for ids in tokens]}
-    )
-    rows = list(range(place.dp, len(tokens), layout.dp))
+    masks = [[False] + [True] * (len(ids) - 1) for ids in tokens]
+    return batches_of(pa.table({"input_ids": tokens, "loss_mask": masks}), layout, depth)
+
+
+def batches_of(table: pa.Table, layout: ParallelLayout, depth: int = 0) -> list[PackedBatch]:
+    """This data parallel rank's micro-batches of a table's rows, two sequences each."""
+    place = coords()
+    rows = list(range(place.dp, table.num_rows, layout.dp))
     return [
         arrange_sequences(
             table,
@@ -105,6 +109,17 @@ def batches(layout: ParallelLayout, depth: int = 0, lengths: Sequence[int] = LEN
         ).on_device()
         for start in range(0, len(rows), 2)
     ]
+
+
+def half_counted(lengths: Sequence[int]) -> pa.Table:
+    """Sequences of which about half of the tokens count."""
+    generator = np.random.default_rng(4)
+    return pa.table(
+        {
+            "input_ids": [generator.integers(0, VOCAB, length) for length in lengths],
+            "loss_mask": [generator.random(length) < 0.6 for length in lengths],
+        }
+    )
 
 
 def loss_of(log_probs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

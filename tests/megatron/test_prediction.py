@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,12 +16,11 @@ from megarl.layout import Piece
 from megarl.megatron.build import local_parameters
 from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import PackedBatch, arrange_sequences
-from megarl.megatron.parallel import coords
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import StepResult, train_step, with_predictions
 from megarl.models.config import QWEN_HYBRIDS
 from tests.megatron.hf import Rank, check_gradients, place_model
-from tests.megatron.parity import OPTIM, VOCAB
+from tests.megatron.parity import OPTIM, VOCAB, batches_of, half_counted
 from tests.megatron.test_families import FAMILIES, hugging_face
 from tests.ranks import RankPool
 
@@ -48,17 +46,6 @@ def names_of(name: str, index: int) -> tuple[str, tuple[str, ...]]:
 
 Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
 Update = tuple[bool, float, dict[str, torch.Tensor]]
-
-
-def examples() -> pa.Table:
-    """Sequences, some shorter than the layers reach, of which about half of the tokens count."""
-    generator = np.random.default_rng(4)
-    return pa.table(
-        {
-            "input_ids": [generator.integers(0, VOCAB, length) for length in LENGTHS],
-            "loss_mask": [generator.random(length) < 0.6 for length in LENGTHS],
-        }
-    )
 
 
 @pytest.fixture(scope="module")
@@ -191,21 +178,8 @@ def _update(
 def _train(place: Rank, mtp: str | None, clip_grad: float, steps: int = 1) -> StepResult:
     """Some steps on all examples; the last one's result."""
     optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
-    layout, table, own = place.layout, examples(), coords()
     depth = place.chunks[0].config.mtp_num_layers
-    rows = list(range(own.dp, len(LENGTHS), layout.dp))
-    batches = [
-        arrange_sequences(
-            table,
-            rows[start : start + 2],
-            depth=depth if mtp else 0,
-            tp=layout.tp,
-            cp=layout.cp,
-            cp_rank=own.cp,
-            sequence_parallel=layout.sp,
-        ).on_device()
-        for start in range(0, len(rows), 2)
-    ]
+    batches = batches_of(half_counted(LENGTHS), place.layout, depth if mtp else 0)
 
     def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert output.shape[1] == 1
@@ -261,7 +235,7 @@ def test_losses_and_gradients_are_the_papers(
     options: dict[str, Any],
 ) -> None:
     (world, sizes), folder = GRID[layout], folder_of(name)
-    oracle, table, total = Oracle(folder, name), examples(), torch.zeros(1 + depth_of(name))
+    oracle, table, total = Oracle(folder, name), half_counted(LENGTHS), torch.zeros(1 + depth_of(name))
     for tokens, counts in zip(table["input_ids"].to_pylist(), table["loss_mask"].to_pylist(), strict=True):
         losses = oracle.losses(torch.tensor(tokens), torch.tensor(counts), detached=mtp == "detached")
         (losses[0] + WEIGHT / depth_of(name) * losses[1:].sum()).backward()

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,15 +17,14 @@ from megarl.layout import Piece
 from megarl.megatron.build import gather_parameters, local_parameters, unwrap
 from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import PackedBatch, arrange_sequences
-from megarl.megatron.parallel import coords
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.sparse import selection
 from megarl.megatron.sparse.learning import IndexerLoss, Lesson, _Learnt
 from megarl.megatron.sparse.selection import Run
 from megarl.megatron.step import train_step, with_predictions
 from tests.fixtures.indexers import CHOOSING
 from tests.megatron.hf import Rank, check_gradients, place_model
-from tests.megatron.parity import OPTIM, VOCAB
+from tests.megatron.parity import OPTIM, VOCAB, batches_of, half_counted
 from tests.megatron.test_families import FAMILIES, hugging_face
 from tests.megatron.test_prediction import DEPTH, LAYERS, Oracle
 from tests.ranks import RankPool
@@ -38,17 +35,6 @@ LENGTHS = (31, 12, 40, 23, 6, 9, 7, 3)  # three teach nothing, two of them in a 
 SHARING = {"indexer_types": ["full", "shared", "shared", "full"]}
 
 Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
-
-
-def examples() -> pa.Table:
-    """Sequences of which about half of the tokens count."""
-    generator = np.random.default_rng(4)
-    return pa.table(
-        {
-            "input_ids": [generator.integers(0, VOCAB, length) for length in LENGTHS],
-            "loss_mask": [generator.random(length) < 0.6 for length in LENGTHS],
-        }
-    )
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +119,7 @@ def learn_by_hand(folder: str, name: str) -> tuple[torch.nn.Module, float, int]:
         ahead += range(1, depth + 1)
     total, taught = 0.0, 0
     for ids, mask in zip(
-        *(examples()[column].to_pylist() for column in ("input_ids", "loss_mask")), strict=True
+        *(half_counted(LENGTHS)[column].to_pylist() for column in ("input_ids", "loss_mask")), strict=True
     ):
         tokens, counts = torch.tensor(ids), torch.tensor(mask)
         if depth:
@@ -152,23 +138,6 @@ def learn_by_hand(folder: str, name: str) -> tuple[torch.nn.Module, float, int]:
     return oracle, total, taught
 
 
-def _batches(place: Rank, depth: int) -> list[PackedBatch]:
-    layout, own, table = place.layout, coords(), examples()
-    rows = list(range(own.dp, len(LENGTHS), layout.dp))
-    return [
-        arrange_sequences(
-            table,
-            rows[start : start + 2],
-            depth=depth,
-            tp=layout.tp,
-            cp=layout.cp,
-            cp_rank=own.cp,
-            sequence_parallel=layout.sp,
-        ).on_device()
-        for start in range(0, len(rows), 2)
-    ]
-
-
 def _loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return -output.sum(), {"loss": -output.sum()}
 
@@ -182,7 +151,10 @@ def _place(
     optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
     depth = place.chunks[0].config.mtp_num_layers or 0
     both = with_predictions(_loss, depth, MTP_COEF, "") if depth else _loss
-    head, batches = lm_head(vocab_size=VOCAB, chunk_tokens=16), _batches(place, depth)
+    head, batches = (
+        lm_head(vocab_size=VOCAB, chunk_tokens=16),
+        batches_of(half_counted(LENGTHS), place.layout, depth),
+    )
 
     def step(order: int = 1) -> float:
         if added is not None:

@@ -31,7 +31,11 @@ def kill_the_engine():
         return
     for parent in psutil.Process().parents():
         for child in parent.children():
-            if child.status() != "zombie" and "sglang::scheduler" in " ".join(child.cmdline()):
+            try:
+                engine = child.status() != "zombie" and "sglang::scheduler" in " ".join(child.cmdline())
+            except psutil.NoSuchProcess:  # another agent, which has ended
+                continue
+            if engine:
                 child.kill()
                 time.sleep(1000)
     raise RuntimeError("no engine")

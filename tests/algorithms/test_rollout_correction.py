@@ -62,6 +62,15 @@ def test_rejection_by_hand(options, stays):
     assert found.metrics["rollout_corr/rs_seq_masked"] == touched / 2
 
 
+def test_icepop_by_hand():
+    """arXiv:2510.18855: a token's ratio is its weight if it is from 0.5 to 5, and else the token is left out."""
+    ratios, engine = torch.tensor([5.5, 0.4, 4.9, 0.6], dtype=torch.float64), torch.full((4,), -7.0).double()
+    options = CorrectionOptions("token", 5.0, "token", rs_lower=0.5)
+    found = correct_rollout(engine + ratios.log(), engine, torch.ones(4).bool(), offsets_of([3, 1]), options)
+    expected = torch.tensor([0, 0, 4.9, 0.6], dtype=torch.float64)
+    torch.testing.assert_close(found.weights * found.mask, expected)
+
+
 def test_a_bound_of_the_second_moment_by_hand():
     """Squares of the log ratios: 1.9218, 0.4805, 0, 0.0498. M2PO's mask takes the largest ones away until the mean of the rest is at most it."""
     squares = RATIOS[MASK].log().square().tolist()

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.shadow.tracker import line_of_code
-from megarl.shadow.values import give, value_of
+from megarl.shadow.values import forget, give, value_of
 
 SEND, RECEIVE = "send", "recv_"
 _NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather of a list", "allreduce_": "all_reduce",
@@ -313,6 +313,7 @@ class Alike:
     def exchange(self, call: Collective, args: Sequence[Any], wait: Callable[[], None]) -> None:
         if call.operation == "_allgather_base_":
             output, mine = args[0], value_of(args[1])
+            forget(output)
             if mine is not None:
                 size = len(call.group)
                 give(
@@ -322,10 +323,13 @@ class Alike:
         elif call.operation == "allgather_":
             for outputs, source in zip(args[0], args[1], strict=True):
                 mine = value_of(source)
-                for output in outputs if mine is not None else ():
-                    give(output, mine.clone().reshape(output.shape))
+                for output in outputs:
+                    forget(output)
+                    if mine is not None:
+                        give(output, mine.clone().reshape(output.shape))
         elif call.operation == "alltoall_base_":
             output, mine = args[0], value_of(args[1])
+            forget(output)
             if mine is not None and mine.shape == output.shape:
                 give(output, mine.clone())
         elif call.operation == RECEIVE:

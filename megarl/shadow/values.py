@@ -67,6 +67,13 @@ def give(tensor: torch.Tensor, value: torch.Tensor | Coming) -> None:
     tensor.__dict__[_VALUE] = value
 
 
+def forget(tensor: torch.Tensor) -> None:
+    """A fake tensor is overwritten by an unknown value, and with it what it is a part of."""
+    tensor.__dict__.pop(_VALUE, None)
+    if tensor._base is not None:
+        tensor._base.__dict__.pop(_VALUE, None)
+
+
 def choose_evenly(rows: int, chosen: int, count: int) -> torch.Tensor:
     """Each is chosen equally often."""
     return (torch.arange(rows)[:, None] * chosen + torch.arange(chosen)[None]) % count
@@ -112,7 +119,7 @@ def follow(
         elif function._schema.is_mutable:
             for tensor in inputs:
                 if any(tensor is output for output in outputs):
-                    tensor.__dict__.pop(_VALUE, None)
+                    forget(tensor)
         return
     with unset_fake_temporarily(), torch.no_grad():
         real_args, real_kwargs = tree_unflatten([_real(leaf) for leaf in flat], spec)

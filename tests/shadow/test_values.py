@@ -2,6 +2,7 @@
 
 import torch
 
+from megarl.shadow.collectives import Alike, Collective
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.values import LARGEST_CONSTANT, value_of
 
@@ -13,6 +14,21 @@ def test_integers_that_follow_from_known_ones_are_known() -> None:
         chosen = torch.zeros_like(scores).int().scatter(1, torch.full((2, 1), 2), 1).bool()
         assert value_of(scores) is None
         assert value_of(chosen.sum(0)).tolist() == [0, 0, 2]
+
+
+def test_what_an_unknown_value_overwrites_is_unknown() -> None:
+    """A part of a tensor, by which the whole is, too; and what a peer sends, who does not know it either."""
+    with FakeMode(), Shadow():
+        unknown = torch.empty(2 * LARGEST_CONSTANT).byte()
+        whole = torch.zeros(4, dtype=torch.uint8)
+        whole[1:3] = torch.ones(2, dtype=torch.uint8)
+        assert value_of(whole).tolist() == [0, 1, 1, 0]
+        whole[:2] = unknown[:2]
+        assert value_of(whole) is None
+        received = torch.zeros_like(unknown)
+        assert value_of(received) is not None
+        Alike().exchange(Collective("_allgather_base_", (0,)), (received, unknown), lambda: None)
+        assert value_of(received) is None
 
 
 def test_large_floats_of_a_factory_take_no_memory_of_the_host() -> None:

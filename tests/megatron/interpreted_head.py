@@ -33,13 +33,13 @@ from tests.megatron.parity import VOCAB, batches
 from tests.megatron.states import OPTIM
 
 ALONE = dist.ProcessGroup(0, 1)
-HIDDEN, TOKENS = 32, 23
+HIDDEN, TOKENS = 32, 11
 BLOCK = 64  # so that small vocabularies have several blocks, of which the last is cut
 
 # Real and padded rows, tokens of a chunk, temperature: a chunk and several, equal and not; whole blocks and cut ones.
 SHAPES = {
-    "one chunk": (300, 512, 1000, 1.0),
-    "remainder": (301, 384, 7, 1.3),
+    "one chunk": (130, 256, 1000, 1.0),
+    "remainder": (131, 192, 4, 1.3),
     "a token each": (65, 128, 1, 0.7),
     "whole blocks": (128, 128, TOKENS, 0.5),
 }
@@ -141,9 +141,9 @@ def extreme() -> dict[str, Any]:
     output = fused_log_probs(hidden, weight, torch.tensor([0, 0, 1]), share)
     output.sum().backward()
     gradients = hidden.grad.isfinite().all() and weight.grad.isfinite().all()
-    large = head(300, 512, torch.float32, scale=300.0)
-    case = (*large, 300, 7, 1.0, True)
-    reach = float((large[0] @ large[1][:300].t()).abs().max())
+    large = head(130, 256, torch.float32, scale=300.0)
+    case = (*large, 130, 4, 1.0, True)
+    reach = float((large[0] @ large[1][:130].t()).abs().max())
     return {
         "output": output.tolist(),
         "finite": bool(gradients),
@@ -178,9 +178,9 @@ def infinite() -> list[bool]:
 
 def second_pass() -> float:
     """What the forward pass kept is gone after a backward pass: another one has the same gradients."""
-    hidden, weight, labels = head(300, 512, torch.float32)
+    hidden, weight, labels = head(130, 256, torch.float32)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    output = fused_log_probs(hidden, weight, labels, HeadShare(0, 300, 1.0, 7, ALONE, with_entropy=True))
+    output = fused_log_probs(hidden, weight, labels, HeadShare(0, 130, 1.0, 4, ALONE, with_entropy=True))
     passes = [
         torch.autograd.grad(output, (hidden, weight), upstream(2), retain_graph=again)
         for again in (True, False)
@@ -201,7 +201,7 @@ def products() -> dict[str, int]:
 
     hidden, weight, labels = head(65, 128, torch.float32)
     found = {}
-    for chunk in (TOKENS, 12, 8):
+    for chunk in (TOKENS, 6, 4):
         with Products() as seen:
             fused(hidden, weight, labels, 65, chunk, 1.0, True)
         found[str(chunk)] = seen.count
@@ -237,8 +237,8 @@ def largest() -> dict[str, int]:
 def ranks_of_two() -> list[float]:
     """By two tensor parallel ranks on gloo: apart from whole logits, for shares that both have real rows, and one padding alone."""
     found = []
-    for rows in (300, 200):
-        hidden, weight, labels = head(rows, 512, torch.float32)
+    for rows in (130, 100):
+        hidden, weight, labels = head(rows, 256, torch.float32)
         with tempfile.TemporaryDirectory() as folder:
             child = os.fork()
             if not child:
@@ -260,9 +260,9 @@ def ranks_of_two() -> list[float]:
 
 def _rank_of_two(rank: int, rows: int, folder: Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    hidden, weight, labels = head(rows, 512, torch.float32)
+    hidden, weight, labels = head(rows, 256, torch.float32)
     start, real = log_probs.vocab_share(weight.chunk(2)[rank], rows, dist.group.WORLD)
-    share = HeadShare(start, real, 1.3, 7, dist.group.WORLD, with_entropy=True)
+    share = HeadShare(start, real, 1.3, 4, dist.group.WORLD, with_entropy=True)
     torch.save(
         passed(lambda h, w: fused_log_probs(h, w, labels, share), hidden, weight.chunk(2)[rank]),
         folder / f"{rank}.pt",
@@ -272,13 +272,13 @@ def _rank_of_two(rank: int, rows: int, folder: Path) -> None:
 
 def gradient_buffers() -> dict[str, Any]:
     """A weight's gradient is added to what its buffer has; autograd gets a tensor that nothing is read of, or none."""
-    hidden, weight, labels = head(300, 512, torch.bfloat16)
-    share = HeadShare(0, 300, 1.0, 7, ALONE, with_entropy=True)
-    *_, expected = fused(hidden, weight.float().bfloat16(), labels, 300, 7, 1.0, True)
+    hidden, weight, labels = head(130, 256, torch.bfloat16)
+    share = HeadShare(0, 130, 1.0, 4, ALONE, with_entropy=True)
+    *_, expected = fused(hidden, weight.float().bfloat16(), labels, 130, 4, 1.0, True)
     found = {}
     for embedding in (False, True):
         parameter = torch.nn.Parameter(weight.clone())
-        parameter.main_grad = torch.ones(512, HIDDEN)
+        parameter.main_grad = torch.ones_like(weight, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
         if embedding:
             parameter.zero_out_wgrad = True

@@ -16,22 +16,23 @@ def main() -> None:
 
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
     found = {}
-    for block in ((128, 128), (16, 32), (6, 10)):
-        for shape in ((1, 1), (37, 300), (256, 128), (130, 515)):
+    types = (torch.bfloat16, torch.float16, torch.float32)
+    for turn, block in enumerate(((128, 128), (16, 32), (6, 10))):
+        for place, shape in enumerate(((1, 1), (37, 300), (256, 128), (130, 515))):
             drawn = torch.Generator().manual_seed(shape[1])
             weights = [(torch.randn(shape, generator=drawn) * 100).to(FP8) for _ in range(3)]
             # The least and the largest number, -0 and NaN.
             for values in weights:
                 values.view(torch.uint8).view(-1)[:4] = torch.tensor([1, 0x7E, 0x80, 0x7F])[: values.numel()]
             scales = [torch.rand(in_blocks(shape, block), generator=drawn) for _ in weights]
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                for number in (1, len(weights)):
-                    several = weights[:number], scales[:number]
-                    expected = dequantise_all(*several, block, dtype)
-                    out = torch.empty((number, *shape), dtype=dtype)
-                    scale_at_once(*several, block, out)
-                    same = torch.equal(out.nan_to_num(-1), expected.nan_to_num(-1))
-                    found[f"{number} {block} {shape} {dtype}"] = same
+            dtype = types[(turn + place) % len(types)]  # each with all blocks, and with all shapes
+            for number in (1, len(weights)):
+                several = weights[:number], scales[:number]
+                expected = dequantise_all(*several, block, dtype)
+                out = torch.empty((number, *shape), dtype=dtype)
+                scale_at_once(*several, block, out)
+                same = torch.equal(out.nan_to_num(-1), expected.nan_to_num(-1))
+                found[f"{number} {block} {shape} {dtype}"] = same
     print(json.dumps(found))
 
 

@@ -24,9 +24,7 @@ from megarl.weight_sync.slice_table import TILE, BlockRow, CopyRow, SliceRead, S
 from tests.kernel_cases import print_cases
 
 DRAWN = 24
-DRAWN_COMPUTED = (
-    6  # of weights that are computed, which take seconds each; the others up to `DRAWN` run with --slow
-)
+OFTEN, OFTEN_COMPUTED = 8, 3  # of these, as each takes up to a second; the others up to `DRAWN` run with --slow
 OFFSET, SIZE, STRIDE = (CopyRow._fields.index(name) for name in ("offset", "size_2", "stride_1"))
 ADDRESS, EXTENT = CopyRow._fields.index("address"), BlockRow._fields.index("extent_1")
 
@@ -66,14 +64,14 @@ def read_with(table: SliceTable, one: Listed) -> list[str]:
     return differing(slices.compared_reads(one, slot, checksums))
 
 
-def random_lists() -> list[str]:
+def random_lists(seeds: range = range(1000, 1000 + OFTEN)) -> list[str]:
     found = []
-    for seed in range(1000, 1000 + DRAWN):
+    for seed in seeds:
         found += [f"{seed} {name}" for name in differing(slices.compared(slices.drawn(seed, "cpu"), "cpu"))]
     return found
 
 
-def computed_weights(seeds: range = range(2000, 2000 + DRAWN_COMPUTED)) -> list[str]:
+def computed_weights(seeds: range = range(2000, 2000 + OFTEN_COMPUTED)) -> list[str]:
     found = []
     for seed in seeds:
         listed_ = slices.drawn_computed(seed, "cpu")
@@ -81,8 +79,9 @@ def computed_weights(seeds: range = range(2000, 2000 + DRAWN_COMPUTED)) -> list[
     return found
 
 
-def more_computed_weights() -> list[str]:
-    return computed_weights(range(2000 + DRAWN_COMPUTED, 2000 + DRAWN))
+def more_of_both() -> list[str]:
+    lists, weights = range(1000 + OFTEN, 1000 + DRAWN), range(2000 + OFTEN_COMPUTED, 2000 + DRAWN)
+    return random_lists(lists) + computed_weights(weights)
 
 
 def all_sizes_of_bytes() -> list[str]:
@@ -379,7 +378,7 @@ def compiled() -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    print_cases(INTERPRETED, compiled, seldom=(more_computed_weights,))
+    print_cases(INTERPRETED, compiled, seldom=(more_of_both,))
 
 
 if __name__ == "__main__":

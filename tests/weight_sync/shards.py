@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.layout import Layout, Plan
@@ -49,6 +48,9 @@ def run_plan(
 
 def make_model(folder, family="qwen2", *, tied=False, vocab=300, seed=0, layers=4):
     """A tiny Hugging Face model folder; returns its state dict."""
+    # Its import takes seconds, which interpreted_buckets.py does without.
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(seed)
     config_class, model_class = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),

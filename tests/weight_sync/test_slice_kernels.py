@@ -55,9 +55,8 @@ def test_slices_and_checksums_are_those_of_torch(found: dict[str, Any], case: st
 
 @pytest.mark.slow
 @needs_triton
-def test_more_weights_that_are_computed(tmp_path: Path) -> None:
-    found = cases("interpret", tmp_path, "more_computed_weights")
-    assert found == {"more_computed_weights": []}
+def test_more_lists_and_weights_that_are_computed(tmp_path: Path) -> None:
+    assert cases("interpret", tmp_path, "more_of_both") == {"more_of_both": []}
 
 
 @needs_triton

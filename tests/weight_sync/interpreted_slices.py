@@ -23,8 +23,8 @@ from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_sl
 from megarl.weight_sync.slice_table import TILE, BlockRow, CopyRow, SliceRead, SliceTable
 from tests.kernel_cases import print_cases
 
-DRAWN = 24
-OFTEN, OFTEN_COMPUTED = 8, 3  # of these, as each takes up to a second; the others up to `DRAWN` run with --slow
+DRAWN = 24  # of each kind, of which all but these run with --slow: they take up to a second each
+OFTEN, OFTEN_COMPUTED = 8, 3
 OFFSET, SIZE, STRIDE = (CopyRow._fields.index(name) for name in ("offset", "size_2", "stride_1"))
 ADDRESS, EXTENT = CopyRow._fields.index("address"), BlockRow._fields.index("extent_1")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from math import gcd
+from math import gcd, isqrt
 from types import MappingProxyType
 from typing import Protocol
 
@@ -650,7 +650,8 @@ def _undivided_heads(key: str, ranks: int, sizes: Mapping[str, int], model: Mode
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def _list(numbers: list[int]) -> str:

@@ -394,6 +394,8 @@ def router_bytes(run: RankPass) -> int:
 
 def _adapters(run: RankPass, name: str) -> int:
     """Bytes that the adapters of a layer keep in addition to their inputs."""
+    if not run.tensors.slots:
+        return 0
     lora, item, total, seen = run.use.lora, run.use.itemsize, 0, set()
     rows = {tensor.name: tensor.shape[0] for tensor in run.tensors.weights}
     for slot, cut in run.tensors.slots:

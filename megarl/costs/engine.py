@@ -50,14 +50,21 @@ def engine_weight_bytes(
     layout = sglang_layout(config, replace(engines, num_engines=1))
     if fp8_block is not None:
         layout = with_scales(layout, logical_tensors(config, mtp=engines.draft), fp8_block)
-    total = 0
-    for piece in layout.pieces(0):
-        kind = dtype if fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
-        kind = torch.float32 if sglang_keeps_float32(config, piece.tensor) else kind
-        copied = config.mla is not None and piece.tensor.endswith(".kv_b_proj.weight")
+
+    def element(tensor: str) -> int:
+        kind = dtype if fp8_block is None else dtype_in_fp8(tensor, dtype)
+        kind = torch.float32 if sglang_keeps_float32(config, tensor) else kind
+        copied = config.mla is not None and tensor.endswith(".kv_b_proj.weight")
         if config.zero_centered_norms:
-            copied = piece.tensor.endswith("norm.weight") and "linear_attn" not in piece.tensor
-        total += piece.box.numel * (kind.itemsize + copied * dtype.itemsize)
+            copied = tensor.endswith("norm.weight") and "linear_attn" not in tensor
+        return kind.itemsize + copied * dtype.itemsize
+
+    total, known = 0, dict[tuple[str, ...], int]()  # by the end of a name, which all layers share
+    for piece in layout.pieces(0):
+        end = tuple(piece.tensor.rsplit(".", 3)[1:])
+        if end not in known:
+            known[end] = element(piece.tensor)
+        total += piece.box.numel * known[end]
     return total + dtype.itemsize * sum(sglang_padding(config, engines.place(0)).values())
 
 

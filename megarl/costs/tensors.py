@@ -5,8 +5,10 @@ family. The ranks of a stage hold equally large parts: the first rank's are give
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import lcm, prod
 
 from megarl.config.schema.models import LoraConfig, MuonConfig
@@ -485,11 +487,18 @@ class _Buffer:
 
     def elements_of(self, rank: int) -> int:
         """Elements of parameters in the part of `rank` of each bucket."""
+        spans = sorted(self.spans)
+        starts = [start for start, _ in spans]
+        sums = [0, *accumulate(stop - start for start, stop in spans)]
+
+        def before(place: int) -> int:
+            number = bisect_right(starts, place)
+            return sums[number] - max(0, spans[number - 1][1] - place) if number else 0
+
         total = 0
         for first, end in self.buckets:
             size = (end - first) // self.ranks
-            low, high = first + rank * size, first + (rank + 1) * size
-            total += sum(max(0, min(stop, high) - max(start, low)) for start, stop in self.spans)
+            total += before(first + (rank + 1) * size) - before(first + rank * size)
         return total
 
 

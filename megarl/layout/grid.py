@@ -5,6 +5,7 @@ built model.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megarl.config.pipeline_layout import parse_layout
@@ -158,25 +159,33 @@ def layers_of(layout: ParallelLayout, num_layers: int, pp_rank: int) -> list[lis
     Raises:
         ValueError: the layers cannot be shared out.
     """
+    return [list(layers) for layers in _layers_of_chunks(layout, num_layers)[pp_rank]]
+
+
+@lru_cache(maxsize=1024)  # a search for a layout asks some hundred thousand times
+def _layers_of_chunks(layout: ParallelLayout, num_layers: int) -> list[list[range]]:
+    """By pipeline stage the layers of its chunks."""
+    stages = range(layout.pp)
     if layout.chunk_layers is not None:
-        return _given_layers(layout, layout.chunk_layers, num_layers, pp_rank)
+        return [_given_layers(layout, layout.chunk_layers, num_layers, stage) for stage in stages]
     shares = _layers_of_stages(layout, num_layers)
-    turn = sum(shares) // layout.num_chunks  # layers of the chunks c of all stages
-    size = shares[pp_rank] // layout.num_chunks
-    before = sum(shares[:pp_rank]) // layout.num_chunks
-    starts = [chunk * turn + before for chunk in range(layout.num_chunks)]
-    return [list(range(start, start + size)) for start in starts]
+    turn, found = sum(shares) // layout.num_chunks, []  # layers of the chunks c of all stages
+    for stage in stages:
+        size, before = shares[stage] // layout.num_chunks, sum(shares[:stage]) // layout.num_chunks
+        starts = [chunk * turn + before for chunk in range(layout.num_chunks)]
+        found.append([range(start, start + size) for start in starts])
+    return found
 
 
 def _given_layers(
     layout: ParallelLayout, counts: tuple[int, ...], num_layers: int, pp_rank: int
-) -> list[list[int]]:
+) -> list[range]:
     if sum(counts) != num_layers:
         raise ValueError(
             f"megatron.pipeline_model_parallel_layout has {sum(counts)} layers, the model {num_layers}"
         )
     places = [chunk * layout.pp + pp_rank for chunk in range(layout.num_chunks)]
-    return [list(range(sum(counts[:place]), sum(counts[: place + 1]))) for place in places]
+    return [range(sum(counts[:place]), sum(counts[: place + 1])) for place in places]
 
 
 def _layers_of_stages(layout: ParallelLayout, num_layers: int) -> list[int]:

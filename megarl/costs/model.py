@@ -12,6 +12,7 @@ from megarl.costs.activations import (
     RankPass,
     again_bytes,
     attention_bytes,
+    choice_bytes,
     complete,
     delta_net_inputs,
     delta_net_norm,
@@ -225,7 +226,8 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     if layer.name in run.float8:
         yield from _float8_forward(run, layer, whole)
     if run.use.chooses:
-        yield attention + run.hidden + _choosing(run, run.use.teaches)
+        bits = choice_bytes(run) if run.use.recomputes("core_attn") else 0
+        yield attention + bits + run.hidden + _choosing(run, run.use.teaches)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
         outputs = 3 * item + max(item, _with_biases(run))
@@ -320,7 +322,8 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     if config.mla is not None:
         dim = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim
     if run.use.chooses:
-        yield attention + 2 * run.hidden + _chosen_backward(run)
+        bits = choice_bytes(run) if run.use.recomputes("core_attn") else 0
+        yield attention + bits + 2 * run.hidden + _chosen_backward(run)
         return
     each = run.tokens * heads * dim * item
     # The MLP's tensors are gone: gradients of attention's output, queries, keys and values, or of a group of these.
@@ -439,7 +442,7 @@ def _evaluating(run: RankPass, stage: int) -> int:
     virtual = (1 + last) * (layout.vpp is not None)
     around = (2 + several + (not last) + (not last and stage > 0) + virtual) * hidden
     if any("self_attention." in name for name in names):
-        attention = _evaluated_attention(run) + (_choosing(run) if run.use.chooses else 0)
+        attention = _evaluated_attention(run)
         if any(name.endswith("self_attention.A_log") for name in names):
             attention = max(attention, _evaluated_delta_net(run))
         parts.append(attention + around - (hidden if layout.tp == 1 else 0))
@@ -486,7 +489,8 @@ def _shared_experts(run: RankPass) -> int:
 
 
 def _evaluated_attention(run: RankPass) -> int:
-    """Projected queries, keys and values, the same after their norms and their rotation, attention's output; and the projected output."""
+    """Projected queries, keys and values, the same after their norms and their rotation, attention's output; and the projected output.
+    Where keys are chosen, the choice and the scores in its place, or it where it takes more."""
     config, tp, mla = run.use.config, run.use.layout.tp, run.use.config.mla
     heads = config.num_attention_heads // tp
     if mla is None:
@@ -502,7 +506,9 @@ def _evaluated_attention(run: RankPass) -> int:
     if run.use.chooses:  # queries, keys, values and the output; keys and values of all context parallel ranks
         cp = run.use.layout.cp
         each = 2 * (dim + mla.v_head_dim) + (cp > 1) * cp * (dim + mla.v_head_dim)
-        return run.use.itemsize * (run.tokens * heads * each + run.own * latent)
+        projected = run.tokens * config.hidden_size * run.use.itemsize + (run.hidden if tp > 1 else 0)
+        working = max(choice_bytes(run) + _choosing(run), projected)
+        return run.use.itemsize * (run.tokens * heads * each + run.own * latent) + working
     # Values are made as wide as queries for packed sequences, and so is the output.
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
     return run.tokens * run.use.itemsize * (heads * each + latent)

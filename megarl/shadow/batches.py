@@ -1,4 +1,4 @@
-"""Tables that fill the micro-batches of shadow ranks: as many of the longest rows as go into one, all of one length.
+"""Tables that fill the micro-batches of shadow ranks: as few rows as fill one, all of one length.
 
 All data parallel ranks are given the same rows, but for uneven trajectories: these are each rank's own.
 """
@@ -57,7 +57,7 @@ class Fill:
     @property
     def rows(self) -> int:
         """Rows of a micro-batch."""
-        return self.of * max(1, self.tokens // (self.of * self.longest))
+        return self.of * -(-self.tokens // (self.of * self.longest))
 
     @property
     def length(self) -> int:

@@ -78,6 +78,8 @@ class SparseSelfAttention(MLASelfAttention):
             with torch.set_grad_enabled(learning is not None):
                 indexed = self._index(x.squeeze(1).detach(), qr.detach(), bounds)
         chosen = self._chosen(indexed, bounds)
+        if learning is None:
+            indexed = None  # it may take as much as queries, and attention needs the room
         group, lengths = self.pg_collection.cp, bounds.lengths
         if group.size() > 1:
             key, value = (torch.cat(gather_sequences(part, lengths, group)) for part in (key, value))

@@ -37,7 +37,11 @@ examples:
     "rm": "example:\n  megarl rm recipe:preference_rm trainer.total_epochs=1\n",
     "dpo": "example:\n  megarl dpo recipe:three_stages_dpo_cpu dpo.beta=0.1\n",
     "eval": "example:\n  megarl eval recipe:quickstart_eval model.path=outputs/demo/ppo/hf\n",
-    "doctor": "examples:\n  megarl doctor recipe:quickstart_ppo\n  megarl doctor --gpu\n",
+    "doctor": """examples:
+  megarl doctor recipe:quickstart_ppo
+  megarl doctor model FOLDER   whether a Hugging Face folder's model can be trained, and by what not
+  megarl doctor --gpu
+""",
 }
 KEYS = """
 keys: docs/config.md, or `megarl config --reference`; `megarl config RECIPE --changed` prints those that a recipe sets

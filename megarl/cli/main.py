@@ -239,6 +239,13 @@ def _doctor(options: argparse.Namespace) -> int:
         from megarl.gpu_test.command import run
 
         return run(options)
+    if options.recipe == "model":
+        if len(options.overrides) != 1:
+            raise ValueError(f"megarl doctor model takes one folder, found {len(options.overrides)}")
+        from megarl.doctor.doctor import print_findings
+        from megarl.doctor.model import examine_model
+
+        return print_findings(examine_model(options.overrides[0]))
     config = None if options.recipe is None else _read(TrainConfig, options)[0]
     from megarl.doctor.doctor import examine, examine_here, print_findings
 

@@ -50,6 +50,7 @@ from megarl.data.preferences import PreferenceKeys, read_ranking
 from megarl.data.prompts import PromptReader, Row
 from megarl.data.sft import chat_columns, chat_of_row, text_of_row
 from megarl.data.tokenizer import tokenizer_files
+from megarl.doctor.computation import check_computation
 from megarl.doctor.sparse import stage_problems
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
@@ -110,6 +111,7 @@ def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
         if path not in facts:
             try:
                 facts[path] = read_model_config(path)
+                check_computation(facts[path])
             except (ValueError, OSError) as error:
                 facts[path] = f"{key}: {error}"
         found = facts[path]

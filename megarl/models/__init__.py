@@ -4,6 +4,7 @@ Promises: every fact comes from the config, none is assumed; a field that change
 not supported is refused by name. Must not know: process groups, engines, RL; sniffs no class names.
 """
 
+from megarl.models.alike import llama_alike
 from megarl.models.config import COMPANIONS, ModelConfig
 from megarl.models.families import FAMILIES
 from megarl.models.fields import load_hf_config
@@ -32,11 +33,7 @@ def read_model_config(path: str) -> ModelConfig:
     """
     hf = load_hf_config(path)
     kind = hf.text("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"{hf.file}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[kind](hf)
+    return FAMILIES[kind](hf) if kind in FAMILIES else llama_alike(hf, path, sorted(FAMILIES))
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang
 from megarl.models.config import QWEN_HYBRIDS
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from tests.fixtures.indexers import CHOOSING, choose_alike
-from tests.fixtures.tiny_models import MTP_FAMILIES
+from tests.fixtures.tiny_models import MTP_FAMILIES, as_type
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices
 from tests.rollout.planned import assert_as_planned
@@ -28,6 +28,7 @@ from tests.weight_sync.fusions import single_experts
 
 TP, NUM_TOKENS = 2, 12
 EXPERT_PARALLEL = {
+    "mistral": 1,  # a type that megarl has no family for
     "qwen3": 1,
     "qwen3_moe": 2,
     "qwen3_next": 2,
@@ -44,7 +45,7 @@ EXPERT_PARALLEL = {
     "gpt_oss": 1,  # SGLang cannot load its files for more; tests/trainer/test_families.py has two
 }
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
-DENSE = ("qwen3", "qwen3_5", "qwen3_5 with vision")
+DENSE = ("mistral", "qwen3", "qwen3_5", "qwen3_5 with vision")
 ALWAYS = (
     "qwen3_moe",
     "qwen3_next",
@@ -68,6 +69,8 @@ class Family:
 
 def make_model(folder: Path, family: str, seed: int) -> Path:
     """Sizes with SGLang's special cases at TP2: a padded vocabulary, widths of no multiple of 32."""
+    if family == "mistral":
+        return as_type(make_model(folder, "llama", seed), "mistral", "MistralForCausalLM")
     family, _, vision = family.partition(" with ")
     return make_tiny_model(
         folder,

@@ -78,6 +78,15 @@ def test_what_is_known_to_change_the_computation_is_refused(
         read_model_config(str(file.parent))
 
 
+def test_a_classifiers_folder_has_the_same_facts(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("llama")
+    config, file = read_model_config(str(folder)), folder / "model.safetensors"
+    weights = load_file(file)
+    head = weights.pop("lm_head.weight")
+    save_file({**weights, "score.weight": head[:1].clone()}, file)
+    assert read_model_config(str(folder)) == config
+
+
 def test_other_weights_are_named(folder_of: Callable[[str], Path]) -> None:
     """A norm more, as in OLMo 2; a part that is missing; none at all."""
     folder = folder_of("llama")

@@ -88,6 +88,8 @@ class ModelFacts(Protocol):
     @property
     def fp8_block(self) -> tuple[int, int] | None: ...
     @property
+    def scaled_channels(self) -> bool: ...
+    @property
     def data_parallel_attention(self) -> bool: ...
     @property
     def family(self) -> str: ...
@@ -567,9 +569,14 @@ def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
         # A shadow of it ends in post_load_weights, which reads model.start_layer; Glm4MoeLiteModelNextN has none (sglang 0.5.21).
         yield f"{name}=mtp: SGLang's class of this family's own layer fails after loading weights; use ngram, or eagle3 with a draft model"
     served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    if algorithm == "mtp" and model.num_mtp_layers == 1 and served != model.fp8_block:
+    if (
+        algorithm == "mtp"
+        and model.num_mtp_layers == 1
+        and (model.scaled_channels or served != model.fp8_block)
+    ):
+        stored = "float8 by rows" if model.scaled_channels else _blocks(model.fp8_block)
         yield (
-            f"{name}=mtp: the engines hold weights in {_blocks(served)}, the model's folder in {_blocks(model.fp8_block)}, from which the layers "
+            f"{name}=mtp: the engines hold weights in {_blocks(served)}, the model's folder in {stored}, from which the layers "
             f"that draft are loaded; change {key}.quantization or quantization_block_size"
         )
     if algorithm == "eagle3" and served is not None:

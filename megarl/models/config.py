@@ -126,6 +126,9 @@ _CONTEXT_FIELDS = (
 ATTENTION_OVER_ALL_RANKS = ("llama", "qwen2")
 """Families whose classes in SGLang 0.5.21 have no data parallel attention."""
 
+CHANNELS = "compressed-tensors"
+"""The `quant_method` of folders whose float8 weights have a scale for each row, as GLM's own FP8 folders have."""
+
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families of gated delta nets and gated attention, by whose names SGLang 0.5.21 and files call the same parts."""
 
@@ -214,6 +217,12 @@ class ModelConfig:
     def data_parallel_attention(self) -> bool:
         """Whether SGLang serves it with data parallel attention."""
         return self.family not in ATTENTION_OVER_ALL_RANKS
+
+    @property
+    def scaled_channels(self) -> bool:
+        """Whether the folder's weights are in float8 with a scale for each row, and not for each block (`fp8_block`)."""
+        how = self.hf.get("quantization_config")
+        return how is not None and how.get("quant_method") == CHANNELS
 
     @property
     def context_length(self) -> tuple[str, int]:
@@ -312,6 +321,9 @@ def _fp8_block(hf: Fields) -> tuple[int, int] | None:
         return None
     how = hf.object("quantization_config")
     where = f"{hf.file}: quantization_config"
+    if how.values.get("quant_method") == CHANNELS:
+        _check_channels(how)
+        return None
     accepted = {
         "quant_method": ("fp8",),
         "fmt": ("e4m3", "float8_e4m3fn", None),
@@ -332,6 +344,18 @@ def _fp8_block(hf: Fields) -> tuple[int, int] | None:
             f"{where} weight_block_size={short(block)} is not supported; supported: two sizes, as [128, 128]"
         )
     return block[0], block[1]
+
+
+def _check_channels(how: Fields) -> None:
+    """Refuse what compressed-tensors (0.18) may do beside float8 weights with a scale for each row."""
+    refuse_unsupported(how, {"format": ("float-quantized",), "kv_cache_scheme": (None,)})
+    refuse_unsupported(how.object("sparsity_config"), {"format": ("dense",)})
+    groups = how.object("config_groups")
+    for name in groups.values or {"group_0": {}}:
+        weights = groups.object(name).object("weights")
+        weights.require("num_bits", "type", "strategy")
+        accepted = {"num_bits": (8,), "type": ("float",), "strategy": ("channel",)}
+        refuse_unsupported(weights, accepted | {"symmetric": (True,), "dynamic": (False,)})
 
 
 def refuse_unsupported(hf: Fields, required: dict[str, Collection[Any]]) -> None:

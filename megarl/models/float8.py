@@ -17,6 +17,7 @@ from megarl.models.shards import MegatronPlace, Shapes
 from megarl.models.table import megatron_pieces
 
 SCALES = "_scale_inv"
+ROW_SCALES = "_scale"  # after the name of a weight that has one for each row (`ModelConfig.scaled_channels`)
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 STRIP_ELEMENTS = 1 << 20  # on a CPU, so that a strip stays in its caches

@@ -36,6 +36,7 @@ class Facts:
     delta_net: DeltaNetConfig | None = None
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
+    scaled_channels: bool = False
     max_position_embeddings: int = 1024
     context_length: tuple[str, int] = ("max_position_embeddings", 1024)
     family: str = "qwen3_moe"
@@ -608,6 +609,8 @@ def test_layers_that_draft_are_loaded_from_the_models_folder_as_they_are_there()
     assert (
         "the engines hold weights in its own type, the model's folder in float8 by blocks of 128,128" in line
     )
+    (line,) = drafting("mtp", Facts(scaled_channels=True, **sizes))
+    assert "the engines hold weights in its own type, the model's folder in float8 by rows" in line
     (line,) = drafting("mtp", Facts(**sizes), quantization="fp8")
     assert "in float8 by blocks of 128,128, the model's folder in its own type" in line
     (line,) = drafting("eagle3", in_float8, quantization="fp8")

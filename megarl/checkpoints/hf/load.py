@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +13,7 @@ from megarl.checkpoints.hf.fused import of_language_model, read_part, split_expe
 from megarl.layout import Box, Copy, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
-from megarl.models.float8 import SCALES, Block, dequantise, in_blocks, quantise
+from megarl.models.float8 import ROW_SCALES, SCALES, Block, dequantise, in_blocks, quantise
 from megarl.models.table import VALUE_HEAD, VALUE_HEAD_BIAS
 from megarl.models.weight_files import stored_tensors
 from megarl.weight_sync.layouts import hf_layout, megatron_layout
@@ -40,7 +41,8 @@ class HFReader:
     """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading entire tensors.
 
     A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and others
-    made like them), is read as the values that it stands for: each element times its block's scale. Experts that are stored
+    made like them), is read as the values that it stands for: each element times its block's scale; so is one with a scale for each row,
+    `<name>_scale` (compressed-tensors'). Experts that are stored
     in one tensor are read as single ones, and a language model beside a vision tower as if it were alone (`megarl.checkpoints.hf.fused`).
     A classifier's head of two labels is read as one of one label where `two_labels` allows it: the second row less the first, whose output is
     the logit of the second label's probability, but for the bias (`two_label_bias`).
@@ -80,19 +82,21 @@ class HFReader:
         optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
         wrong = [f"{name} is missing" for name in shapes if name not in self.tensors and name not in optional]
         for name in self.tensors:
-            tensor = name.removesuffix(SCALES)
+            tensor = _scaled_by(name)
             if tensor in shapes:
-                wrong += self._mistakes(name, shapes[tensor], config.fp8_block)
+                wrong += self._mistakes(name, shapes[tensor], config)
             elif tensor not in ignore and not name.endswith("rotary_emb.inv_freq"):
                 wrong.append(f"{name} is not a tensor of this model")
         if wrong:
             raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))
 
-    def _mistakes(self, name: str, shape: tuple[int, ...], block: Block | None) -> Iterator[str]:
+    def _mistakes(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[str]:
         """The error in the tensor `name`: one of `shape`, or the scales of one."""
-        found, tensor = self.shape(name), name.removesuffix(SCALES)
+        found, tensor = self.shape(name), _scaled_by(name)
         quantised = tensor in self.tensors and self.tensors[tensor].dtype == _FLOAT8
+        of_rows = (1, shape[-1]) if config.scaled_channels else None
         if name != tensor:
+            block = config.fp8_block if name.endswith(SCALES) else of_rows
             if block is None or not quantised:
                 reason = (
                     "config.json says of no quantisation" if block is None else f"{tensor} is not in float8"
@@ -100,8 +104,8 @@ class HFReader:
                 yield f"{name} is there, but {reason}"
                 return
             shape = in_blocks(shape, block)
-        elif quantised and name + SCALES not in self.tensors:
-            yield f"{name} is in float8, but {name}{SCALES} is missing"
+        elif quantised and name + (ROW_SCALES if of_rows else SCALES) not in self.tensors:
+            yield f"{name} is in float8, but {name}{ROW_SCALES if of_rows else SCALES} is missing"
         if found != shape:
             yield f"{name} has shape {found}, config.json makes it {shape}"
 
@@ -131,24 +135,30 @@ class HFReader:
         if name in self._parts:
             return read_part(self._parts[name], box, self._slice)
         values = self._slice(name)[box.slices]
-        if name + SCALES not in self.tensors:
+        found = self._scales_of(name)
+        if found is None:
             return values
-        assert self._block is not None, f"{name}{SCALES} is there, but config.json says of no quantisation"
-        (row, column), (rows, columns) = box.start, self._block
-        scales = self._slice(name + SCALES)[_blocks_of(box, self._block)]
-        return dequantise(values, scales, self._block, torch.float32, (row % rows, column % columns))
+        (row, column), (rows, columns) = box.start, found.block
+        scales = self._slice(found.name)[_blocks_of(box, found.block)].float()
+        return dequantise(values, scales, found.block, torch.float32, (row % rows, column % columns))
+
+    def _scales_of(self, name: str) -> "_Scales | None":
+        """Of a tensor in float8; None: it has none."""
+        if name + ROW_SCALES in self.tensors:
+            return _Scales(name + ROW_SCALES, (1, self.tensors[name].shape[-1]))
+        if name + SCALES not in self.tensors:
+            return None
+        block = self._config.fp8_block
+        assert block is not None, f"{name}{SCALES} is there, but config.json says of no quantisation"
+        return _Scales(name + SCALES, block)
 
     @cached_property
     def _config(self) -> ModelConfig:
         return read_model_config(self.path)
 
-    @property
-    def _block(self) -> Block | None:
-        return self._config.fp8_block
-
     def read_blocks(self, name: str, box: Box, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Values and scales as the file has them, of a box of complete blocks; None: it has none of this size."""
-        if name + SCALES not in self.tensors or self._block != block:
+        if name + SCALES not in self.tensors or self._config.fp8_block != block:
             return None
         return self._slice(name)[box.slices], self._slice(name + SCALES)[_blocks_of(box, block)]
 
@@ -169,7 +179,7 @@ class HFReader:
         Raises:
             ValueError: a type that no weight has; names the tensor.
         """
-        if name + SCALES in self.tensors:
+        if self._scales_of(name) is not None:
             return getattr(torch, self._config.dtype)
         found = self.tensors[name].dtype
         if found not in _DTYPES:
@@ -183,6 +193,20 @@ class HFReader:
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_weights(file))
         return self._open[file].get_slice(self._names[name])
+
+
+class _Scales(NamedTuple):
+    """The name of a tensor's scales, and the block that shares one."""
+
+    name: str
+    block: Block
+
+
+def _scaled_by(name: str) -> str:
+    """The tensor whose scales `name` are; else itself."""
+    if name.endswith("weight" + ROW_SCALES):
+        return name.removesuffix(ROW_SCALES)
+    return name.removesuffix(SCALES)
 
 
 def check_hf_weights(

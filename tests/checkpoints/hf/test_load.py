@@ -3,9 +3,13 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.hf.load import HFReader, check_hf_weights, load_hf_weights
@@ -13,7 +17,15 @@ from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import hf_layout, megatron_layout
-from tests.weight_sync.shards import empty_shards, load_all, make_model, quantise, run_plan
+from tests.weight_sync.shards import (
+    PROJECTIONS,
+    TinyModel,
+    empty_shards,
+    load_all,
+    make_model,
+    quantise,
+    run_plan,
+)
 
 ONE = ParallelLayout(world=1)
 
@@ -107,6 +119,101 @@ def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, fa
         assert torch.equal(values, means[name].float()), name
     zero = written[0]["model.layers.0.self_attn.o_proj.weight"][: block[0], : block[1]]
     assert (zero == 0).all()
+
+
+COMPRESSED = {  # as GLM-4.5-FP8 has it
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                **{"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+                **{"dynamic": False, "group_size": None, "observer": "minmax"},
+            },
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def compress(folder: Path) -> dict[str, torch.Tensor]:
+    """Have compressed-tensors write a checkpoint's projections in float8 with a scale for each row; returns what it then makes of all."""
+    group = COMPRESSED["config_groups"]["group_0"]
+    scheme = QuantizationScheme.model_validate({**group, "format": "float-quantized"})
+    written, means = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(PROJECTIONS):
+            written[name] = means[name] = tensor
+            continue
+        tensor[0] *= 50  # scales differ
+        scales = tensor.float().abs().amax(1, keepdim=True).div(448).to(tensor.dtype)
+        compressed = FloatQuantizationCompressor.compress({"weight": tensor, "weight_scale": scales}, scheme)
+        written[name], written[name + "_scale"] = compressed["weight"], compressed["weight_scale"]
+        means[name] = FloatQuantizationCompressor.decompress(compressed, scheme)["weight"]
+    assert written[name].dtype == torch.bfloat16 and torch.float8_e4m3fn in {
+        t.dtype for t in written.values()
+    }
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=COMPRESSED)
+    return means
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(world=1), ParallelLayout(world=4, tp=4, ep=2, etp=2)],
+    ids=["one", "tp4ep2etp2"],
+)
+def test_float8_weights_with_a_scale_for_each_row_are_what_compressed_tensors_makes_of_them(
+    tmp_path: Path, tiny_model: Callable[..., TinyModel], layout: ParallelLayout
+) -> None:
+    """Of GLM-4.7's family, in bfloat16: rounded once, as the library does."""
+    folder = shutil.copytree(tiny_model("glm4_moe", dtype="bfloat16").folder, tmp_path / "hf")
+    means, config = compress(folder), read_model_config(str(folder))
+    assert config.scaled_channels and config.fp8_block is None
+    check_hf_weights(str(folder), config, mtp=True)
+    ranks, written = load_all(folder, layout), empty_shards(hf_layout(config))
+    run_plan(make_plan(megatron_layout(config, layout), hf_layout(config)), ranks, written)
+    for name, values in written[0].items():
+        assert torch.equal(values.to(means[name].dtype), means[name]), name
+    with HFReader(str(folder)) as reader:
+        assert reader.dtype("model.layers.0.self_attn.o_proj.weight") == torch.bfloat16
+
+
+def test_what_else_compressed_tensors_may_have_done_is_refused(
+    tmp_path: Path, tiny_model: Callable[..., TinyModel]
+) -> None:
+    folder = shutil.copytree(tiny_model("glm4_moe", dtype="bfloat16").folder, tmp_path / "hf")
+    compress(folder)
+    group = COMPRESSED["config_groups"]["group_0"]
+    for change, told in (
+        ({"format": "pack-quantized"}, "format='pack-quantized'"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: config field format="),
+        ({"config_groups": {}}, "lacks num_bits, type, strategy"),
+        *(
+            (
+                {"config_groups": {"group_0": {**group, "weights": {**group["weights"], key: value}}}},
+                f"{key}={value!r}",
+            )
+            for key, value in (
+                *(("strategy", "block"), ("num_bits", 4), ("type", "int")),
+                *(("symmetric", False), ("dynamic", True)),
+            )
+        ),
+    ):
+        change_config(folder, quantization_config={**COMPRESSED, **change})
+        with pytest.raises(ValueError, match=re.escape(told)):
+            read_model_config(str(folder))
+    change_config(folder, quantization_config=COMPRESSED)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    change_tensors(folder, lambda tensors: tensors.pop(name + "_scale"))
+    with pytest.raises(ValueError, match=rf"{name} is in float8, but {name}_scale is missing"):
+        check_hf_weights(str(folder), read_model_config(str(folder)))
 
 
 def test_float8_values_are_rounded_to_the_parameters_type_only_once(tmp_path, tiny_model):

@@ -193,12 +193,12 @@ def _chosen(run: RankPass, out: int, heads: int, proj: str) -> int:
     """Bytes that attention to chosen keys keeps, as `_core`: its output, which its projection has, too, and a bit for each key of a text."""
     if run.use.recomputes("core_attn"):
         return out * run.use.itemsize * run.keeps(proj)
-    return out * run.use.itemsize + heads * FLOAT32 + choice_bytes(run) // run.tokens
+    return out * run.use.itemsize + heads * FLOAT32 + choice_bytes(run.use)
 
 
-def choice_bytes(run: RankPass) -> int:
-    """Which keys a layer's queries attend to: a bit for each token of the longest text."""
-    return run.tokens * -(-run.use.longest // 8)
+def choice_bytes(use: ModelUse) -> int:
+    """Which keys a query of a layer attends to: a bit for each token of the longest text."""
+    return -(-use.longest // 8)
 
 
 def _taught(run: RankPass, name: str) -> int:

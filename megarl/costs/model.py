@@ -226,8 +226,7 @@ def _forward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     if layer.name in run.float8:
         yield from _float8_forward(run, layer, whole)
     if run.use.chooses:
-        bits = choice_bytes(run) if run.use.recomputes("core_attn") else 0
-        yield attention + bits + run.hidden + _choosing(run, run.use.teaches)
+        yield attention + _choice_again(run) + run.hidden + _choosing(run, run.use.teaches)
     if layer.is_moe:
         # Permuted and exchanged tokens, and the outputs before and after they are put in order; sorted ones are kept.
         outputs = 3 * item + max(item, _with_biases(run))
@@ -322,8 +321,7 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
     if config.mla is not None:
         dim = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim
     if run.use.chooses:
-        bits = choice_bytes(run) if run.use.recomputes("core_attn") else 0
-        yield attention + bits + 2 * run.hidden + _chosen_backward(run)
+        yield attention + _choice_again(run) + 2 * run.hidden + _chosen_backward(run)
         return
     each = run.tokens * heads * dim * item
     # The MLP's tensors are gone: gradients of attention's output, queries, keys and values, or of a group of these.
@@ -343,6 +341,11 @@ def _scores(run: RankPass) -> tuple[int, int]:
         min(SCORE_BYTES, heads * queries * longest * FLOAT32),
         min(SCORE_BYTES, indexer.heads * choosing * longest * FLOAT32),
     )
+
+
+def _choice_again(run: RankPass) -> int:
+    """Which keys were chosen, where attention is computed again: its part of what a layer keeps does not have it."""
+    return run.tokens * choice_bytes(run.use) if run.use.recomputes("core_attn") else 0
 
 
 def _choosing(run: RankPass, teaches: bool = False) -> int:
@@ -507,7 +510,7 @@ def _evaluated_attention(run: RankPass) -> int:
         cp = run.use.layout.cp
         each = 2 * (dim + mla.v_head_dim) + (cp > 1) * cp * (dim + mla.v_head_dim)
         projected = run.tokens * config.hidden_size * run.use.itemsize + (run.hidden if tp > 1 else 0)
-        working = max(choice_bytes(run) + _choosing(run), projected)
+        working = max(run.tokens * choice_bytes(run.use) + _choosing(run), projected)
         return run.use.itemsize * (run.tokens * heads * each + run.own * latent) + working
     # Values are made as wide as queries for packed sequences, and so is the output.
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim

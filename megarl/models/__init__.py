@@ -33,7 +33,7 @@ def read_model_config(path: str) -> ModelConfig:
     """
     hf = load_hf_config(path)
     kind = hf.text("model_type")
-    return FAMILIES[kind](hf) if kind in FAMILIES else llama_alike(hf, path, sorted(FAMILIES))
+    return FAMILIES[kind](hf) if kind in FAMILIES else llama_alike(hf, path)
 
 
 __all__ = [

@@ -10,6 +10,7 @@ Neither tells a rotation of neighbouring dimensions from one of halves: `megarl.
 """
 
 from megarl.models.config import DECODER, FULL_ATTENTION, ModelConfig, decoder_facts, refuse_unsupported
+from megarl.models.families import FAMILIES, refuse_layer_types
 from megarl.models.fields import Fields, short
 from megarl.models.table import logical_tensors
 from megarl.models.weight_files import some, stored_tensors
@@ -73,34 +74,30 @@ _HEADS = (
 )  # one or none of them, by the class that wrote the files
 
 
-def llama_alike(hf: Fields, path: str, known: list[str]) -> ModelConfig:
+def llama_alike(hf: Fields, path: str) -> ModelConfig:
     """The facts of the model in the folder `path`, whose config.json is `hf`.
-
-    Args:
-        known: the model types that have a family, for messages.
 
     Raises:
         ValueError: names the fields or the tensors that Llama's architecture does not have; the folder has no weights.
     """
-    kind, read = hf.text("model_type"), _READ | _NO_PART | _ACCEPTED.keys()
+    kind, known = hf.text("model_type"), ", ".join(sorted(FAMILIES))
+    read = _READ | _NO_PART | _ACCEPTED.keys()
     others = [
         f"{key}={short(value)}" for key, value in hf.values.items() if key not in read and value is not None
     ]
     if others:
         raise ValueError(
             f"{hf.file}: model_type {kind!r} is not supported, since unknown types are read as Llama's architecture, whose computation "
-            f"these fields may change: {some(others)}; supported: {', '.join(known)}"
+            f"these fields may change: {some(others)}; supported: {known}"
         )
     refuse_unsupported(hf, _ACCEPTED)
-    kinds = sorted(set(hf.texts("layer_types")) - {"full_attention"})
-    if kinds:
-        raise ValueError(f"{hf.file}: layer_types {kinds} are not supported; supported: full_attention")
+    refuse_layer_types(hf)
     try:
         shapes = {name: tensor.shape for name, tensor in stored_tensors(path).items()}
     except ValueError as error:
         raise ValueError(
             f"{hf.file}: model_type {kind!r} is not supported without its weights, which tell whether it is Llama's architecture ({error}); "
-            f"supported: {', '.join(known)}"
+            f"supported: {known}"
         ) from None
     parts = {"qkv_bias": f"{_FIRST}q_proj.bias" in shapes, "qk_norm": f"{_FIRST}q_norm.weight" in shapes}
     config = ModelConfig(family="llama", **parts, **decoder_facts(hf))
@@ -113,6 +110,6 @@ def llama_alike(hf: Fields, path: str, known: list[str]) -> ModelConfig:
     if differing:
         raise ValueError(
             f"{hf.file}: model_type {kind!r} is not supported, since its files do not have the weights of Llama's architecture, as which unknown types "
-            f"are read: {some(differing)}; supported: {', '.join(known)}"
+            f"are read: {some(differing)}; supported: {known}"
         )
     return config

@@ -17,7 +17,7 @@ from megarl.models.hybrids import qwen3_5, qwen3_next
 from megarl.models.latent import LATENT, MIXTURE, mixture
 
 
-def _refuse_layer_types(hf: Fields) -> None:
+def refuse_layer_types(hf: Fields) -> None:
     """Refuse attention other than to all positions before; transformers 5 always writes `layer_types`."""
     other = sorted(set(hf.texts("layer_types")) - {"full_attention"})
     if other:
@@ -33,7 +33,7 @@ def _llama(hf: Fields) -> ModelConfig:
 def _qwen2(hf: Fields) -> ModelConfig:
     """Qwen2 and Qwen2.5: Llama's architecture with biases on the query, key and value projections."""
     refuse_unsupported(hf, DECODER | FULL_ATTENTION)
-    _refuse_layer_types(hf)
+    refuse_layer_types(hf)
     return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **decoder_facts(hf))
 
 
@@ -41,7 +41,7 @@ def _qwen3(hf: Fields) -> ModelConfig:
     """Qwen3: Llama's architecture with norms on the heads' queries and keys, and heads of a width of their own."""
     # A bias of attention would be one of its output, too.
     refuse_unsupported(hf, DECODER | FULL_ATTENTION | {"attention_bias": (False,)})
-    _refuse_layer_types(hf)
+    refuse_layer_types(hf)
     hf.require("head_dim", "num_key_value_heads")
     return ModelConfig(family="qwen3", qkv_bias=False, qk_norm=True, **decoder_facts(hf))
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints import CheckpointStore, Keep
 from megarl.cli.main import SCHEMAS, main
 from megarl.config import load_config, resolve, save_config
@@ -18,6 +19,7 @@ from megarl.doctor.preflight import ROWS, delta_net_problems, preflight
 from megarl.models import read_model_config
 from megarl.util.gpus import Gpu
 from tests.fixtures.runs import PPO, REPOSITORY, on
+from tests.fixtures.tiny_models import as_type
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TUNING = ("data.max_length=64", "data.train_batch_size=4", "optim.lr=1e-3", "max_token_len_per_gpu=128")
@@ -50,6 +52,15 @@ def wrong_file(task: Path, path: Path, change: Callable[[dict], None], first: in
 
 def test_a_run_that_may_start(train: Callable[..., list[str]]) -> None:
     assert train() == []
+
+
+def test_a_type_without_a_family_that_computes_something_else(
+    train: Callable[..., list[str]], task: Path, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", ["two words"], hidden_size=64, family="llama")
+    as_type(folder, "helium", "HeliumForCausalLM")
+    (line,) = train(f"critic.model.path={folder}")
+    assert line.startswith("critic.model.path: model_type 'helium' has the fields and weights of Llama's")
 
 
 def test_keys_layouts_models_and_data_are_told_together(

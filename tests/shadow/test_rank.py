@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl.costs.flops import causal_pairs, model_flops
 from megarl.costs.speed import BACKWARD_RULE
 from megarl.models import read_model_config
@@ -93,6 +94,24 @@ def test_experts_and_latent_attention_take_what_was_planned(
     most = 0.12 if recompute == MODULES else 0.05
     for row in rows:
         assert -0.05 < row.difference < most, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "null"])
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2"])
+def test_mixtures_with_grouped_attention_take_what_was_planned(
+    machine, tmp_path: Path, family: str, recompute: str
+) -> None:
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    model = make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
+    keys = [
+        *expert_overrides(model),
+        f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
+    ]
+    rows = peaks(run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=2, num_processes=1), keys)
+    assert [row.phase for row in rows] == ["evaluate", "update"]
+    for row in rows:
+        assert abs(row.difference) < 0.05, row
 
 
 @pytest.mark.slow

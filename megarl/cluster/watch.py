@@ -5,7 +5,8 @@ Guarantees of `Watch`:
 - a process of a rank that is stopped (SIGSTOP, a debugger), also one that the rank has started, is reported after
   `STOPPED_SECONDS`, whether or not it takes part in a call;
 - a call in which no process of any rank that it waits for has worked for `idle_timeout` is reported: a rank that waits for
-  others in a collective does not work, a long forward pass does;
+  others in a collective does not work, a long forward pass does, and so does a rank that waits for a processor, whatever
+  else the machine does;
 - the ranks are not asked anything: their machines read /proc, every `LOOK_SECONDS`, while the controller waits;
 - a controller that was itself stopped, or busy elsewhere, counts none of that time.
 
@@ -21,7 +22,6 @@ compute; it learns of the loss the next time that it waits for a rank.
 """
 
 import faulthandler
-import math
 import os
 import re
 import sys
@@ -48,6 +48,8 @@ STOPPED_SECONDS = 20.0
 # Units of work a second below which a process idles: 2 % of a core, or 2 MiB read or written. A rank in a collective of gloo
 # takes 0.4 % of a core (Ray 2.60, torch 2.13).
 IDLE_WORK = 2.0
+# The part of the time above which a process that waits for a processor is at work: other programs take all of it.
+STARVED = 0.5
 _IDLE_BURST = 5.0  # units at any time, since processor time is counted in units
 _BYTES_OF_UNIT = 1 << 20
 _RANK_MARK = re.compile(rb"\0(" + MARK_PREFIX.encode() + rb"RANK=[^\0]*)\0")
@@ -65,10 +67,12 @@ class SignsOfLife:
     Attributes:
         stopped: the stopped processes, such as "sglang::scheduler (process 12)".
         work: units of work (see IDLE_WORK) since the processes began, as the mean over them.
+        starved: seconds that their threads could have run in, but had no processor.
     """
 
     stopped: tuple[str, ...]
     work: float
+    starved: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def signs_of_life(ranks: dict[int, str]) -> dict[str, SignsOfLife]:
     """
     stopped: dict[str, list[str]] = {}
     work: dict[str, list[float]] = {}
+    starved: dict[str, float] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -99,12 +104,14 @@ def signs_of_life(ranks: dict[int, str]) -> dict[str, SignsOfLife]:
             if fields[0] in ("Z", "X") or mark not in ranks.values():
                 continue
             work.setdefault(mark, []).append(_work(name, fields))
+            starved[mark] = starved.get(mark, 0.0) + _starved_seconds(name)
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
             continue
         if fields[0] in ("T", "t"):
             stopped.setdefault(mark, []).append(f"{title} (process {name})")
     return {
-        mark: SignsOfLife(tuple(stopped.get(mark, ())), sum(each) / len(each)) for mark, each in work.items()
+        mark: SignsOfLife(tuple(stopped.get(mark, ())), sum(each) / len(each), starved.get(mark, 0.0))
+        for mark, each in work.items()
     }
 
 
@@ -124,6 +131,18 @@ def _work(pid: str, fields: list[str]) -> float:
     return ticks + major_faults + num_bytes / _BYTES_OF_UNIT
 
 
+def _starved_seconds(pid: str) -> float:
+    """Of all threads of a process; 0 where the kernel does not count it (CONFIG_SCHED_INFO)."""
+    total = 0
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        try:
+            with open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+                total += int(file.read().split()[1])
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+            continue
+    return total / 1e9
+
+
 class Watch:
     """Checks the ranks' processes from time to time, and counts for how long they are stopped or idle."""
 
@@ -137,7 +156,7 @@ class Watch:
         self._server_stopped = 0.0  # seconds
         self._last = 0.0  # look, by time.monotonic
         self._asked: dict[str, ray.ObjectRef] = {}  # by node, questions that are not answered yet
-        self._work: dict[str, float] = {}  # by mark, units of work when it began to idle
+        self._began: dict[str, SignsOfLife] = {}  # by mark, its signs when it began to idle
         self._stopped: dict[str, float] = {}  # seconds, by mark
         self._idle: dict[str, float] = {}
 
@@ -157,7 +176,7 @@ class Watch:
             return None
         self._last = now
         if passed > 3 * LOOK_SECONDS:
-            self._stopped, self._idle, self._work, self._server_stopped = {}, {}, {}, 0.0
+            self._stopped, self._idle, self._began, self._server_stopped = {}, {}, {}, 0.0
             passed = 0.0
         self._refuse_stopped_servers(passed)
         signs = self._ask([process for process in processes if process.mark])
@@ -190,9 +209,9 @@ class Watch:
         for mark, sign in signs.items():
             self._stopped[mark] = self._stopped.get(mark, 0.0) + passed if sign.stopped else 0.0
             idle = self._idle.get(mark, 0.0) + passed
-            done = abs(sign.work - self._work.get(mark, -math.inf))
-            if mark not in called or done > IDLE_WORK * idle + _IDLE_BURST:
-                self._idle[mark], self._work[mark] = 0.0, sign.work
+            began = self._began.get(mark)
+            if mark not in called or began is None or _has_worked(began, sign, idle):
+                self._idle[mark], self._began[mark] = 0.0, sign
             else:
                 self._idle[mark] = idle
 
@@ -215,6 +234,12 @@ class Watch:
                 waited, f"none of the ranks that are waited for has worked for {self.idle_timeout:g} s"
             )
         return None
+
+
+def _has_worked(before: SignsOfLife, now: SignsOfLife, seconds: float) -> bool:
+    # Both numbers fall when a process or a thread ends, which is work, too.
+    done = abs(now.work - before.work) > IDLE_WORK * seconds + _IDLE_BURST
+    return done or (seconds > 0 and abs(now.starved - before.starved) > STARVED * seconds)
 
 
 def _answer(ref: ray.ObjectRef) -> dict[str, Any]:

@@ -95,6 +95,20 @@ def test_work_is_no_hang(start_group, quick):
     assert wait(refs, [group], timeout=30, watch=Watch(idle_timeout=2.0)) == [0, 1]
 
 
+def test_a_rank_that_gets_no_processor_does_not_hang(start_group, quick):
+    """Its threads have the lowest priority on a processor that another program takes."""
+    group = start_group("actor", 1)
+    (pid,) = group.pids
+    refs = group.call("work_if", 0, 1.0)
+    processor = min(os.sched_getaffinity(0))
+    busy = f"import os, time; os.sched_setaffinity(0, [{processor}]); end = time.monotonic() + 6\nwhile time.monotonic() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", busy]):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), [processor])
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        assert wait(refs, [group], timeout=60, watch=Watch(idle_timeout=2.0)) == [0]
+
+
 def test_a_rank_that_should_be_working_is_found_between_its_calls(start_group, quick):
     group, idle = start_group("engine", 1), Watch(idle_timeout=1.0)
     for _ in range(8):  # nobody waits for it

@@ -25,6 +25,7 @@ from megarl.config.batches import (
     updates_per_step,
 )
 from megarl.config.checks import check_config, config_problems
+from megarl.config.checks.training import check_decays
 from megarl.config.loading import load_config, save_config, to_dict
 from megarl.config.model_fit import (
     check_model,
@@ -138,6 +139,7 @@ __all__ = [
     "batch_summary",
     "batch_table",
     "check_config",
+    "check_decays",
     "check_model",
     "check_models",
     "config_problems",

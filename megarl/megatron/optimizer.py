@@ -45,9 +45,6 @@ def build_optimizer(
     Args:
         num_steps: optimizer steps of the entire run, where `optim.lr_decay_steps` is null.
         bucket: elements whose states are on the device at a time, with `optim.optimizer_cpu_offload`.
-
-    Raises:
-        ValueError: a learning rate schedule that cannot be; names the keys.
     """
     adam.install()
     transformer_config, ddp_config = chunks[0].config, chunks[0].ddp_config
@@ -176,15 +173,7 @@ def _schedule_arguments(optim: OptimConfig, num_steps: int | None) -> dict[str, 
     decay = optim.lr_decay_steps if optim.lr_decay_steps is not None else num_steps
     if style == "constant":
         decay = warmup + 1  # not used, but Megatron wants it to be greater than the warm-up
-    if decay is None:
-        raise ValueError(f"optim.lr_decay_steps is needed for optim.lr_decay_style={style}")
-    if warmup >= decay:
-        raise ValueError(
-            f"optim.lr_warmup_steps={warmup} must be less than optim.lr_decay_steps={decay} "
-            "(which is the number of optimizer steps of the run where it is not given)"
-        )
-    if optim.min_lr > optim.lr:
-        raise ValueError(f"optim.min_lr={optim.min_lr} is greater than optim.lr={optim.lr}")
+    assert decay is not None and warmup < decay and optim.min_lr <= optim.lr, "checked before the ranks start"
     return {
         "init_lr": optim.lr / (warmup + 1) if warmup else 0.0,
         "max_lr": optim.lr,

@@ -40,7 +40,7 @@ from megarl.trainer.workers.ptx import PtxUpdate
 from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker, RewardModelWorker
 from megarl.trainer.workers.supervised import DPOWorker, RMWorker, SFTWorker
 
-NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
+NUM_STEPS = 1_000_000  # of the run that the rank would be of: more than any warm-up
 UNKNOWN = 1  # the value assumed for a number that no operation of a shadow knows (`Shadow.assume`)
 
 Config = TrainConfig | TuningConfig

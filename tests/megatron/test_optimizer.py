@@ -111,27 +111,3 @@ def test_learning_rates(
     poison = [False] * len(expected)
     history = ranks.run(_train, optim, {"num_steps": num_steps}, poison, world=1)[0]
     assert [step[2] for step in history] == pytest.approx(expected, abs=1e-9)
-
-
-def _refusal(rank: int, world: int, optim: OptimConfig, num_steps: int | None) -> str:
-    with pytest.raises(ValueError) as caught:
-        _train(rank, world, optim, {"num_steps": num_steps}, [])
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("optim", "num_steps", "message"),
-    [
-        (OptimConfig(lr=1.0, lr_decay_style="linear"), None, "lr_decay_steps is needed"),
-        (
-            OptimConfig(lr=1.0, lr_decay_style="cosine", lr_warmup_steps=5),
-            5,
-            "lr_warmup_steps=5 must be less",
-        ),
-        (OptimConfig(lr=1.0, min_lr=2.0), 5, "min_lr=2.0 is greater"),
-    ],
-)
-def test_schedules_that_cannot_be_are_refused(
-    ranks: RankPool, optim: OptimConfig, num_steps: int | None, message: str
-) -> None:
-    assert message in ranks.run(_refusal, optim, num_steps, world=1)[0]

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megarl.config.batches import trajectories_per_step
+from megarl.config.batches import trajectories_per_step, updates_per_step
 from megarl.config.checks.teachers import (
     reference_problems,
     served_reference_problems,
@@ -383,6 +383,32 @@ def _optim_problems(role: _Trained) -> Iterator[str]:
             f"{key}.optimizer_cpu_offload=true has the optimizer's states on the host, "
             f"{role.prefix}megatron.optimizer_offload=false on the devices: leave out one of them"
         )
+
+
+def check_decays(config: TrainConfig | TuningConfig, num_steps: int) -> None:
+    """Check schedules whose decay ends with the run, whose length the data decide.
+
+    Args:
+        config: resolved and checked.
+        num_steps: of the run.
+
+    Raises:
+        ValueError: a warm-up leaves no optimizer step for the decay.
+    """
+    for role in _trained(config):
+        optim, key = role.optim, f"{role.prefix}optim"
+        if optim.lr_decay_style == "constant" or optim.lr_decay_steps is not None:
+            continue
+        updates = num_steps
+        if isinstance(config, TrainConfig):
+            section = config.critic if role.prefix == "critic." else config.actor_rollout_ref.actor
+            assert section is not None
+            updates *= updates_per_step(config, section)
+        if optim.lr_warmup_steps >= updates:
+            raise ValueError(
+                f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than the run's {updates} optimizer steps, over whose "
+                f"rest {key}.lr_decay_style={optim.lr_decay_style} falls; give fewer, or {key}.lr_decay_steps"
+            )
 
 
 def _muon_problems(role: _Trained) -> Iterator[str]:

@@ -22,7 +22,7 @@ from megarl.cluster import (
     start_cluster,
     stop_cluster,
 )
-from megarl.config import RolloutConfig, TrainConfig, TuningConfig, resolve_batches, to_dict
+from megarl.config import RolloutConfig, TrainConfig, TuningConfig, check_decays, resolve_batches, to_dict
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.cluster_setup import cluster_setup_of
 from megarl.trainer.run.earlier_runs import CHECKPOINTS
@@ -63,8 +63,11 @@ def open_run(
         signals: whether a loop of `total_steps` acts on signals that tell the job to end; a program may make more steps.
 
     Raises:
-        ValueError: another run writes to its folder, or the checkpoint that it should continue from does not fit it.
+        ValueError: another run writes to its folder, the checkpoint that it should continue from does not fit it, or a learning rate
+            would still rise when it ends.
     """
+    if resumable:  # the models learn
+        check_decays(config, total_steps)
     trainer, plan = config.trainer, resolve_batches(config)
     folder = Path(trainer.default_local_dir)
     places = {"trainer.default_local_dir": folder}

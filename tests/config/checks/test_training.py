@@ -13,6 +13,7 @@ from megarl.config import (
     SFTConfig,
     TrainConfig,
     check_config,
+    check_decays,
     full_kl_in_loss,
     full_kl_in_reward,
     is_single_update,
@@ -241,6 +242,25 @@ def test_muon_and_what_it_does_not_go_with(
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "emerging_optimizers" else 1)
     (missing,) = problems(sft(muon))
     assert "emerging-optimizers, which is not installed" in missing
+
+
+def test_a_decay_needs_steps_after_the_warm_up(
+    train: Train, grpo: Train, sft: Callable[..., SFTConfig]
+) -> None:
+    """Its steps are the optimizer's: two of the critic, two of the actor for each of the run's."""
+    policy, once = "actor_rollout_ref.actor.optim", "actor_rollout_ref.actor.ppo_epochs=1"
+    actor = f"{policy}.lr_decay_style=linear", f"{policy}.lr_warmup_steps=6", once
+    check_decays(resolve(grpo(*actor)), 4)
+    with pytest.raises(ValueError, match=rf"{policy}.lr_warmup_steps=6 must be less than the run's 6 optimi"):
+        check_decays(resolve(grpo(*actor)), 3)
+    check_decays(resolve(grpo(*actor, f"{policy}.lr_decay_steps=9")), 3)
+    check_decays(resolve(grpo(*actor[1:])), 3)
+    critic = "critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=6", once
+    check_decays(resolve(train(*critic)), 4)
+    with pytest.raises(ValueError, match=r"critic.optim.lr_warmup_steps=6 must be less than the run's 6 opt"):
+        check_decays(resolve(train(*critic)), 3)
+    with pytest.raises(ValueError, match=r"^optim.lr_warmup_steps=6 must be less than the run's 6 optimizer"):
+        check_decays(resolve(sft("optim.lr_decay_style=linear", "optim.lr_warmup_steps=6")), 6)
 
 
 def test_loss_scaling_without_float16(train: Train, sft: Callable[..., SFTConfig]) -> None:

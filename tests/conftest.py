@@ -1,5 +1,6 @@
 """Fixtures that more than one room's tests use."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from tests.ranks import RankPool
 # Python keeps what it has compiled, and pytest the tests whose assertions it has rewritten, also where PYTHONDONTWRITEBYTECODE is set, as
 # in many images of containers: to do it again would take each process of each session as long as all other imports.
 sys.dont_write_bytecode = False
+# Two threads of a tiny operation wait for each other longer than it takes: several times as long where another process needs the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent

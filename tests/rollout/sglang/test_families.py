@@ -169,7 +169,7 @@ def test_experts_of_responses_that_were_interrupted(family):
     if family.name in DENSE:
         pytest.skip("the model has no experts")
     model = model_of(family.folder)
-    sampling = replace(GREEDY, max_new_tokens=60)
+    sampling = replace(GREEDY, max_new_tokens=30)
     family.engine.call(take_off, PROMPTS, UIDS, sampling)
     found, open_ones = family.engine.call(interrupt_often, 0.03)
     # The weights that the engine loaded from files are there still: only the cache was away.
@@ -188,7 +188,7 @@ def test_a_response_has_the_same_bits_in_any_company(family, request):
     """Also when the cache is too small for all, so that some are put back and computed again."""
     if family.name not in ALONE and not request.config.getoption("--slow"):
         pytest.skip("takes most of a minute: runs with --slow")
-    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=45)
+    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=45, step=2)
 
 
 def test_serves_other_weights_after_a_sync(family, tmp_path):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megarl.models import read_model_config
 from megarl.rollout.sglang.before_import import sglang_environment
 from tests.models.published import CONFIGS
@@ -28,29 +30,25 @@ FAMILIES = (
     "Qwen3_5",
     "Qwen3_5Moe",
 )
-# As a scheduler does it. The names of the models' classes, and of all files of models that were imported for them.
+# What a scheduler imports: the names of the models' classes, and of all files of models that were imported for them. Then the context that
+# SGLang derives from each config.json.
 SCHEDULER = """
 import json, sys
 from sglang.srt.models.registry import ModelRegistry
+classes = sorted(ModelRegistry.models)
 files = [name for name in sys.modules if name.startswith("sglang.srt.models.")]
-print(json.dumps([sorted(ModelRegistry.models), files]))
-"""
-
-
-# The context that SGLang derives from each config.json.
-CONTEXTS = """
-import json, sys
 from sglang.srt.utils.hf_transformers import get_config, get_context_length, get_hf_text_config
 configs = [get_hf_text_config(get_config(path, trust_remote_code=False)) for path in sys.argv[1:]]
-print(json.dumps([*map(get_context_length, configs)]))
+print(json.dumps([classes, files, [*map(get_context_length, configs)]]))
 """
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 
 
-def test_the_context_of_a_model_is_what_sglang_derives(tmp_path: Path) -> None:
-    """Of published models, and of fields that go before max_position_embeddings, or that scale it."""
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Each has a config.json: published models', and some with fields that go before max_position_embeddings, or that scale it."""
     qwen = next(config for config in CONFIGS.values() if config["model_type"] == "qwen2")
     llama = next(config for config in CONFIGS.values() if config["model_type"] == "llama")
     configs = [
@@ -63,30 +61,32 @@ def test_the_context_of_a_model_is_what_sglang_derives(tmp_path: Path) -> None:
         {**qwen, "rope_theta": None, "rope_parameters": {**YARN, "rope_theta": 1e6}},
         {**llama, "max_position_embeddings": 9000, "rope_scaling": LLAMA3},
     ]
-    folders = [tmp_path / str(number) for number in range(len(configs))]
+    folders = [tmp_path_factory.mktemp("model") for _ in configs]
     for folder, config in zip(folders, configs, strict=True):
-        folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def scheduler(folders: list[Path]) -> tuple[list[str], list[str], list[int]]:
+    """Of one process with SGLang: what `SCHEDULER` prints."""
     result = subprocess.run(
-        [sys.executable, "-c", CONTEXTS, *map(str, folders)],
+        [sys.executable, "-c", SCHEDULER, *map(str, folders)],
         env={**os.environ, **sglang_environment("cpu", 1)},
         capture_output=True,
         text=True,
         check=True,
     )
-    derived = json.loads(result.stdout.splitlines()[-1])
-    assert [read_model_config(str(folder)).context_length[1] for folder in folders] == derived
-    assert derived[-5:-3] == [5000, 6000] and len(set(derived)) > 5
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_a_scheduler_imports_the_models_of_the_families() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SCHEDULER],
-        env={**os.environ, **sglang_environment("cpu", 1)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    classes, files = json.loads(result.stdout.splitlines()[-1])
+def test_a_scheduler_imports_the_models_of_the_families(scheduler) -> None:
+    classes, files, _ = scheduler
     assert classes == [f"{name}ForCausalLM" for name in FAMILIES]
     assert len(files) < 40  # of 190
+
+
+def test_the_context_of_a_model_is_what_sglang_derives(scheduler, folders: list[Path]) -> None:
+    *_, derived = scheduler
+    assert [read_model_config(str(folder)).context_length[1] for folder in folders] == derived
+    assert derived[-5:-3] == [5000, 6000] and len(set(derived)) > 5

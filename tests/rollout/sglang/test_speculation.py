@@ -22,10 +22,11 @@ pytestmark = needs_compiler
 NGRAM = SpeculationConfig("ngram", 4)
 # Greedy and sampled, cut and not; random weights repeat themselves, so that much of what is drafted is right.
 SAMPLINGS = (
-    SamplingParams(temperature=0.0, max_new_tokens=60),
-    SamplingParams(temperature=1.0, max_new_tokens=60, seed=3),
-    SamplingParams(temperature=0.3, max_new_tokens=60, seed=4, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, max_new_tokens=60, seed=5),
+    SamplingParams(temperature=0.0, max_new_tokens=40),
+    SamplingParams(temperature=1.0, max_new_tokens=40, seed=3),
+    SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, max_new_tokens=40, seed=5, ignore_eos=True
+    ),
 )
 NUM_DRAWS = 3000
 NUM_TOKENS, TEMPERATURE = 12, 0.5

@@ -1,6 +1,5 @@
 """What holds for the repository as a whole: who may import whom, what stays light, which pins must agree."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "megarl"
+from tests.sources import PACKAGE, ROOT, modules, source_of
+
 MAX_LINES = 700
 SCREEN = 60  # lines
 
@@ -92,10 +91,6 @@ FORBIDDEN = {
 MOST_FILES = 25  # of a folder
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def room_of(path: Path) -> str:
     """ "data" for megarl/data/files.py, "trainer/run" for megarl/trainer/run/logger.py, "__init__" for megarl/__init__.py."""
     return _room(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -104,21 +99,6 @@ def room_of(path: Path) -> str:
 def _room(parts: Sequence[str]) -> str:
     names = ("/".join(parts[:depth]) for depth in (2, 1))
     return next((name for name in names if name in FLOORS), parts[0])
-
-
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a file imports, inside functions and under TYPE_CHECKING too."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = [node.module] if node.module else []
-            if node.level:
-                base = [*package[: len(package) - node.level + 1], *base]
-            for alias in node.names:
-                yield node.lineno, ".".join([*base, alias.name])
 
 
 def room_imported(name: str) -> str | None:
@@ -131,7 +111,7 @@ def room_imported(name: str) -> str | None:
 
 def test_trackers_are_imported_by_the_name_that_a_configuration_has() -> None:
     """Never by a statement, so that those that are not named are not loaded."""
-    imported = {name.split(".")[0] for path in modules() for _, name in imports_of(path)}
+    imported = {name.split(".")[0] for path in modules() for _, name in source_of(path).imports}
     assert not imported & {"wandb", "mlflow", "swanlab", "trackio"}
     assert "rich" in imported  # or this test has not looked
 
@@ -145,7 +125,7 @@ def test_rooms_import_only_from_floors_below() -> None:
     wrong, seen = [], set()
     for path in modules():
         room = room_of(path)
-        for line, name in imports_of(path):
+        for line, name in source_of(path).imports:
             target = room_imported(name)
             if target is None or target == room:
                 continue
@@ -160,7 +140,7 @@ def test_the_stand_ins_for_sglangs_kernels_are_reached_by_entry_points_alone() -
     imported = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in modules()
-        for line, name in imports_of(path)
+        for line, name in source_of(path).imports
         if room_imported(name) == "sglang_cpu" and room_of(path) != "sglang_cpu"
     ]
     assert imported == []
@@ -174,7 +154,7 @@ def test_the_stand_ins_for_sglangs_kernels_are_reached_by_entry_points_alone() -
 def test_rooms_do_not_import_what_they_must_not_know() -> None:
     wrong, seen = [], set()
     for path in modules():
-        for line, name in imports_of(path):
+        for line, name in source_of(path).imports:
             top = name.split(".")[0]
             seen.add((room_of(path), top))
             if top in FORBIDDEN.get(room_of(path), set()):
@@ -196,10 +176,7 @@ def test_files_are_short() -> None:
 def test_a_loop_fits_a_screen() -> None:
     files = sorted((PACKAGE / "trainer" / "loops").glob("*.py"))
     functions = [
-        (f"{file.name}: {node.name}", node.end_lineno - node.lineno + 1)
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+        (f"{file.name}: {name}", lines) for file in files for name, lines in source_of(file).functions
     ]
     assert len(functions) > 20  # or this test has not looked
     assert {name: lines for name, lines in functions if lines > SCREEN} == {}
@@ -219,7 +196,7 @@ def test_no_imports_are_circular() -> None:
     """Within functions and under TYPE_CHECKING neither."""
     paths = {module_of(path): path for path in modules()}
     imported = {
-        name: {_module(target, paths) for _, target in imports_of(path)} - {None, name}
+        name: {_module(target, paths) for _, target in source_of(path).imports} - {None, name}
         for name, path in paths.items()
     }
     assert len(imported["megarl.trainer.run.run"]) > 5  # or this test has not looked
@@ -353,14 +330,14 @@ def is_banned(kind: str, name: str) -> bool:
     return plain in whole_names or any(f"_{part}_" in f"_{name}_" for part in BANNED_PARTS)
 
 
+DEFINITION = re.compile(r"^\s*(?:async\s+)?(def|class)\s+(\w+)\s*[(:\[]", re.MULTILINE)
+
+
 def names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """(kind, name) of a module, or of the folder that it makes a package, and of what it defines."""
+    """(kind, name) of a module, or of the folder that it makes a package, and of what it defines, also in the code that it writes."""
     yield "module", path.parent.name if path.name == "__init__.py" else path.stem
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef):
-            yield "class", node.name
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield "function", node.name
+    for keyword, name in DEFINITION.findall(path.read_text()):
+        yield "class" if keyword == "class" else "function", name
 
 
 def test_names_are_the_words_of_the_glossary() -> None:

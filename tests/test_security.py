@@ -29,9 +29,9 @@ from megarl.config.schema import walk
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.start import server_arguments
 from tests.fixtures.runs import PPO, REPOSITORY, command, environment, on
+from tests.sources import PACKAGE, Call, Source, modules, source_of
 from tests.trainer.test_faults import SMALL
 
-PACKAGE = REPOSITORY / "megarl"
 SECRET = "sk-not-for-anybodys-eyes"
 
 # Where bytes become objects, or files code, and whose they are.
@@ -59,46 +59,50 @@ UNSAFE = {
 }
 
 
-def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """(file in the package, node) of every node of a kind."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, kind):
-                yield str(path.relative_to(PACKAGE)), node
+def sources() -> Iterator[tuple[str, Source]]:
+    """(file in the package, what it has)."""
+    for path in modules():
+        yield str(path.relative_to(PACKAGE)), source_of(path)
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    for file, source in sources():
+        for call in source.calls:
+            yield file, call
 
 
 def test_nothing_is_unpickled_that_the_program_did_not_make() -> None:
     found = {
-        (file, f"{node.value.id}.{node.attr}")
-        for file, node in nodes(ast.Attribute)
-        if isinstance(node.value, ast.Name) and node.attr in UNSAFE.get(node.value.id, ())
+        (file, f"{name}.{attribute}")
+        for file, source in sources()
+        for name, attribute in source.attributes
+        if attribute in UNSAFE.get(name, ())
     }
     assert found == set(UNPICKLED.items())
-    for file, node in nodes(ast.ImportFrom):
-        names = {alias.name for alias in node.names}
-        assert names.isdisjoint(UNSAFE.get(node.module or "", ())), (file, node.lineno)
+    for file, source in sources():
+        for line, module, names in source.taken:
+            assert names.isdisjoint(UNSAFE.get(module, ())), (file, line)
 
 
 def test_files_are_read_as_plain_data() -> None:
     """torch.load of tensors and plain types alone, numpy without objects."""
     loads = 0
-    for file, node in nodes(ast.Call):
-        called = ast.unparse(node.func)
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        if called == "torch.load":
+    for file, call in calls():
+        if call.called == "torch.load":
             loads += 1
-            assert given.get("weights_only") == "True", (file, node.lineno)
-        assert called not in ("np.load", "numpy.load") or given.get("allow_pickle", "False") == "False"
+            assert call.given_text("weights_only") == "True", (file, call.line)
+        if call.called in ("np.load", "numpy.load"):
+            assert call.given_text("allow_pickle") in (None, "False"), (file, call.line)
     assert loads > 0  # or this test has not looked
 
 
 def test_code_runs_only_where_the_configuration_names_it() -> None:
     found = set()
-    for file, node in nodes(ast.Call):
-        called = ast.unparse(node.func)
+    for file, call in calls():
+        called = call.called
         if called in ("eval", "exec", "os.system", "runpy.run_path") or called.endswith(".exec_module"):
             found.add((file, called.rpartition(".")[2]))
-        assert not any(keyword.arg == "shell" for keyword in node.keywords), (file, node.lineno)
+        assert "shell" not in call.given, (file, call.line)
     assert found == set(EXECUTED.items())
 
 
@@ -146,10 +150,12 @@ def test_models_bring_no_code_unless_asked_for() -> None:
                 keys += 1
                 assert member.default is False, key
     assert keys > 3
-    for file, node in nodes(ast.Call):
-        for keyword in node.keywords:
-            if keyword.arg == "trust_remote_code":
-                assert isinstance(keyword.value, ast.Name), (file, node.lineno)  # what the user said
+    for file, call in calls():
+        if "trust_remote_code" in call.given:
+            assert isinstance(call.given["trust_remote_code"], ast.Name), (
+                file,
+                call.line,
+            )  # what the user said
     facts = {"max_position_embeddings": 64, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")

@@ -34,7 +34,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+        return tuple([slice(start, start + size) for start, size in zip(self.start, self.size, strict=True)])
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part, or None where there is none."""

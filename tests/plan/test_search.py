@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import time
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megarl.config.model_fit import check_models
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine
 from megarl.models import read_model_config
-from megarl.plan.inputs import read_inputs
+from megarl.plan.inputs import PlanInputs, read_inputs
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
 from megarl.plan.search import _ENGINE, _GROUPS, Search, recomputations
@@ -52,10 +53,15 @@ def searched(recipe: str, overrides: list[str], memory: float, gpu: str = "H100"
     return Search(given, inputs, machine, round(memory * GIB), 2 * GIB)
 
 
+@lru_cache(maxsize=200)  # the layouts of a small space, which are looked at with one memory after the other
+def read(recipe: str, overrides: tuple[str, ...]) -> tuple[TrainConfig, PlanInputs]:
+    return read_inputs(recipe, list(overrides))
+
+
 def seconds_of(search: Search, recipe: str, overrides: list[str]) -> float | None:
     """Of a step, worked out from the recipe and its overrides alone; None: it cannot be, or does not fit."""
     try:
-        config, inputs = read_inputs(recipe, overrides)
+        config, inputs = read(recipe, tuple(overrides))
         check_models(config, inputs.model, inputs.critic, inputs.reward)
         memory = plan_memory(config, inputs, search.limit, search.reserve)
     except ValueError:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from megarl.util import packages
 from megarl.util.packages import KNOWN, PURPOSES, install_command, installed, pinned, require, requirements
-from tests.test_repository import ROOT, imports_of, modules, pins
+from tests.sources import ROOT, modules, source_of
+from tests.test_repository import pins
 
 # Imported where the user asked for a data set of the Hub or for a weight sync by NIXL, with a message of its own; and for figures of a GPU's
 # driver, where it is there.
@@ -17,13 +19,16 @@ OPTIONAL = {"datasets", "nixl", "pynvml"}
 IN_ENGINES = ("megarl/trainer/workers/agents.py", "megarl/environments/openenv.py")
 
 
+distributions = cache(packages_distributions)  # it reads the lists of all files of all packages
+
+
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    by_module = packages_distributions() | {"fla": ["fla-core"]}  # where shadows alone look for it
-    names = {name.split(".")[0] for path in modules() for _, name in imports_of(path)}
+    by_module = distributions() | {"fla": ["fla-core"]}  # where shadows alone look for it
+    names = {name.split(".")[0] for path in modules() for _, name in source_of(path).imports}
     names -= {*sys.stdlib_module_names, "megarl", *OPTIONAL}
     needed = {normal(package) for name in names for package in by_module.get(name, [name])}
     assert {"torch", "megatron-core", "sglang", "pyyaml"} <= needed
@@ -34,10 +39,10 @@ def test_every_package_that_is_imported_is_required() -> None:
 def test_the_wheel_requires_what_is_imported_but_megatron_and_sglang() -> None:
     """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The rooms rollout/ and gateway/ and the files of
     `IN_ENGINES` run in the processes of SGLang's engines, with what SGLang brings; what shadow/ imports is in requirements/shadow.txt."""
-    by_module = packages_distributions()
+    by_module = distributions()
     files = [path for path in modules() if not {"rollout", "gateway", "shadow"} & set(path.parts)]
     files = [path for path in files if path.relative_to(ROOT).as_posix() not in IN_ENGINES]
-    names = {name.split(".")[0] for path in files for _, name in imports_of(path)}
+    names = {name.split(".")[0] for path in files for _, name in source_of(path).imports}
     names -= {
         *sys.stdlib_module_names,
         "megarl",

@@ -1,7 +1,7 @@
 """Simulated ranks: every rank's local tensors as plain dictionaries, made from pieces alone."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.layout import Layout, Plan
+from megarl.layout import Layout, Piece, Plan
 from megarl.models import ModelConfig, read_model_config
 from megarl.weight_sync.layouts import megatron_layout
 from tests.weight_sync.fusions import single_experts
@@ -39,11 +39,19 @@ def run_plan(
     plan: Plan, sources: Sequence[Mapping[str, torch.Tensor]], targets: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
     """Make all copies of a plan, rank by rank: each element is written once, to where nothing was."""
+    left = list(map(num_empty, targets))
     for copy in plan.copies:
         target = targets[copy.target_rank][copy.target_local][copy.target_box.slices]
-        assert torch.isnan(target).all(), copy
         source = sources[copy.source_rank][copy.source_local][copy.source_box.slices]
         target.copy_(source.view(target.shape))
+        left[copy.target_rank] -= copy.target_box.numel
+    # Fewer elements are filled than were copied if one was copied twice, or to where something was.
+    assert list(map(num_empty, targets)) == left
+
+
+def num_empty(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Elements that nothing was written to: those that are NaN."""
+    return int(torch.cat([tensor.flatten() for tensor in tensors.values()]).isnan().sum()) if tensors else 0
 
 
 def make_model(folder, family="qwen2", *, tied=False, vocab=300, seed=0, layers=4):
@@ -78,16 +86,17 @@ def make_model(folder, family="qwen2", *, tied=False, vocab=300, seed=0, layers=
 
 def empty_shards(layout: Layout) -> list[dict[str, torch.Tensor]]:
     """Each rank's local tensors, just large enough for its pieces, full of NaN."""
-    ranks = []
-    for rank in range(layout.num_ranks):
-        shapes: dict[str, list[int]] = {}
-        for piece in layout.pieces(rank):
-            ends = [a + n for a, n in zip(piece.local_box.start, piece.local_box.size, strict=True)]
-            shapes[piece.local] = [
-                max(pair) for pair in zip(shapes.get(piece.local, ends), ends, strict=True)
-            ]
-        ranks.append({name: torch.full(shape, torch.nan) for name, shape in shapes.items()})
-    return ranks
+    return [empty_tensors(layout.pieces(rank)) for rank in range(layout.num_ranks)]
+
+
+def empty_tensors(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
+    """The local tensors of a rank that has these pieces, just large enough for them, full of NaN."""
+    shapes: dict[str, list[int]] = {}
+    for piece in pieces:
+        ends = [a + n for a, n in zip(piece.local_box.start, piece.local_box.size, strict=True)]
+        known = shapes.get(piece.local)
+        shapes[piece.local] = ends if known is None else list(map(max, known, ends))
+    return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
 
 
 def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Tensor]]:

@@ -72,11 +72,13 @@ def _is_schema(kind: Any) -> TypeGuard[type]:
     return is_dataclass(kind)
 
 
+@cache
 def section_type(kind: Any) -> type | None:
     """The dataclass of a section (which may be optional); None for a key."""
     return next((member for member in members(kind) if _is_schema(member)), None)
 
 
+@cache
 def table_type(kind: Any) -> type | None:
     """The dataclass of the values where a key is a mapping of free names to sections; else None."""
     for member in members(kind):

@@ -12,8 +12,9 @@ from megarl.layout import make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models.config import QWEN_HYBRIDS
 from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
+from tests.fixtures.tiny_models import MTP_FAMILIES
 from tests.weight_sync.fusions import Rank, expected_sglang
-from tests.weight_sync.shards import empty_shards, load_all, run_plan
+from tests.weight_sync.shards import empty_shards, empty_tensors, load_all, num_empty, run_plan
 
 DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5")
 TIED_FAMILIES = (*DENSE_FAMILIES, "deepseek_v3", "kimi_k2")
@@ -61,7 +62,9 @@ OFTEN = [
     for name, family in CASES
     if family == "deepseek_v3" or (list(LAYOUTS).index(name) + FAMILIES.index(family)) % 2 == 0
 ]
-MARKED = [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in CASES]
+MARKED = [
+    pytest.param(case, id="-".join(case), marks=() if case in OFTEN else pytest.mark.slow) for case in CASES
+]
 ENGINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 1), (8, 4, 1), (4, 2, 2))  # tp, ep, dp attention
 
 
@@ -89,10 +92,16 @@ def loaded(folder, layout):
     return load_all(folder, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("name, family", MARKED)
-def test_hugging_face_to_megatron_and_back(tiny_model, family, name):
-    for tied in (False, True) if family in TIED_FAMILIES else (False,):
-        model = tiny_model(family, tie_word_embeddings=tied)
+@pytest.fixture(scope="module", params=MARKED)
+def case(request):
+    """Of the module, so that all tests of a case follow each other, for which its ranks are loaded once."""
+    return request.param
+
+
+def test_hugging_face_to_megatron_and_back(tiny_model, case):
+    name, family = case
+    for tied in (True, False) if family in TIED_FAMILIES else (False,):
+        model = tiny_model(family, tie_word_embeddings=tied) if tied else tiny_model(family)
         ranks, written = loaded(model.folder, name), empty_shards(hf_layout(model.config))
         run_plan(
             make_plan(megatron_layout(model.config, LAYOUTS[name]), hf_layout(model.config)), ranks, written
@@ -102,19 +111,21 @@ def test_hugging_face_to_megatron_and_back(tiny_model, family, name):
             assert torch.equal(written[0][tensor], values), (tied, tensor)
 
 
-@pytest.mark.parametrize("name, family", MARKED)
-def test_hugging_face_to_megatron_to_sglang(tiny_model, family, name):
+def test_hugging_face_to_megatron_to_sglang(tiny_model, case):
+    """The first of its two engines comes with another one like it."""
+    name, family = case
     model = tiny_model(family)
     source = megatron_layout(model.config, LAYOUTS[name])
-    for tp, ep, dp in engines_with(name, family):
-        target = sglang_layout(model.config, EngineLayout(tp=tp, ep=ep, dp=dp, num_engines=2))
+    for num_engines, (tp, ep, dp) in zip((2, 1), engines_with(name, family), strict=True):
+        target = sglang_layout(model.config, EngineLayout(tp=tp, ep=ep, dp=dp, num_engines=num_engines))
         engines = empty_shards(target)
         run_plan(make_plan(source, target), loaded(model.folder, name), engines)
-        for rank in range(2 * tp):
-            expected = expected_sglang(model.decoder, model.config.hf, Rank(rank % tp, tp, ep, dp))
-            assert engines[rank].keys() == expected.keys()
-            for tensor, values in expected.items():
-                assert torch.equal(engines[rank][tensor], values), (tp, ep, dp, rank, tensor)
+        for first in range(tp):
+            expected = expected_sglang(model.decoder, model.config.hf, Rank(first, tp, ep, dp))
+            for rank in range(first, num_engines * tp, tp):
+                assert engines[rank].keys() == expected.keys()
+                for tensor, values in expected.items():
+                    assert torch.equal(engines[rank][tensor], values), (tp, ep, dp, rank, tensor)
 
 
 def test_a_tied_head_and_queries_without_a_latent_space_reach_sglang(tiny_model):
@@ -149,17 +160,32 @@ def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
         assert torch.equal(written[0][tensor], values), tensor
 
 
-@pytest.mark.parametrize("mtp", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, mtp",
+    [(family, mtp) for family in FAMILIES for mtp in (False, True) if not mtp or family in MTP_FAMILIES],
+)
 def test_pieces_fill_their_tensors_once(tiny_model, family, mtp):
     """No element of a rank's parameters is left out or meant for two weights, but for the vocabulary's padding."""
     config = tiny_model(family).config
     layouts = [megatron_layout(config, LAYOUTS[name], mtp=mtp) for name, other in CASES if other == family]
     layouts += [sglang_layout(config, EngineLayout(*engine)) for engine in engines_of(family)]
     for layout in layouts:
-        for rank, tensors in enumerate(empty_shards(layout)):
-            for piece in layout.pieces(rank):
-                part = tensors[piece.local][piece.local_box.slices]
-                assert part.isnan().all(), piece
-                part.zero_()
-            assert not any(tensor.isnan().any() for tensor in tensors.values()), (layout.name, rank)
+        ranks = {
+            shards: rank for rank, shards in enumerate(layout.shards_of)
+        }  # replicas have the same pieces
+        for rank in ranks.values():
+            pieces = layout.pieces(rank)
+            tensors = empty_tensors(pieces)
+            for piece in pieces:
+                tensors[piece.local][piece.local_box.slices].zero_()
+            assert num_empty(tensors) == 0, (layout.name, rank)
+            # More elements than there are would be written if one of them were meant for two weights.
+            elements = sum(tensor.numel() for tensor in tensors.values())
+            assert elements == sum(piece.local_box.numel for piece in pieces), (layout.name, rank)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MTP_FAMILIES])
+def test_a_model_without_prediction_layers_has_none_to_ask_for(tiny_model, family):
+    config, layout = tiny_model(family).config, LAYOUTS["tp2pp2"]
+    with_them, without = (megatron_layout(config, layout, mtp=mtp) for mtp in (True, False))
+    assert [with_them.pieces(rank) for rank in range(4)] == [without.pieces(rank) for rank in range(4)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from megarl.shadow.device import PACKAGES
 
@@ -33,7 +34,9 @@ def print_cases(
     how, *names = sys.argv[1:]
     if how == "compile":
         assert compiled is not None
-        print(json.dumps(compiled()))
+        # The key of what is kept of other runs would have all of Triton's files read, and nothing is kept here.
+        with mock.patch("triton.runtime.cache.triton_key", lambda: ""):
+            print(json.dumps(compiled()))
         return
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
     spare_the_interpreter()
@@ -56,7 +59,9 @@ def spare_the_interpreter() -> None:
 
     @functools.cache
     def languages(function: Callable[..., Any]) -> list[ModuleType]:
-        return [value for value in function.__globals__.values() if value is language or value is language.core]
+        return [
+            value for value in function.__globals__.values() if value is language or value is language.core
+        ]
 
     def replace_once(function: Callable[..., Any]) -> Any:
         if any(language.core.is_builtin(module.load) for module in languages(function)):

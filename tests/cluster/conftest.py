@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import Cluster, ResourcePool, WorkerGroup, start_cluster, stop_cluster, wait
+from megarl.cluster import (
+    Cluster,
+    ProcessKind,
+    ResourcePool,
+    WorkerGroup,
+    start_cluster,
+    stop_cluster,
+    wait,
+)
+from megarl.cluster.fork_server import start_fork_server
 from tests.cluster.processes import start_controller
 
 SLOTS = 4  # of the pool that all tests share
@@ -50,6 +59,18 @@ def trio(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     group = start_ranks("trio", pool, 3, tmp_path_factory.mktemp("trio"))
     yield group
     group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The socket of a fork server that has imported torch, for groups whose ranks would each do it."""
+    path = str(tmp_path_factory.mktemp("torch") / "fork-server")
+    process = start_fork_server(
+        path, ProcessKind(("torch", "torch.distributed"), (("OMP_NUM_THREADS", "1"),))
+    )
+    yield path
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture

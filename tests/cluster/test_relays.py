@@ -141,8 +141,8 @@ def test_the_death_is_reported_not_what_it_caused(start_relayed):
         wait(refs, [group])
 
 
-def test_who_is_missing_in_a_collective_is_named(start_relayed):
-    group = start_relayed()
+def test_who_is_missing_in_a_collective_is_named(start_relayed, with_torch):
+    group = start_relayed(fork_server=with_torch)
     with pytest.raises(WorkerFailed, match=r"missing in the collective: actor rank 2 ") as caught:
         wait(group.call("reduce_unless", 2, 2.0), [group])
     assert caught.value.rank in (0, 1)

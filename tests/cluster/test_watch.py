@@ -71,9 +71,9 @@ def test_a_stopped_child_of_a_rank_is_found(start_group, quick):
         wait(refs, [group], timeout=20, watch=Watch(idle_timeout=None))
 
 
-def test_the_rank_that_others_wait_for_is_named(start_group, quick):
+def test_the_rank_that_others_wait_for_is_named(start_group, quick, with_torch):
     """Ranks 0 and 2 are in a collective, which rank 1 does not come to."""
-    group = start_group("actor", 3)
+    group = start_group("actor", 3, fork_server=with_torch)
     refs = group.call("reduce_unless", 1, 600.0)
     with pytest.raises(WorkerHung, match="none of the ranks that are waited for has worked") as caught:
         wait(refs, [group], timeout=30, watch=Watch(idle_timeout=3.0))
@@ -81,8 +81,8 @@ def test_the_rank_that_others_wait_for_is_named(start_group, quick):
     assert "actor rank 0, actor rank 2 wait in a collective" in str(caught.value)
 
 
-def test_a_collective_that_takes_too_long_names_who_is_missing(start_group):
-    group = start_group("actor", 3)
+def test_a_collective_that_takes_too_long_names_who_is_missing(start_group, with_torch):
+    group = start_group("actor", 3, fork_server=with_torch)
     with pytest.raises(WorkerFailed, match=r"actor rank [02] .*Timed out waiting") as caught:
         wait(group.call("reduce_unless", 1, 3.0), [group], timeout=60)
     assert f"missing in the collective: {group.processes[1]}" in str(caught.value)

@@ -1,6 +1,6 @@
 """`megarl doctor`: what is judged of machines, from facts made by hand; and a real look at this one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,14 +150,29 @@ def test_this_machine(task: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_configuration_that_cannot_be_is_told_before_anything_starts(task: Path, tmp_path: Path) -> None:
-    result = megarl(
-        "doctor", *PPO, *on(task, tmp_path / "run"), "actor_rollout_ref.actor.ppo_mini_batch_size=7"
-    )
-    assert result.returncode == 1 and "1 failures" in result.stdout
-    assert "ppo_mini_batch_size" in result.stdout and not (tmp_path / "run").exists()
-    unknown = megarl("doctor", *PPO, "trainer.no_such_key=1")
-    assert unknown.returncode == 2 and "no_such_key" in unknown.stderr
+@pytest.fixture
+def doctor(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """doctor(arguments...): exit code and output of a command that ends before it starts anything, in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def doctor(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return main(["doctor", *map(str, arguments)]), *capsys.readouterr()
+
+    return doctor
+
+
+def test_a_configuration_that_cannot_be_is_told_before_anything_starts(
+    task: Path, tmp_path: Path, doctor: Callable[..., tuple[int, str, str]]
+) -> None:
+    wrong = "actor_rollout_ref.actor.ppo_mini_batch_size=7"
+    code, told, _ = doctor(*PPO, *on(task, tmp_path / "run"), wrong)
+    assert code == 1 and "1 failures" in told
+    assert "ppo_mini_batch_size" in told and not (tmp_path / "run").exists()
+    code, _, error = doctor(*PPO, "trainer.no_such_key=1")
+    assert code == 2 and "no_such_key" in error
 
 
 def test_a_response_that_the_model_cannot_hold_is_told_before_anything_starts(
@@ -173,11 +188,13 @@ def test_a_response_that_the_model_cannot_hold_is_told_before_anything_starts(
     assert "1024 (max_position_embeddings in its config.json)" in failure.found
 
 
-def test_a_run_folder_that_cannot_be_written(task: Path, tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_written(
+    task: Path, tmp_path: Path, doctor: Callable[..., tuple[int, str, str]]
+) -> None:
     with small_disk(tmp_path / "disk", 512) as disk:
-        full = megarl("doctor", *PPO, *on(task, disk / "run"))
-        assert full.returncode == 1 and "No space left on device" in full.stdout, full.stdout + full.stderr
+        code, told, _ = doctor(*PPO, *on(task, disk / "run"))
+        assert code == 1 and "No space left on device" in told
         assert list(disk.iterdir()) == []
     (tmp_path / "file").write_text("")
-    wrong = megarl("doctor", *PPO, *on(task, tmp_path / "file" / "run"))
-    assert wrong.returncode == 1 and "Not a directory" in wrong.stdout, wrong.stdout + wrong.stderr
+    code, told, _ = doctor(*PPO, *on(task, tmp_path / "file" / "run"))
+    assert code == 1 and "Not a directory" in told

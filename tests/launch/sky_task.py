@@ -1,20 +1,23 @@
-"""Reads a task from standard input as SkyPilot does, and prints how SkyPilot has understood it. It runs with SkyPilot installed."""
+"""Reads tasks from standard input as SkyPilot does, each as JSON in a line, and prints for each in a line how SkyPilot has understood it, or
+{"error": ...}. It runs with SkyPilot installed.
+"""
 
 import json
 import sys
+from typing import Any
 
 import sky
 import yaml
 from sky.utils import schemas
 from sky.utils.common_utils import validate_schema
 
-if __name__ == "__main__":
-    config = yaml.safe_load(sys.stdin)
+
+def understood(config: dict[str, Any]) -> dict[str, Any]:
     validate_schema(config, schemas.get_task_schema(), "task: ")
     validate_schema(config["resources"], schemas.get_resources_schema(), "resources: ")
     secrets = [(name, "a secret") for name in config["secrets"]]
     task = sky.Task.from_yaml_config(config, secrets_overrides=secrets)
-    understood = {
+    return {
         "nodes": task.num_nodes,
         "resources": [
             {
@@ -37,4 +40,12 @@ if __name__ == "__main__":
         "workdir": task.workdir,
         "buckets": {path: storage.source for path, storage in task.storage_mounts.items()},
     }
-    json.dump(understood, sys.stdout)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        try:
+            answer = understood(yaml.safe_load(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)

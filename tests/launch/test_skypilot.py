@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ def launch(dry_run: Callable[..., str]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], subprocess.CompletedProcess]:
-    """sky(task): tests/launch/sky_task.py of it. SkyPilot lies in a folder of its own, outside the tests' environment."""
+def sky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """sky(task): what tests/launch/sky_task.py, one process for all tasks, says of it. SkyPilot lies in a folder of its own, outside the
+    tests' environment."""
     packages, home = tmp_path_factory.mktemp("skypilot"), tmp_path_factory.mktemp("home")
     installed = subprocess.run(
         [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", "--no-deps",
-            "--only-binary", ":all:", "--target", packages, "-r", ROOT / "tests/launch/skypilot_packages.txt",
+            "--no-compile", "--only-binary", ":all:", "--target", packages, "-r", ROOT / "tests/launch/skypilot_packages.txt",
         ],
         capture_output=True, text=True,
     )  # fmt: skip
@@ -46,19 +47,26 @@ def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], 
         pytest.skip(f"no package index to take SkyPilot from: {installed.stderr.strip().splitlines()[-1]}")
     assert installed.returncode == 0, installed.stderr
     variables = {"PYTHONPATH": str(packages), "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    with subprocess.Popen(
+        [sys.executable, ROOT / "tests/launch/sky_task.py"],
+        env={**os.environ, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
 
-    def sky(task: dict[str, Any]) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, ROOT / "tests/launch/sky_task.py"],
-            input=yaml.safe_dump(task), env={**os.environ, **variables}, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        def sky(task: dict[str, Any]) -> dict[str, Any]:
+            process.stdin.write(f"{json.dumps(task)}\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    return json.loads(line)
+            raise AssertionError(f"SkyPilot's process ended with status {process.wait()}")
 
-    return sky
+        yield sky
+        process.stdin.close()
 
 
-def understood(result: subprocess.CompletedProcess) -> dict[str, Any]:
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+def understood(read: dict[str, Any]) -> dict[str, Any]:
+    assert "error" not in read, read["error"]
+    return read
 
 
 @pytest.mark.parametrize("name", sorted(examples(EXAMPLES)))
@@ -113,8 +121,7 @@ def test_skypilot_understands_the_example_and_a_task_without_an_image(launch: An
     "wrong", [{"resourcez": {}}, {"resources": {"accelerators": {"H100": "8"}}}, {"num_nodes": "2"}]
 )
 def test_skypilot_refuses_what_it_does_not_know(wrong: dict[str, Any], launch: Any, sky: Any) -> None:
-    result = sky(launch(*NEEDED) | wrong)
-    assert result.returncode != 0 and next(iter(wrong)) in result.stderr
+    assert next(iter(wrong)) in sky(launch(*NEEDED) | wrong)["error"]
 
 
 def test_the_whole_recipe_is_in_the_task(launch: Any, tmp_path: Path) -> None:

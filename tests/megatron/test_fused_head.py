@@ -16,10 +16,13 @@ from megarl.models import head_chunk_tokens
 from megarl.shadow import device
 from tests.megatron.hf import save_model
 
-pytestmark = pytest.mark.timeout(600)  # the interpreter takes a minute and a half of a core
+pytestmark = pytest.mark.timeout(600)  # the interpreter takes 20 seconds of a core
 needs_triton = pytest.mark.skipif(
     not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
 )
+
+
+MODULES = {"interpret": "interpreted_head", "compile": "compiled_head"}
 
 
 def cases(how: str, folder: Path, *names: str) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def cases(how: str, folder: Path, *names: str) -> dict[str, Any]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     environment |= {"TRITON_INTERPRET": "1" if how == "interpret" else "0", "MODEL": str(folder)}
-    command = [sys.executable, "-m", "tests.megatron.interpreted_head", how, *names]
+    command = [sys.executable, "-m", f"tests.megatron.{MODULES[how]}", how, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -52,7 +55,7 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_outputs_and_gradients_are_those_of_torch(found: dict[str, Any], dtype: str) -> None:
     """For one chunk and several, equal and not, blocks that are cut, with entropy and without."""
-    assert len(found[dtype]) == 8
+    assert len(found[dtype]) == (8 if dtype == "float32" else 4)
     for name, (from_whole, from_torch) in found[dtype].items():
         assert from_torch < TOLERANCES[dtype], name
         # Whole logits are not rounded to the model's type.
@@ -77,15 +80,15 @@ def test_two_ranks_have_the_same_bits_and_whole_gradients(found: dict[str, Any])
 
 @needs_triton
 def test_logits_of_the_largest_chunk_are_computed_once(found: dict[str, Any]) -> None:
-    """Products of 11 tokens in one chunk, in two, in three: three for each, and one more for all but the last."""
-    assert found["products"] == {"11": 3, "6": 7, "4": 11}
+    """Products of 7 tokens in one chunk, in two, in three: three for each, and one more for all but the last."""
+    assert found["products"] == {"7": 3, "4": 7, "3": 11}
     assert found["second_pass"] < 1e-6
 
 
 @needs_triton
 def test_logits_exist_once_for_a_chunk_and_never_in_float32(found: dict[str, Any]) -> None:
-    """Of 7 tokens, for 300 rows that are aligned to 304, in bfloat16; in float32 nothing is larger than 300 rows, of width 2, of the gradient buffer."""
-    assert found["largest"] == {"any": 7 * 304 * 2, "float32": 300 * 2 * 4}
+    """Of 5 tokens, for 300 rows that are aligned to 304, in bfloat16; in float32 nothing is larger than 300 rows, of width 2, of the gradient buffer."""
+    assert found["largest"] == {"any": 5 * 304 * 2, "float32": 300 * 2 * 4}
 
 
 @needs_triton

@@ -76,7 +76,7 @@ def test_a_process_can_leave_a_layout_and_join_another(ranks: RankPool, tmp_path
     assert found[3] == [(2, 2), (4, None)]
 
 
-_LIMIT_S = 30
+_LIMIT_S = 10
 
 
 def _lonely_collective(rank: int, world: int, folder: str) -> tuple[str, float]:
@@ -112,4 +112,4 @@ def _lonely_collective(rank: int, world: int, folder: str) -> tuple[str, float]:
 def test_a_collective_that_others_miss_raises_at_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
     message, seconds = ranks.run(_lonely_collective, str(tmp_path), world=2)[0]
     assert "Timed out" in message
-    assert _LIMIT_S - 0.1 < seconds < 3 * _LIMIT_S
+    assert _LIMIT_S - 0.1 < seconds < 5 * _LIMIT_S

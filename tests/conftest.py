@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent
-# Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share engines, shadow ranks or a cluster.
+# Of several processes (`pytest -n 3`) one gets all of these rooms' files, whose tests share engines, shadow ranks or a cluster.
 ONE_PROCESS = ("rollout", "shadow", "cluster")
 # Long tests come first (rooms, and a file), then the other files that start processes, so that all processes end at about the same time.
 LONGEST_FIRST = ("rollout", "shadow", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")

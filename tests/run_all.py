@@ -1,4 +1,4 @@
-"""Tests as `make test` and `make test-all` run them: `pytest -n 2`, then the files with failed tests once more, if they are `FEW` at most.
+"""Tests as `make test` and `make test-all` run them: `pytest -n 3`, then the files with failed tests once more, if they are `FEW` at most.
 
 Most tests start real processes, kill some and wait for others within limits of time, on machines that do other work, too. So failures that
 are in few files get a second try, with nothing beside them; files are counted, since one failed start fails all tests that share it. The
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+PROCESSES = "3"  # on two cores: a third one computes while others wait for what they have started
 FEW = 3
 SOME_FAILED = 1  # pytest's exit code
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
@@ -19,7 +20,7 @@ LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 
 def main(arguments: Sequence[str]) -> int:
     """Args: of pytest. Returns: its exit code."""
-    code = _pytest(["--cache-clear", "-n", "2", *arguments])
+    code = _pytest(["--cache-clear", "-n", PROCESSES, *arguments])
     failed = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
     files = sorted({test.partition("::")[0] for test in failed})
     if code != SOME_FAILED or not 0 < len(files) <= FEW:

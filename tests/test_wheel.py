@@ -1,8 +1,9 @@
 """A wheel of megarl, installed with all that it requires into a new environment, and used in a folder outside of the clone.
 
 Of the packages of this environment, which `make install` has pinned, the new one has links to the files of those that the metadata
-requires and those that these require, so that what it does not require is missed; a true installation would unpack 1.7 GB. Megatron-core (on Python 3.11) and SGLang are not there, as on a user's machine before the second command
-of README.md: what needs them says so, and everything else works.
+requires and those that these require, so that what it does not require is missed; a true installation would unpack 1.7 GB.
+Megatron-core (on Python 3.11) and SGLang are not there, as on a user's machine before the second command of README.md: what needs
+them says so, and everything else works.
 """
 
 import os

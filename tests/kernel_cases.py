@@ -48,9 +48,9 @@ def print_cases(
 
 
 def spare_the_interpreter() -> None:
-    """Take from Triton's interpreter (3.7.1) what it does again in every call, nearly half of its time, to the same effect: a function that a
-    kernel calls replaces all functions of Triton's language, which the kernel's launch has replaced; and for each value's type a
-    dictionary of all types is made.
+    """Take from Triton's interpreter (3.7.1) what it does again in every call, nearly half of its time, to the same effect: a function
+    that a kernel calls replaces all functions of Triton's language, which the kernel's launch has replaced; and for each value's type
+    a dictionary of all types is made.
     """
     from triton import language
     from triton.runtime import interpreter

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import psutil
@@ -22,9 +22,9 @@ from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.relays import RelayedGroup
-from megarl.trainer.run.preemption import REQUEUE, noting_signals
-from megarl.trainer.run.run import Run
-from megarl.trainer.run.start import open_engine_run
+
+if TYPE_CHECKING:  # what a run imports takes seconds, and most of these are none
+    from megarl.trainer.run.run import Run
 
 
 def hang(run_dir: str, address: str) -> None:
@@ -48,6 +48,9 @@ def hang(run_dir: str, address: str) -> None:
 
 def run(run_dir: str, method: str, address: str = "") -> None:
     """A run whose ranks are called again and again; told to end it asks them once more, for a last result."""
+    from megarl.trainer.run.preemption import REQUEUE, noting_signals
+    from megarl.trainer.run.start import open_engine_run
+
     with open_engine_run(address or None, 4, Path(run_dir)) as run, noting_signals() as preemption:
         run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
         group = run.start(_group("rank", run.pools["all"], 2, run_dir))
@@ -70,6 +73,8 @@ def run(run_dir: str, method: str, address: str = "") -> None:
 
 def calls(run_dir: str, what: str) -> None:
     """A run that is in one call of Ray after the other, and does not wait for the ranks that it has: "init", "pool", "group"."""
+    from megarl.trainer.run.start import open_engine_run
+
     if what == "init":
         while True:
             with open_engine_run(None, 4, Path(run_dir)):
@@ -208,7 +213,7 @@ def _node(temp_dir: str, address: str, num_devices: int) -> dict[str, Any]:
     }
 
 
-def _marks(run: Run, group: WorkerGroup) -> list[str]:
+def _marks(run: "Run", group: WorkerGroup) -> list[str]:
     """What all processes of a run carry."""
     cluster = run.watch.cluster.mark
     return [process.mark for process in group.processes] if cluster is None else [cluster]

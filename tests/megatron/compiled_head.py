@@ -1,5 +1,5 @@
-"""The Triton kernels of the head, compiled for an H100: `python -m tests.megatron.compiled_head compile` prints {kernel: what its code has} as
-JSON. Apart from `interpreted_head`, which imports Megatron.
+"""The Triton kernels of the head, compiled for an H100: `python -m tests.megatron.compiled_head compile` prints
+{kernel: what its code has} as JSON. Apart from `interpreted_head`, which imports Megatron.
 """
 
 import re

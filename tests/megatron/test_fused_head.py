@@ -87,7 +87,8 @@ def test_logits_of_the_largest_chunk_are_computed_once(found: dict[str, Any]) ->
 
 @needs_triton
 def test_logits_exist_once_for_a_chunk_and_never_in_float32(found: dict[str, Any]) -> None:
-    """Of 5 tokens, for 300 rows that are aligned to 304, in bfloat16; in float32 nothing is larger than 300 rows, of width 2, of the gradient buffer."""
+    """Of 5 tokens, for 300 rows that are aligned to 304, in bfloat16; in float32 nothing is larger than 300 rows, of width 2, of the
+    gradient buffer."""
     assert found["largest"] == {"any": 5 * 304 * 2, "float32": 300 * 2 * 4}
 
 

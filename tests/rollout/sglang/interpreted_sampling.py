@@ -180,9 +180,9 @@ def rows_alone() -> list[str]:
 
 
 def chi_square() -> dict[str, float]:
-    """Of 120 seeds at one position, and of 120 positions of one seed, over 4 tokens."""
+    """Of 80 seeds at one position, and of 80 positions of one seed, over 4 tokens."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    number, found = 120, {}
+    number, found = 80, {}
     many, one = torch.arange(number), torch.full((number,), 11)
     for name, seeds, positions in (("seeds", many, one), ("positions", one, many)):
         tokens, _ = sampling.draw(probs.log().repeat(number, 1), torch.ones(number, 1), seeds, positions)
@@ -247,7 +247,7 @@ def sampled(
 
 def in_sglangs_sampler() -> dict[str, Any]:
     """Tokens, log-probs and their types with the hook, beside SGLang's own."""
-    number, vocabulary = 60, 900
+    number, vocabulary = 24, 900
     rows = made(number, vocabulary, 35)
     ours, theirs = (sampled(rows, ours=ours) for ours in (True, False))
     assert (ours.draws, theirs.draws) == (1, 0)

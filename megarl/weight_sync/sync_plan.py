@@ -143,8 +143,10 @@ class SyncPlan:
     def _make_plan(self, source: Layout, target: Layout) -> Plan:
         largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
         few = max(1, FEW_PEERS // len(source.shards))
+        # Of a copy, which does not have the plan: else both would live on in a circle, gigabytes of them, until the collector comes.
+        facts = replace(self)
         return make_plan(
-            source, target, lambda tensor: self.dtype_of(tensor).itemsize, largest, few, self._previous
+            source, target, lambda tensor: facts.dtype_of(tensor).itemsize, largest, few, self._previous
         )
 
     def dtype_of(self, tensor: str) -> torch.dtype:

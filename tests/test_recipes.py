@@ -163,7 +163,7 @@ def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) 
 
 @pytest.mark.parametrize("recipe", LARGE)
 def test_shares_of_its_weight_sync_are_planned(recipe: str) -> None:
-    """Of the last engine rank, and of the first trainer rank that it gets something from: each from nothing, as ranks do."""
+    """Of the last engine rank, and of the first trainer rank that it gets something from: each alone, as ranks do."""
     config = resolve(load_config(TrainConfig, f"recipes/{recipe}.yaml"))
     policy = config.actor_rollout_ref
     sync = configured_sync(config, read_model_config(policy.model.path), policy.rollout)
@@ -175,7 +175,7 @@ def test_shares_of_its_weight_sync_are_planned(recipe: str) -> None:
         piece.box.numel * plan.itemsize(piece.tensor) for piece in served
     )
     sender = min(copy.source_rank for copy in gets)
-    sends = replace(sync).plan.deliveries_from(sender)
+    sends = replace(plan).deliveries_from(sender)  # which has the shards, but no copies yet
     assert [one.box for one in sends if last in one.target_ranks] == [
         copy.box for copy in gets if copy.source_rank == sender
     ]

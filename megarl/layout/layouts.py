@@ -82,12 +82,15 @@ class Holdings:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout.name
         self._held: dict[str, dict[Box, Holders]] = {}
+        held = self._held
         self._disjoint: set[str] = set()
         for index, shard in enumerate(layout.shards):
             for piece in shard.pieces:
-                boxes = self._held.setdefault(piece.tensor, {})
-                if piece.box in boxes:
-                    boxes[piece.box].append((index, piece))
+                boxes = held.get(piece.tensor)
+                if boxes is None:
+                    held[piece.tensor] = {piece.box: [(index, piece)]}
+                elif (holders := boxes.get(piece.box)) is not None:
+                    holders.append((index, piece))
                 else:
                     boxes[piece.box] = [(index, piece)]
 
@@ -100,8 +103,8 @@ class Holdings:
         boxes = self._held.get(piece.tensor, {})
         if len(boxes) > 1 and piece.tensor not in self._disjoint:
             self._refuse_overlap(piece.tensor, boxes)
-        if piece.box in boxes:
-            return [(piece.box, boxes[piece.box])]
+        if (exact := boxes.get(piece.box)) is not None:
+            return [(piece.box, exact)]
         parts, found = [], 0
         for box, holders in boxes.items():
             common = piece.box.intersect(box)

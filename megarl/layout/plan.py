@@ -22,11 +22,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from math import prod
 from typing import Any, NamedTuple
 
-from megarl.layout.boxes import Box, Piece
+from megarl.layout.boxes import Box
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
-from megarl.layout.layouts import Holders, Layout
+from megarl.layout.layouts import Layout
 from megarl.util.memory import collection_paused
 
 LINKS = ("local", "intra_node", "inter_node")
@@ -230,11 +231,12 @@ class Plan:
     def bytes_from(self, shard: int) -> dict[tuple[int, ...], int]:
         """Bytes that a target shard needs, by the source shards that hold them; its transfers are not worked out."""
         found: dict[tuple[int, ...], int] = {}
+        parts_of, itemsize_of, owner = self.source.holdings.parts, self._itemsize, self._owner(shard)
         for piece in self.target.shards[shard].pieces:
-            itemsize = self._itemsize(piece.tensor)
-            for common, holders in self._parts(shard, piece):
+            itemsize = itemsize_of(piece.tensor)
+            for common, holders in parts_of(piece, owner):
                 key = tuple([index for index, _ in holders])
-                found[key] = found.get(key, 0) + common.numel * itemsize
+                found[key] = found.get(key, 0) + prod(common.size) * itemsize
         return found
 
     def candidates(self, sources: tuple[int, ...]) -> Candidates:
@@ -335,11 +337,12 @@ class Plan:
         if shard in self._flows:
             return self._flows[shard]
         flows: dict[tuple[int, ...], Flow] = {}
+        parts_of, itemsize_of, owner = self.source.holdings.parts, self._itemsize, self._owner(shard)
         for order, piece in enumerate(self.target.shards[shard].pieces):
             if tensors is not None and piece.tensor not in tensors:
                 continue
-            itemsize = self._itemsize(piece.tensor)
-            for common, holders in self._parts(shard, piece):
+            itemsize = itemsize_of(piece.tensor)
+            for common, holders in parts_of(piece, owner):
                 key = tuple([index for index, _ in holders])
                 flow = flows.get(key)
                 if flow is None:
@@ -349,11 +352,9 @@ class Plan:
                     flow.transfers.append(Transfer.between(order, box, box.numel * itemsize, held, piece))
         return list(flows.values())
 
-    def _parts(self, shard: int, piece: Piece) -> list[tuple[Box, Holders]]:
-        """The parts of a target shard's piece, each with its holders."""
-        return self.source.holdings.parts(
-            piece, f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
-        )
+    def _owner(self, shard: int) -> str:
+        """Whose a target shard is."""
+        return f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
 
     def _split(self, box: Box, itemsize: int) -> Iterable[Box]:
         return (box,) if self.max_copy_bytes is None else box.split(max(1, self.max_copy_bytes // itemsize))

@@ -28,6 +28,7 @@ from megarl.layout.plan import LINKS, most_in_flight
 from megarl.models import ModelConfig, logical_tensors, read_model_config
 from megarl.plan.drafts import draft_folder
 from megarl.plan.inputs import engine_layout, layout_of, precision, read_config, read_teachers
+from megarl.util.memory import collection_paused
 from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import APART, SyncPlan
@@ -116,10 +117,18 @@ def pool_places(num_devices: int, per_node: int, first: int = 0) -> tuple[RankPl
 
 def best_places(sync: SyncPlan, devices: tuple[RankPlace, ...]) -> tuple[RankPlace, ...]:
     """Where the engines' ranks run if they get the devices that hold most of their weights."""
-    order = best_device_order(sync.config, sync.parallel, sync.source_places, sync.engines, devices)
+    order = best_device_order(
+        sync.config,
+        sync.parallel,
+        sync.source_places,
+        sync.engines,
+        devices,
+        None if sync.predicts else sync.trained,
+    )
     return tuple(devices[index] for index in order)
 
 
+@collection_paused()
 def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
     """The figures of `sync`.
 
@@ -131,7 +140,7 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
     ranks = [RankCost(rank, **received) for rank, received in enumerate(account.received)]
     ranks.sort(key=lambda rank: (rank.intra_node + rank.inter_node, rank.rank))
     received = most_in_flight(
-        ((rank, plan.bytes_of(item)) for item in bucket for rank in item.target_ranks)
+        ((rank, nbytes) for item in bucket for nbytes in (plan.bytes_of(item),) for rank in item.target_ranks)
         for bucket in sync.buckets
     )
     packed = most_in_flight(
@@ -242,6 +251,7 @@ def _from_recipe(options: argparse.Namespace) -> tuple[SyncPlan, int]:
     return configured_sync(config, model, rollout), kept_draft(config, model, rollout)
 
 
+@collection_paused()
 def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> SyncPlan:
     """The weight sync of a resolved configuration's actor to engines that are as `rollout` says."""
     policy, pools = config.actor_rollout_ref, config.resource_pools
@@ -372,7 +382,7 @@ def _sync_plan(
         fp8_block=rollout.quantization_block_size if rollout.quantization == "fp8" else None,
         mtp=mtp,
     )
-    return replace(sync, target_places=best_places(sync, engine_devices))
+    return sync.with_engines_at(best_places(sync, engine_devices))
 
 
 def size_text(nbytes: int) -> str:

@@ -136,12 +136,15 @@ def best_device_order(
     source_places: tuple[RankPlace, ...],
     engines: EngineLayout,
     devices: tuple[RankPlace, ...],
+    source: Layout | None = None,
 ) -> tuple[int, ...]:
     """The device of each engine rank, chosen so that most of the weights that it serves are on that device already.
 
-    source_places: where the ranks of the trained model are.
+    Args:
+        source_places: where the ranks of the trained model are.
+        source: their shards, without multi-token prediction layers (None: they are worked out).
     """
-    source = megatron_layout(config, parallel, "lm", source_places)
+    source = source or megatron_layout(config, parallel, "lm", source_places)
     served = sglang_layout(
         config, replace(engines, draft=False)
     )  # a draft is a small part, if it is sent at all

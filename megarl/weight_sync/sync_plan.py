@@ -20,9 +20,10 @@ version after the first begins with them.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class SyncPlan:
         """The plan of the weights."""
         source, target = self._layouts()
         if self.fp8_block is not None:
-            shapes = logical_tensors(self.config, mtp=self.mtp or self.engines.draft)
+            shapes = logical_tensors(self.config, mtp=self.predicts)
             source = with_scales(source, shapes, self.fp8_block)
             target = with_scales(target, shapes, self.fp8_block)
         return self._make_plan(source, target)
@@ -119,17 +120,33 @@ class SyncPlan:
             served_adapters(target, self.config, self.adapters),
         )
 
+    @property
+    def predicts(self) -> bool:
+        """Whether multi-token prediction layers are among the trainer's shards."""
+        return self.mtp or self.engines.draft
+
+    @cached_property
+    def trained(self) -> Layout:
+        """The trainer's shards."""
+        return megatron_layout(self.config, self.parallel, "lm", self.source_places, self.predicts)
+
+    def with_engines_at(self, places: tuple[RankPlace, ...]) -> "SyncPlan":
+        """The same with engine ranks at other places, on which the trainer's shards do not depend: they are listed once for both."""
+        moved = replace(self, target_places=places)
+        vars(moved)["trained"] = self.trained
+        return moved
+
     def _layouts(self) -> tuple[Layout, Layout]:
         """The trainer's shards and the engines'."""
-        predicts = self.mtp or self.engines.draft
-        source = megatron_layout(self.config, self.parallel, "lm", self.source_places, predicts)
-        return source, sglang_layout(self.config, self.engines, self.target_places)
+        return self.trained, sglang_layout(self.config, self.engines, self.target_places)
 
     def _make_plan(self, source: Layout, target: Layout) -> Plan:
         largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
         few = max(1, FEW_PEERS // len(source.shards))
+        # Of a copy, which does not have the plan: else both would live on in a circle, gigabytes of them, until the collector comes.
+        facts = replace(self)
         return make_plan(
-            source, target, lambda tensor: self.dtype_of(tensor).itemsize, largest, few, self._previous
+            source, target, lambda tensor: facts.dtype_of(tensor).itemsize, largest, few, self._previous
         )
 
     def dtype_of(self, tensor: str) -> torch.dtype:
@@ -175,19 +192,15 @@ class SyncPlan:
         Raises:
             ValueError: `transport` is SHARED_MEMORY, and a trainer rank and an engine rank have none in common.
         """
-        ranks = [
-            (source, target)
-            for source in range(self.parallel.world)
-            for target in range(self.engines.num_ranks)
-        ]
+        ranks = partial(product, range(self.parallel.world), range(self.engines.num_ranks))
         if self.transport == SHARED_MEMORY:
-            self._require_shared_memory(ranks)
+            self._require_shared_memory(ranks())
             return MAPPED
-        if all(self._near(source, target) for source, target in ranks):
+        if all(self._near(source, target) for source, target in ranks()):
             return MAPPED
         return APART if None in self._hosts else COLOCATED
 
-    def _require_shared_memory(self, ranks: list[tuple[int, int]]) -> None:
+    def _require_shared_memory(self, ranks: Iterable[tuple[int, int]]) -> None:
         here, there = self.source_places, self.target_places
         if here is None or there is None:
             return

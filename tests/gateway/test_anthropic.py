@@ -8,8 +8,6 @@ from megarl.gateway.service import Limits
 from megarl.rollout.engine import EngineError
 from tests.gateway.conftest import MODEL
 
-anthropic = pytest.importorskip("anthropic", reason="requirements/dev.txt has the SDK")
-
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
 TOOLS = [
     {
@@ -21,8 +19,13 @@ TOOLS = [
 ASK = {"model": MODEL, "max_tokens": 1000}
 
 
+def sdk():
+    """Imported for these tests alone: it would take each collection of all tests a seventh of its imports."""
+    return pytest.importorskip("anthropic", reason="requirements/dev.txt has the SDK")
+
+
 def client_of(served, key=None):
-    return anthropic.Anthropic(
+    return sdk().Anthropic(
         base_url=served.url, api_key=key or served.session().token, max_retries=0, timeout=60
     )
 
@@ -135,22 +138,22 @@ def test_what_is_wrong_is_an_error_in_anthropics_form(serve):
             for key, value in {**ASK, "messages": [user("a")], **change}.items()
             if value is not None
         }
-        with pytest.raises(anthropic.BadRequestError, match=text) as found:
+        with pytest.raises(sdk().BadRequestError, match=text) as found:
             client.post("/v1/messages", body=body, cast_to=object)
         assert (found.value.body["type"], found.value.body["error"]["type"]) == (
             "error",
             "invalid_request_error",
         )
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(sdk().BadRequestError, match="maximum context length"):
         client.messages.create(**ASK, messages=[user("a b" * 200)])
-    with pytest.raises(anthropic.NotFoundError, match="claude"):
+    with pytest.raises(sdk().NotFoundError, match="claude"):
         client.messages.create(model="claude", max_tokens=5, messages=[user("a")])
-    with pytest.raises(anthropic.AuthenticationError):
+    with pytest.raises(sdk().AuthenticationError):
         client_of(served, "sk-other").messages.create(**ASK, messages=[user("a")])
-    with pytest.raises(anthropic.RequestTooLargeError):
+    with pytest.raises(sdk().RequestTooLargeError):
         client.messages.create(**ASK, messages=[user("a" * 10_000)])
     served.policy.failure = EngineError("gone")
-    with pytest.raises(anthropic.APIStatusError, match="gone") as failed:
+    with pytest.raises(sdk().APIStatusError, match="gone") as failed:
         client.messages.create(**ASK, messages=[user("a")])
     assert (failed.value.status_code, failed.value.body["error"]["type"]) == (503, "overloaded_error")
     assert json.dumps(failed.value.body)

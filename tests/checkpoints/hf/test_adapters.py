@@ -115,16 +115,23 @@ def test_peft_computes_what_the_formulas_say(tmp_path, tiny_model, lora):
     assert (expected - without).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("layout", [ONE, EXPERTS], ids=["one", "tp2pp2ep2etp2"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"])
+KINDS = {
+    "dora": LoraConfig(rank=2, alpha=6, use_dora=True),
+    "shared_a": LoraConfig(rank=2, alpha=6, shared_a=True),
+    "groups": LoraConfig(rank=2, alpha=6, expert_groups=4),
+}
+OF_EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2")
+
+
+# Every kind with every family; each of both with both layouts, in turn.
 @pytest.mark.parametrize(
-    "lora",
+    ("lora", "family", "layout"),
     [
-        LoraConfig(rank=2, alpha=6, use_dora=True),
-        LoraConfig(rank=2, alpha=6, shared_a=True),
-        LoraConfig(rank=2, alpha=6, expert_groups=4),
+        pytest.param(lora, family, layout, id=f"{kind}-{family}-{name}")
+        for turn, (kind, lora) in enumerate(KINDS.items())
+        for at, family in enumerate(OF_EXPERTS)
+        for name, layout in [[("one", ONE), ("tp2pp2ep2etp2", EXPERTS)][(turn + at) % 2]]
     ],
-    ids=["dora", "shared_a", "groups"],
 )
 def test_adapters_of_experts_are_the_same_from_every_layout(tmp_path, tiny_model, family, lora, layout):
     model = tiny_model(family).folder

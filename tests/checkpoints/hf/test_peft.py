@@ -179,8 +179,16 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+# What rslora multiplies by is the same for all families: of those whose experts are in one tensor and of the others it has one.
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (family, kind)
+        for family in FAMILIES
+        for kind in KINDS
+        if kind != "rslora" or family in ("qwen3_moe", "qwen3_5_moe")
+    ],
+)
 def test_a_merged_model_is_what_peft_makes_of_both(tmp_path, models, family, kind):
     model = models[family]
     peft = save(model, tmp_path / "adapter", **KINDS[kind])

@@ -353,7 +353,7 @@ class Plan:
         return list(flows.values())
 
     def _owner(self, shard: int) -> str:
-        """Whose a target shard is."""
+        """The name of a target shard's rank, for messages."""
         return f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
 
     def _split(self, box: Box, itemsize: int) -> Iterable[Box]:

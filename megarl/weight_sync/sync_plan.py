@@ -22,7 +22,7 @@ version after the first begins with them.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
@@ -192,11 +192,11 @@ class SyncPlan:
         Raises:
             ValueError: `transport` is SHARED_MEMORY, and a trainer rank and an engine rank have none in common.
         """
-        ranks = partial(product, range(self.parallel.world), range(self.engines.num_ranks))
+        trainers, engines = range(self.parallel.world), range(self.engines.num_ranks)
         if self.transport == SHARED_MEMORY:
-            self._require_shared_memory(ranks())
+            self._require_shared_memory(product(trainers, engines))
             return MAPPED
-        if all(self._near(source, target) for source, target in ranks()):
+        if all(self._near(source, target) for source, target in product(trainers, engines)):
             return MAPPED
         return APART if None in self._hosts else COLOCATED
 

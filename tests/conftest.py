@@ -58,13 +58,7 @@ def pytest_configure() -> None:
 def pytest_collection() -> Iterator[None]:
     """What the tests import is never garbage: the collector need not search it, neither during the imports nor between tests."""
     with without_collection():
-        result = yield
-    if "torch" in sys.modules:
-        # As ranks and engines on a CPU have. With more threads, a process would spin at the end of each small operation until the last of
-        # them is done, many times as long as the operation itself where other processes use the cores, too. The environment stays as it
-        # is: what the tests start chooses its threads itself.
-        sys.modules["torch"].set_num_threads(1)
-    return result
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ def found(machine, models: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("settings")
     outs = {name: folder / f"{number}.jsonl" for number, name in enumerate(CASES)}
     requests = [
-        Request(str(RECIPE), keys_of(name, models[name]), [("actor", RANK)], str(outs[name]), micro_batches=2)
+        Request(str(RECIPE), keys_of(name, models[name]), [("actor", RANK)], str(outs[name]), micro_batches=4)
         for name in CASES
     ]
     dry_run.start(requests, folder / "log").wait()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -104,8 +105,9 @@ def test_a_rank_that_gets_no_processor_does_not_hang(start_group, quick):
     busy = f"import os, time; os.sched_setaffinity(0, [{processor}]); end = time.monotonic() + 6\nwhile time.monotonic() < end: pass"
     with subprocess.Popen([sys.executable, "-c", busy]):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setaffinity(int(thread), [processor])
-            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+            with suppress(ProcessLookupError):  # a thread that has ended
+                os.sched_setaffinity(int(thread), [processor])
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
         assert wait(refs, [group], timeout=60, watch=Watch(idle_timeout=2.0)) == [0]
 
 

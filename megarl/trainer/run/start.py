@@ -64,7 +64,7 @@ def open_run(
 
     Raises:
         ValueError: another run writes to its folder, the checkpoint that it should continue from does not fit it, or a learning rate
-            would still rise when it ends.
+            that is to fall would still rise when it ends.
     """
     if resumable:  # the models learn
         check_decays(config, total_steps)

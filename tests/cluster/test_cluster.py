@@ -87,6 +87,12 @@ def test_a_cluster_that_this_process_is_connected_to_is_left_alone(ray_cluster, 
     assert ray.is_initialized() and ray.cluster_resources()["CPU"] > 0
 
 
+def test_a_cluster_has_no_servers_that_nobody_asks(ray_cluster):
+    node = ray._private.worker._global_node
+    assert set(node.all_processes) == set(ray_cluster.servers) == {"gcs_server", "raylet"}
+    assert type(node).start_monitor.__module__ == type(node).__module__  # Ray's own again
+
+
 def test_stop_cluster_leaves_nothing(controller, tmp_path):
     """No process, no directory, no variable; and until then nobody outside this machine could connect."""
     _, report = controller("stop", tmp_path)

@@ -16,7 +16,12 @@ from megarl.data.trajectories import ragged, read_trajectories
 from megarl.trainer.run.earlier_runs import ENTRIES
 from megarl.trainer.run.logger import read_metrics
 from tests.data.shared import SHARED_DATA
-from tests.fixtures.runs import PPO, TWO_STEPS, on, steps, succeed
+from tests.fixtures.runs import PPO, TWO_STEPS, environment, on, steps, succeed, warm
+
+
+def test_runs_begin_when_their_imports_are_done():
+    """Else each makes its own, some ten processor seconds of them: a test, or an import, has changed the environment."""
+    assert warm().changed(environment()) == set()
 
 
 def test_the_first_update_is_on_policy_exactly(ppo_run):

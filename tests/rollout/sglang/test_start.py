@@ -203,7 +203,7 @@ def test_what_a_start_on_gpus_is_busy_with_is_in_the_log():
 
 
 def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(os, "environ", os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     seen = []
 
     def start(arguments, timeout):

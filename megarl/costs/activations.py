@@ -19,7 +19,6 @@ values of all context parallel ranks are kept, too. Indices, masks and a positio
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from megarl.costs.float8 import in_layer, quantised
@@ -47,14 +46,9 @@ class RankPass:
     tokens: int
     float8: frozenset[str] = frozenset()
 
-    @cached_property
-    def _modules(self) -> set[str]:
-        trained = {tensor.name.rsplit(".", 1)[0] for tensor in self.tensors.weights if tensor.trained}
-        return trained | {slot.module for slot, _ in self.tensors.slots}
-
     def keeps(self, module: str) -> bool:
         """Whether a linear layer ("0:decoder.layers.1.mlp.linear_fc1") keeps its input."""
-        return module in self._modules
+        return module in self.tensors.learning
 
     def input_bytes(self, elements: int, *modules: str) -> int:
         """Bytes that linear layers keep of their common input: one tensor for all, or in float8 one each."""
@@ -63,13 +57,9 @@ class RankPass:
             return keeping * quantised(elements)
         return (keeping > 0) * elements * self.use.itemsize
 
-    @cached_property
-    def _names(self) -> set[str]:
-        return {tensor.name for tensor in self.tensors.weights}
-
     def is_delta_net(self, name: str) -> bool:
         """Whether a layer ("0:decoder.layers.1.") has a gated delta net in place of attention."""
-        return f"{name}self_attention.A_log" in self._names
+        return f"{name}self_attention.A_log" in self.tensors.names
 
     @property
     def own(self) -> int:

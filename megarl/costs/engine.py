@@ -9,7 +9,7 @@ shrinks until the last has ended. Where tokens are drafted, a step checks severa
 assumed; the drafts' own operations and launches are left out, and so are several turns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from typing import NamedTuple
@@ -20,8 +20,10 @@ from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, causal_pairs
 from megarl.costs.layer_kernels import decode_kernels
 from megarl.costs.speed import Machine
+from megarl.layout import Layout, Shard
 from megarl.models import (
     ModelConfig,
+    kinds_of_layers,
     logical_tensors,
     sglang_keeps_float32,
     sglang_padding,
@@ -48,8 +50,7 @@ def engine_weight_bytes(
     outputs; of a norm that multiplies by 1 + weight also this factor.
     """
     layout = sglang_layout(config, replace(engines, num_engines=1))
-    if fp8_block is not None:
-        layout = with_scales(layout, logical_tensors(config, mtp=engines.draft), fp8_block)
+    shapes = {} if fp8_block is None else logical_tensors(config, mtp=engines.draft)
 
     def element(tensor: str) -> int:
         kind = dtype if fp8_block is None else dtype_in_fp8(tensor, dtype)
@@ -59,12 +60,17 @@ def engine_weight_bytes(
             copied = tensor.endswith("norm.weight") and "linear_attn" not in tensor
         return kind.itemsize + copied * dtype.itemsize
 
-    total, known = 0, dict[tuple[str, ...], int]()  # by the end of a name, which all layers share
-    for piece in layout.pieces(0):
-        end = tuple(piece.tensor.rsplit(".", 3)[1:])
-        if end not in known:
-            known[end] = element(piece.tensor)
-        total += piece.box.numel * known[end]
+    def weights(layers: Sequence[int], draft: bool = False) -> int:
+        """Of some layers, and of the ends."""
+        place = engines.place(0)
+        shard = Shard((0,), lambda: sglang_pieces(config, place, draft=draft, layers=layers))
+        held = Layout(layout.name, 1, (shard,))
+        held = held if fp8_block is None else with_scales(held, shapes, fp8_block)
+        return sum(piece.box.numel * element(piece.tensor) for piece in held.pieces(0))
+
+    ends, total = weights(()), weights((), engines.draft)
+    for alike in kinds_of_layers(config):
+        total += len(alike) * (weights(alike[:1]) - ends)
     return total + dtype.itemsize * sum(sglang_padding(config, engines.place(0)).values())
 
 

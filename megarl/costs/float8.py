@@ -38,7 +38,7 @@ def quantised(elements: int) -> int:
 def weight_copies(weights: Iterable[LocalTensor], layers: frozenset[str], backward: bool) -> int:
     """Bytes of the float8 copies of the weights of linear layers in `layers`."""
     total = 0
-    for tensor in weights:
+    for tensor in weights if layers else ():
         if tensor.projection and in_layer(tensor.name) in layers:
             rows, columns = (-(-size // FLOAT8_BLOCK) for size in tensor.shape)
             sides = [(rows, columns), (columns, rows)][

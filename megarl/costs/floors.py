@@ -66,7 +66,7 @@ def pass_floor(passes: Passes, rows: float, prompt: float, response: float, upda
     seconds = (operations - float8) / gpu.bf16 + float8 / gpu.products(passes.float8)
     computed = rows * seconds / layout.world
     # Of the experts' weights only those that some token takes need be read.
-    weights = max(passes.stage_weights(lambda layer: layer.dense)) / layout.tp * passes.itemsize
+    weights = max(passes.stage_weights[0]) / layout.tp * passes.itemsize
     read = weights * (1 if passes.trained is None else 2) / gpu.hbm
     if passes.trained != "weights":
         return updates * max(computed, read)

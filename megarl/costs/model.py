@@ -530,7 +530,7 @@ def _evaluated_adapters(run: RankPass, module: str | None = None) -> Iterator[in
     """For each layer with adapters, or for `module` if it has any, the bytes of its output, the adapters' term for each of its tensors, and
     these put together."""
     adapted = {slot.module for slot, _ in run.tensors.slots}
-    for tensor in run.tensors.weights:
+    for tensor in run.tensors.weights if adapted else ():
         found = tensor.name.rpartition(".")[0]
         if tensor.projection and found in adapted and module in (None, found):
             count = run.routed if EXPERTS in tensor.name else run.tokens

@@ -6,7 +6,7 @@ their weights; experts' matrices are computed in full tiles of tokens; gradients
 micro-batch. Experts have equally many tokens. Left out: adapters' own matrices, input and output of the data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
@@ -16,7 +16,7 @@ from megarl.costs.hardware import Assumptions, Hardware
 from megarl.costs.layer_kernels import between_bytes, launches, quantising_bytes, quantising_launches
 from megarl.costs.muon import MOMENTUM
 from megarl.costs.tensors import CORE_ATTENTION, FULL
-from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.layout.grid import ParallelLayout, sums_of_stages
 from megarl.models import ModelConfig, head_chunk_tokens
 
 GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
@@ -283,11 +283,9 @@ class Passes:
             hidden = tokens / layout.cp / (layout.tp if layout.sp else 1) * self.config.hidden_size
             border = hidden * self.itemsize / self.machine.link(layout.world // layout.pp + 1)
             border *= layout.num_chunks * (1 if self.trained is None else 2)
-        found = []
-        for stage in range(layout.pp):
-            chunks = layers_of(layout, self.config.num_layers, stage)
-            layers = sum(self._both(known[kinds[layer]]) for chunk in chunks for layer in chunk)
-            found.append(layers + border + (end if stage == layout.pp - 1 else 0.0))
+        both = {kind: self._both(layer) for kind, layer in known.items()}
+        found = [layers + border for layers in sums_of_stages(layout, [both[kind] for kind in kinds])]
+        found[-1] += end
         return found
 
     def _head_seconds(self, tokens: float, learns: bool) -> float:
@@ -350,8 +348,8 @@ class Passes:
     def _between_replicas(self, size: float) -> float:
         """Seconds in which `size` bytes of each weight go once around its data and context parallel ranks; without latencies."""
         layout, total = self.layout, 0.0
-        dense = max(self.stage_weights(lambda layer: layer.dense)) / layout.tp + self.flops.head / layout.tp
-        experts = max(self.stage_weights(lambda layer: layer.experts)) / (layout.ep * layout.etp)
+        dense = max(self.stage_weights[0]) / layout.tp + self.flops.head / layout.tp
+        experts = max(self.stage_weights[1]) / (layout.ep * layout.etp)
         groups = (
             (dense, layout.dp * layout.cp, layout.tp),
             (experts, layout.expert_dp, layout.ep * layout.etp),
@@ -364,10 +362,8 @@ class Passes:
         """Gradients and states read, states and weights written, of a rank's part; where these are on the host, at least as
         long as they take to come, while others go back. Of Muon its products too, and what tensor parallel ranks gather for them."""
         layout = self.layout
-        dense = max(self.stage_weights(lambda layer: layer.dense)) / layout.tp / (layout.dp * layout.cp)
-        experts = max(self.stage_weights(lambda layer: layer.experts)) / (
-            layout.ep * layout.etp * layout.expert_dp
-        )
+        dense = max(self.stage_weights[0]) / layout.tp / (layout.dp * layout.cp)
+        experts = max(self.stage_weights[1]) / (layout.ep * layout.etp * layout.expert_dp)
         states = (
             STATES if self.muon is None else STATES - MOMENTUM
         )  # nearly all weights are matrices of layers
@@ -380,15 +376,15 @@ class Passes:
         states = STATES if self.itemsize < 4 else STATES - 4  # float32 weights are their own copies
         return max(seconds, (dense + experts) * states / self.machine.host) if self.on_host else seconds
 
-    def stage_weights(self, of: Callable[[LayerFlops], int]) -> list[int]:
-        """By pipeline stage the sum over its layers."""
+    @cached_property
+    def stage_weights(self) -> tuple[list[float], list[float]]:
+        """By pipeline stage the weights of its layers without their experts, and those of the experts."""
         layers, layout = self.flops.layers, self.layout
-        found = [
-            sum(of(layers[layer]) for chunk in layers_of(layout, len(layers), stage) for layer in chunk)
-            for stage in range(layout.pp)
-        ]
-        found[-1] += sum(map(of, self.predicted))
-        return found
+        dense = sums_of_stages(layout, [layer.dense for layer in layers])
+        experts = sums_of_stages(layout, [layer.experts for layer in layers])
+        dense[-1] += sum(layer.dense for layer in self.predicted)
+        experts[-1] += sum(layer.experts for layer in self.predicted)
+        return dense, experts
 
 
 def _in_turn(computed: float, sent: float, layers: int) -> float:

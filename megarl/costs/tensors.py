@@ -8,6 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
 
@@ -193,9 +194,20 @@ class StageTensors:
     adapters: tuple[LocalTensor, ...]
     slots: tuple[tuple[AdapterSlot, str | None], ...] = ()
 
-    @property
-    def trained(self) -> list[LocalTensor]:
-        return [tensor for tensor in (*self.weights, *self.adapters) if tensor.trained]
+    @cached_property
+    def trained(self) -> tuple[LocalTensor, ...]:
+        return tuple(tensor for tensor in (*self.weights, *self.adapters) if tensor.trained)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the model's own parameters."""
+        return frozenset(tensor.name for tensor in self.weights)
+
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """Modules ("0:decoder.layers.1.mlp.linear_fc1") whose weight is trained or has adapters."""
+        trained = {tensor.name.rsplit(".", 1)[0] for tensor in self.weights if tensor.trained}
+        return frozenset(trained | {slot.module for slot, _ in self.slots})
 
 
 def stage_tensors(use: ModelUse, stage: int) -> StageTensors:

@@ -4,6 +4,7 @@ Guarantee, with a test of its own: `coords_of` and `layers_of` agree with Megatr
 built model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -160,6 +161,14 @@ def layers_of(layout: ParallelLayout, num_layers: int, pp_rank: int) -> list[lis
         ValueError: the layers cannot be shared out.
     """
     return [list(layers) for layers in _layers_of_chunks(layout, num_layers)[pp_rank]]
+
+
+def sums_of_stages(layout: ParallelLayout, values: Sequence[float]) -> list[float]:
+    """By pipeline stage the sum over its layers of `values`, one for each layer of the model. Raises: as `layers_of`."""
+    return [
+        sum([value for layers in chunks for value in values[layers.start : layers.stop]])
+        for chunks in _layers_of_chunks(layout, len(values))
+    ]
 
 
 @lru_cache(maxsize=1024)  # a search for a layout asks some hundred thousand times

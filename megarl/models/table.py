@@ -11,7 +11,8 @@ the model's own embedding and head, too.
 """
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megarl.layout.boxes import Box, Piece
@@ -90,17 +91,30 @@ def _named(shapes: Shapes, name: str) -> Shapes:
 
 
 def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
-    """`make(layer)`, called once for all layers of a kind (with a mixture or not, with attention or a delta net, with an indexer or not),
-    which differ in their names alone: large models have thousands of experts in dozens of layers."""
+    """`make(layer)`, called once for all layers of a kind, which differ in their names alone: large models have thousands of experts in dozens
+    of layers."""
     made: dict[tuple[bool, bool, bool], T] = {}
 
     def of_layer(layer: int) -> T:
-        kind = is_mixture(config, layer), is_delta_net(config, layer), has_indexer(config, layer)
+        kind = _kind(config, layer)
         if kind not in made:
             made[kind] = make(layer)
         return made[kind]
 
     return of_layer
+
+
+def _kind(config: ModelConfig, layer: int) -> tuple[bool, bool, bool]:
+    """With a mixture or not, with a delta net or attention, with an indexer or not."""
+    return is_mixture(config, layer), is_delta_net(config, layer), has_indexer(config, layer)
+
+
+def kinds_of_layers(config: ModelConfig) -> list[list[int]]:
+    """The model's layers, those together whose tensors differ in their names alone."""
+    found: dict[tuple[bool, bool, bool], list[int]] = defaultdict(list)
+    for layer in range(config.num_layers):
+        found[_kind(config, layer)].append(layer)
+    return list(found.values())
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
@@ -259,13 +273,18 @@ def _sglang_vocab(config: ModelConfig, tensor: str, tp: int, rank: int) -> list[
 
 
 def sglang_pieces(
-    config: ModelConfig, place: SGLangPlace, part: str = "all", draft: bool = False
+    config: ModelConfig,
+    place: SGLangPlace,
+    part: str = "all",
+    draft: bool = False,
+    layers: Iterable[int] | None = None,
 ) -> list[Piece]:
     """The pieces of one SGLang rank; local names are SGLang's own parameter names.
 
     Args:
         part: one of PARTS.
         draft: with the model that drafts tokens, whose local names begin with DRAFT.
+        layers: of the model's own only these; None: all.
 
     Raises:
         ValueError: there is none.
@@ -275,7 +294,7 @@ def sglang_pieces(
     if ends:
         pieces += _sglang_vocab(config, EMBEDDING, *attention)
     layer_pieces = _once_a_kind(config, lambda layer: _sglang_layer(config, place, layer, part))
-    for layer in range(config.num_layers):
+    for layer in range(config.num_layers) if layers is None else layers:
         pieces += _in_layer(layer_pieces(layer), layer_name(config, layer), f"model.layers.{layer}.")
     if ends:
         pieces.append(_replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))

@@ -138,7 +138,7 @@ def test_layers_of_multi_token_prediction_are_of_the_last_stage() -> None:
     again = (10**6 - 2**30 // (2 * 129280)) * 2 * plain.flops.head / 1e15
     assert found[1][3] - found[0][3] == pytest.approx(layer + 2 * head + again, rel=1e-2)
     # Its gradients are reduced and its states updated as others are, where that stage has more than any other.
-    assert further.stage_weights(lambda one: one.dense)[-1] > plain.stage_weights(lambda one: one.dense)[-1]
+    assert further.stage_weights[0][-1] > plain.stage_weights[0][-1]
 
 
 def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:

@@ -34,7 +34,7 @@ def measure_rank(
     depth = built.config.num_mtp_layers if options.get("mtp") else 0
     # Equally long ones: the plan counts so; of full chunks where there are gated delta nets.
     lengths = LENGTHS if built.config.delta_net is None else (64,) * len(LENGTHS)
-    micro_batches = batches(built.layout, depth, lengths)[:1] * (2 * built.layout.pp)
+    micro_batches = batches(built.layout, depth, lengths, each=2)[:1] * (2 * built.layout.pp)
     loss = with_predictions(_loss, depth, 0.1, "") if depth else _loss
     parameters = [parameter for chunk in unwrap(built.chunks) for parameter in chunk.parameters()]
     with kept_tensors(parameters) as kept:

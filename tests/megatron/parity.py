@@ -86,28 +86,33 @@ def loss_and_gradients(model: PreTrainedModel) -> float:
     return total
 
 
-def batches(layout: ParallelLayout, depth: int = 0, lengths: Sequence[int] = LENGTHS) -> list[PackedBatch]:
-    """This data parallel rank's micro-batches of `sequences`. `depth`: of layers of multi-token prediction."""
+def batches(
+    layout: ParallelLayout, depth: int = 0, lengths: Sequence[int] = LENGTHS, each: int | None = None
+) -> list[PackedBatch]:
+    """This data parallel rank's micro-batches of `sequences`. `depth`: of layers of multi-token prediction. `each`: as below."""
     tokens = sequences(lengths)
     masks = [[False] + [True] * (len(ids) - 1) for ids in tokens]
-    return batches_of(pa.table({"input_ids": tokens, "loss_mask": masks}), layout, depth)
+    return batches_of(pa.table({"input_ids": tokens, "loss_mask": masks}), layout, depth, each)
 
 
-def batches_of(table: pa.Table, layout: ParallelLayout, depth: int = 0) -> list[PackedBatch]:
-    """This data parallel rank's micro-batches of a table's rows, two sequences each."""
+def batches_of(
+    table: pa.Table, layout: ParallelLayout, depth: int = 0, each: int | None = None
+) -> list[PackedBatch]:
+    """This data parallel rank's micro-batches of a table's rows. `each`: the sequences of one; None: there are as many as stages, at least two."""
     place = coords()
     rows = list(range(place.dp, table.num_rows, layout.dp))
+    each = each or -(-len(rows) // max(2, layout.pp))
     return [
         arrange_sequences(
             table,
-            rows[start : start + 2],
+            rows[start : start + each],
             depth=depth,
             tp=layout.tp,
             cp=layout.cp,
             cp_rank=place.cp,
             sequence_parallel=layout.sp,
         ).on_device()
-        for start in range(0, len(rows), 2)
+        for start in range(0, len(rows), each)
     ]
 
 

@@ -224,7 +224,7 @@ def _held_by_dispatchers(rank: int, world: int, folder: str) -> list[tuple[int, 
     """When all layers' forward passes are over and at the end of a training step: how many layers have dispatchers, and names of the
     tensors of a micro-batch that these hold."""
     built = build(rank, world, folder, {}, head="value", recompute="full")
-    micro_batches = batches(built.layout)[:1]
+    micro_batches = batches(built.layout, each=2)[:1]
     layers = [module for module in built.chunks[0].modules() if hasattr(module, "token_dispatcher")]
     found = []
 

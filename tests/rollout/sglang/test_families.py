@@ -188,7 +188,7 @@ def test_a_response_has_the_same_bits_in_any_company(family, request):
     """Also when the cache is too small for all, so that some are put back and computed again."""
     if family.name not in ALONE and not request.config.getoption("--slow"):
         pytest.skip("takes most of a minute: runs with --slow")
-    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=45, step=2)
+    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=45, step=4)
 
 
 def test_serves_other_weights_after_a_sync(family, tmp_path):

@@ -11,7 +11,7 @@ Usage, in tests/<room>/test_something.py:
     def test_sum(ranks):                                      # `ranks`: session fixture of tests/conftest.py
         assert ranks.run(_sum, 10, world=2) == [21, 21]       # one result per rank, in rank order
 
-- Each run has a fresh default process group and torch's seed 0; afterwards
+- Each run has a fresh default process group (its rendezvous is a file) and torch's seed 0; afterwards
   `megarl.megatron.parallel.destroy_parallel()` clears Megatron's state, so runs may use any layouts. Call
   `init_parallel(layout, rank, world, seed=...)` inside the function: it takes the group that is there.
 - The first run starts 4 processes (a few seconds: torch and megatron-core are imported once and forked);
@@ -81,7 +81,6 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._servers: list[Any] = []
         self._num_runs = 0
-        self._store: Any = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, world: int = BLOCK, timeout: float = 120
@@ -95,24 +94,17 @@ class RankPool:
         """
         self._grow(max(world, self._size))
         self._num_runs += 1
-        store = self._port(), f"run {self._num_runs}"
+        store = self._folder / f"store-{self._num_runs}"
         for rank in range(world):
-            job = (rank, world, store, timeout, list(sys.path), pickle.dumps((function, args)))
+            job = (rank, world, str(store), timeout, list(sys.path), pickle.dumps((function, args)))
             self._ranks[rank].connection.send_bytes(pickle.dumps(job))
         results, failures = self._collect(world, timeout)
+        store.unlink(missing_ok=True)
         if failures:
             failures.sort(key=lambda failure: failure.when)
             text = "\n".join(f"--- rank {failure.rank} of {world}: {failure.message}" for failure in failures)
             raise RankError(f"{function.__qualname__} failed\n{text}") from failures[0].error
         return [results[rank] for rank in range(world)]
-
-    def _port(self) -> int:
-        """Of the store in which ranks find each other; in this process, so that it outlives them."""
-        if self._store is None:
-            import torch  # which many tests do without
-
-            self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store.port
 
     def close(self) -> None:
         """End all processes and remove the pool's files."""
@@ -252,10 +244,9 @@ def _answer(job: bytes) -> bytes:
     rank, world, store, timeout, path, call = pickle.loads(job)
     sys.path[:] = path
     torch.manual_seed(0)
-    port, name = store
     torch.distributed.init_process_group(
         "gloo",
-        store=torch.distributed.PrefixStore(name, torch.distributed.TCPStore("127.0.0.1", port)),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=2 * timeout),  # the pool's own timeout, which shows stacks, comes first
@@ -279,9 +270,10 @@ def _free_models() -> None:
     it, a cycle through torch's own objects that the garbage collector does not see. Megatron-FSDP's model has more of such functions.
 
     The objects that remain belong to modules. They are frozen: else each run would take a quarter of a second or more on every rank,
-    to look through some 400,000 of them.
+    to look through some 400,000 of them, twice.
     """
     hook = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
+    gc.collect()
     for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
         sharded = (function.__module__ or "").startswith("megatron.core.distributed.fsdp")
         if function.__qualname__ == hook or (sharded and "<locals>" in function.__qualname__):

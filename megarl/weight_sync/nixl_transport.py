@@ -9,8 +9,9 @@ Written against nixl 1.5.1, an optional package: `pip install 'megarl[nixl]'`. R
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ class NixlTransport:
     def __init__(self, member: Member, device: str) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
+            from nixl._bindings import nixlRemoteDisconnectError
         except ImportError as error:
             raise LinkError(
                 f"rollout.sync_transport=nixl needs the package nixl on every node (pip install 'megarl[nixl]'): {error}"
             ) from None
+        self._disconnected: type[Exception] = nixlRemoteDisconnectError
         self._member, self._kind = member, "DRAM" if device == "cpu" else "VRAM"
         self._thread = ThreadPoolExecutor(1, "nixl")
         self._closed = False
@@ -107,7 +110,8 @@ class NixlTransport:
                 self._know(peer, 1)  # to be able to speak to it
             self._numbers[READY, peer] += 1
             message = b"%s %d %d" % (READY, self._numbers[READY, peer], self._times)
-            self._agent.send_notif(_name(peer), message)
+            with self._named(peer):
+                self._agent.send_notif(_name(peer), message)
         reading: dict[int, Any] = {}
         waiting = set(incoming)
         deadline = time.monotonic() + self._member.timeout
@@ -116,16 +120,15 @@ class NixlTransport:
             for peer in sorted(waiting):
                 if self._said[READY, peer]:
                     times = self._said[READY, peer].pop(0)
-                    reading[peer] = self._read(peer, times, incoming[peer])
+                    with self._named(peer):
+                        reading[peer] = self._read(peer, times, incoming[peer])
                     waiting.discard(peer)
                     moved = True
             for peer, handle in list(reading.items()):
-                state = self._agent.check_xfer_state(handle)
+                with self._named(peer):
+                    state = self._agent.check_xfer_state(handle)
                 if state == "ERR":
-                    raise LinkError(
-                        self._member.wait_for_word()
-                        or f"{self._member.name(peer)} could not be read from by NIXL"
-                    )
+                    raise self._lost(peer)
                 if state == "DONE":
                     self._agent.release_xfer_handle(handle)
                     del reading[peer]
@@ -160,8 +163,21 @@ class NixlTransport:
             b"%s %d 0" % (TAKEN, self._numbers[TAKEN, peer]),
         )
         if self._agent.transfer(handle) == "ERR":
-            raise LinkError(f"{self._member.name(peer)} could not be read from by NIXL")
+            raise self._lost(peer)
         return handle
+
+    @contextmanager
+    def _named(self, peer: int) -> Iterator[None]:
+        """Calls of the agent that concern a peer, whose end NIXL tells by an exception (1.5.1) that does not say whose."""
+        try:
+            yield
+        except self._disconnected:
+            raise self._lost(peer) from None
+
+    def _lost(self, peer: int) -> LinkError:
+        """What has happened, as the hub says soon after."""
+        problem = self._member.wait_for_word()
+        return LinkError(problem or f"{self._member.name(peer)} could not be read from by NIXL")
 
     def _hear(self) -> bool:
         """Take in what peers have said; returns whether there was anything."""

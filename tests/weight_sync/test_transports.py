@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.links import LinkError
+from megarl.weight_sync.nixl_transport import NixlTransport
 from megarl.weight_sync.packets import NIXL
 from megarl.weight_sync.receiver import InboxFile, Receiver
 from megarl.weight_sync.sender import Outbox
 from megarl.weight_sync.sync_plan import APART, COLOCATED, MAPPED, P2P, SHARED_MEMORY, SyncPlan
+from megarl.weight_sync.transport import Part
 from tests.ranks import RankError
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards
@@ -172,6 +176,35 @@ def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
         pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
     with pytest.raises(RankError, match=message):
         ranks.run(dies, model, way, str(tmp_path), network, timeout=40)  # less than the ends would wait
+
+
+def _disconnect(*_):
+    from nixl._bindings import nixlRemoteDisconnectError
+
+    raise nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
+
+
+@pytest.mark.parametrize("call", ["transfer", "check_xfer_state", "send_notif"])
+def test_an_end_that_nixl_finds_disconnected_is_named(call):
+    pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
+    member = SimpleNamespace(
+        number=0, timeout=5.0, problem=None, wait_for_word=lambda: None, name=lambda peer: f"trainer rank {peer}",
+        set=lambda key, value: None, close=lambda: None,
+    )  # fmt: skip
+    transport = NixlTransport(member, "cpu")
+    answers = {"transfer": "PROC", "check_xfer_state": "DONE", "get_new_notifs": {"member-1": [b"ready 1 1"]}}
+    agent = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
+    others = ("initialize_xfer", "get_xfer_descs", "release_xfer_handle", "send_notif")
+    transport._agent = SimpleNamespace(
+        **{**dict.fromkeys(others, lambda *_: None), **agent, call: _disconnect}
+    )
+    transport._slots, transport._places = [(0, 4, 0)], {1: (1, [(0, 4, 0)])}
+    part = Part(1, torch.zeros(4, dtype=torch.uint8), 0, 0, 0)
+    try:
+        with pytest.raises(LinkError, match=r"trainer rank 1 could not be read from by NIXL"):
+            transport.move(*(([part], []) if call == "send_notif" else ([], [part]))).wait()
+    finally:
+        transport.close()
 
 
 def _send_from_gpu(share, folder, address, tensors):

@@ -13,13 +13,16 @@ from typing import Any
 
 import yaml
 
+from megarl.util.yaml_loader import SafeLoader
+
 NUM_SUGGESTIONS = 3
+ALIKE = 0.7  # of the last parts of keys, one of which may have been meant by the other
 
 
 @cache
 def aliases() -> dict[str, Any]:
     """aliases.yaml: its sections `keys` (with `parts` filled in), `flags`, `commands` and `values`."""
-    table = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_text(encoding="utf-8"))
+    table = yaml.load(Path(__file__).with_name("aliases.yaml").read_text(encoding="utf-8"), Loader=SafeLoader)
     parts = table.pop("parts")
     filled = {
         re.sub(r"<(\w+)>", lambda found: parts[found[1]], key): advice
@@ -71,9 +74,9 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     scored = []
     for candidate in keys:
         *others, other = candidate.split(".")
-        name = max(_ratio(last, other), _ratio(_sorted_words(last), _sorted_words(other)))
-        shared = len(set(sections) & set(others)) / max(1, len(set(sections)))
-        if name >= 0.7:
+        name = max(_ratio(last, other, ALIKE), _ratio(_sorted_words(last), _sorted_words(other), ALIKE))
+        if name >= ALIKE:
+            shared = len(set(sections) & set(others)) / max(1, len(set(sections)))
             scored.append((-(2 * name + _ratio(key, candidate) + shared) / 4, candidate))
     scored.sort()
     # Others only where they are about as likely as the best.
@@ -92,5 +95,9 @@ def _sorted_words(name: str) -> str:
     return "_".join(sorted(name.split("_")))
 
 
-def _ratio(a: str, b: str) -> float:
-    return SequenceMatcher(None, a, b, autojunk=False).ratio()
+def _ratio(a: str, b: str, least: float = 0.0) -> float:
+    """How alike two names are, 0 to 1; 0 where a bound that is found sooner is below `least`."""
+    if 2 * min(len(a), len(b)) < least * (len(a) + len(b)):
+        return 0.0
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    return matcher.ratio() if matcher.quick_ratio() >= least else 0.0

@@ -11,20 +11,17 @@ Where indexers are trained, their loss takes these scores again, for all keys be
 keys; and their projections once more for the gradients of their weights (`LayerFlops.learning`).
 """
 
-import re
 from dataclasses import dataclass, replace
 from math import prod
 
-from megarl.models import ModelConfig, logical_tensors, mtp_copies
-from megarl.models.layers import INDEXER, is_delta_net
+from megarl.models import ModelConfig
+from megarl.models.layers import INDEXER, is_delta_net, prediction_weights
 from megarl.models.shards import Shapes
-from megarl.models.table import EMBEDDING
+from megarl.models.table import kinds_of_layers, layer_tensors
 
 _UP = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))  # of latent attention
 _CHUNK = 64  # tokens of a delta net that are computed together, by flash-linear-attention's kernels and by megarl's
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-_PREDICTION = re.compile(r"mtp\.(?:layers\.0\.)?(.*)")  # of Qwen3-Next and Qwen3.5, after all other layers
 
 
 @dataclass(frozen=True)
@@ -119,66 +116,67 @@ class ModelFlops:
 
 def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
     """A model with the head "lm" or "value"."""
-    shapes = logical_tensors(config, head)
-    top = sum(
-        prod(shape)
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name != EMBEDDING and _LAYER.fullmatch(name) is None
-    )
-    if head == "lm" and config.tie_word_embeddings:
-        top = config.vocab_size * config.hidden_size
-    return ModelFlops(_layers(config, shapes, range(config.num_layers)), top)
+    layers: dict[int, LayerFlops] = {}
+    for alike in kinds_of_layers(config):
+        weights = _weights(config, layer_tensors(config, alike[0]))
+        layers |= {layer: _layer(config, layer, weights) for layer in alike}
+    rows = config.vocab_size if head == "lm" else 1
+    return ModelFlops(tuple(layers[layer] for layer in range(config.num_layers)), rows * config.hidden_size)
 
 
 def prediction_flops(config: ModelConfig) -> tuple[LayerFlops, ...]:
     """The layers of multi-token prediction with the projections before them; each takes the model's head once more."""
-    copies, numbers = mtp_copies(config), range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    shapes = {name: shape for name, shape in logical_tensors(config, mtp=True).items() if name not in copies}
-    return _layers(config, shapes, numbers)
+    own = {weight.name: weight.shape for weight in prediction_weights(config)}
+    numbers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    return tuple(
+        _layer(config, layer, _weights(config, own | layer_tensors(config, layer))) for layer in numbers
+    )
 
 
-def _layers(config: ModelConfig, shapes: Shapes, numbers: range) -> tuple[LayerFlops, ...]:
-    dense, experts, mlp, up, index = (dict.fromkeys(numbers, 0) for _ in range(5))
+@dataclass(frozen=True)
+class _Weights:
+    """Weights of a layer's matrices: the attributes of LayerFlops of these names."""
+
+    dense: int
+    experts: int
+    mlp: int
+    up: int
+    index: int
+
+
+def _weights(config: ModelConfig, shapes: Shapes) -> _Weights:
+    """Of the tensors of a layer, by their names in it."""
+    dense = experts = mlp = up = index = 0
     for name, shape in shapes.items():
-        layer, within = _place(config, name)
-        if len(shape) != 2 or layer not in numbers:
+        if len(shape) != 2:
             continue
-        if within.startswith(INDEXER):
-            index[layer] += prod(shape)
+        if name.startswith(INDEXER):
+            index += prod(shape)
             continue
-        if ".experts." in within:
-            experts[layer] += prod(shape)
+        if ".experts." in name:
+            experts += prod(shape)
             continue
-        dense[layer] += prod(shape)
-        if within.startswith("mlp.") and within not in _ROUTERS:
-            mlp[layer] += prod(shape)
-        elif config.mla is not None and within in _UP:
-            up[layer] += prod(shape)
-    pair, decode_pair = _pairs(config)
-    layers = []
-    for layer, number in experts.items():
-        # Every expert has the same share.
-        active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
-        of_layer = (number > 0, mlp[layer] > 0, mlp[layer], up[layer])
-        if is_delta_net(config, layer):
-            made = LayerFlops(dense[layer], number, active, 0, 0, *of_layer, state=_of_state(config))
-        else:
-            window = config.window if layer in config.window_layers else None
-            made = LayerFlops(dense[layer], number, active, pair, decode_pair, *of_layer, window=window)
-            if (facts := config.indexer) is not None:
-                # Scores of heads, and their sum; a layer that takes another one's choice has none.
-                of_pair = 2 * facts.heads * (facts.head_dim + 1) if index[layer] else 0
-                made = replace(made, index=index[layer], index_pair=of_pair, topk=facts.topk)
-        layers.append(made)
-    return tuple(layers)
+        dense += prod(shape)
+        if name.startswith("mlp.") and name not in _ROUTERS:
+            mlp += prod(shape)
+        elif config.mla is not None and name in _UP:
+            up += prod(shape)
+    return _Weights(dense, experts, mlp, up, index)
 
 
-def _place(config: ModelConfig, name: str) -> tuple[int, str]:
-    """The number of the layer that a tensor is in, -1 for none, and its name in it."""
-    if predicted := _PREDICTION.fullmatch(name):
-        return config.num_layers, predicted[1]
-    found = _LAYER.fullmatch(name)
-    return (int(found[1]), found[2]) if found else (-1, name)
+def _layer(config: ModelConfig, layer: int, weights: _Weights) -> LayerFlops:
+    # Every expert has the same share.
+    active = 0 if not weights.experts else weights.experts * config.moe.top_k // config.moe.num_experts
+    own = (weights.experts > 0, weights.mlp > 0, weights.mlp, weights.up)
+    if is_delta_net(config, layer):
+        return LayerFlops(weights.dense, weights.experts, active, 0, 0, *own, state=_of_state(config))
+    window = config.window if layer in config.window_layers else None
+    made = LayerFlops(weights.dense, weights.experts, active, *_pairs(config), *own, window=window)
+    if (facts := config.indexer) is None:
+        return made
+    # Scores of heads, and their sum; a layer that takes another one's choice has none.
+    of_pair = 2 * facts.heads * (facts.head_dim + 1) if weights.index else 0
+    return replace(made, index=weights.index, index_pair=of_pair, topk=facts.topk)
 
 
 def _of_state(config: ModelConfig) -> int:

@@ -42,7 +42,7 @@ from megarl.layout.grid import layers_of
 from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.config import SCORE_BYTES
 from megarl.models.float8 import check_base_block
-from megarl.models.layers import has_indexer, is_delta_net
+from megarl.models.table import kind_of_layer
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
@@ -97,13 +97,9 @@ def model_bytes(
 
 def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> StageTensors:
     """Stages with the same kinds of layers, the same ends and the same cuts hold the same tensors."""
-    layout, moe = use.layout, use.config.moe
-    dense = () if moe is None else moe.dense_layers
+    layout = use.layout
     kinds = tuple(
-        tuple(
-            (layer in dense, is_delta_net(use.config, layer), has_indexer(use.config, layer))
-            for layer in chunk
-        )
+        tuple(kind_of_layer(use.config, layer) for layer in chunk)
         for chunk in layers_of(layout, use.config.num_layers, stage)
     )
     place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megarl.layout.boxes import Box, Piece
+from megarl.layout.boxes import Box
 from megarl.layout.layouts import Layout, RankPlace
 
 
@@ -33,12 +33,18 @@ class Transfer(NamedTuple):
     target_local: str
     target_box: Box
 
-    @staticmethod
-    def between(order: int, box: Box, nbytes: int, holders: Sequence[Piece], target: Piece) -> "Transfer":
-        """The transfer of `box`, a part that each of `holders` and `target` have."""
-        sources = tuple([(piece.local, box.inside(piece.box, piece.local_box)) for piece in holders])
-        target_box = box.inside(target.box, target.local_box)
-        return Transfer(order, target.tensor, box, nbytes, sources, target.local, target_box)
+
+class Part(NamedTuple):
+    """What a target's piece gets from one box of the source; the same for all pieces of tensors of a kind.
+
+    Attributes:
+        sources: the source shards that hold the box `held`.
+        slices: of each transfer its box, its bytes, where it lies in the tensor of each of `sources`, and where in the target's.
+    """
+
+    sources: tuple[int, ...]
+    held: Box
+    slices: list[tuple[Box, int, tuple[Box, ...], Box]]
 
 
 class Share(NamedTuple):

@@ -7,7 +7,7 @@ over 512 ranks has 256 shards, so that its pieces are listed a few times instead
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.layout.boxes import Box, Piece
 
@@ -84,6 +84,8 @@ class Holdings:
         self._held: dict[str, dict[Box, Holders]] = {}
         held = self._held
         self._disjoint: set[str] = set()
+        self._kind_of: dict[str, int] = {}
+        self._kinds: dict[tuple[Any, ...], int] = {}
         for index, shard in enumerate(layout.shards):
             for piece in shard.pieces:
                 boxes = held.get(piece.tensor)
@@ -93,6 +95,26 @@ class Holdings:
                     holders.append((index, piece))
                 else:
                     boxes[piece.box] = [(index, piece)]
+
+    def kind(self, tensor: str) -> int:
+        """The same number for tensors that the same shards hold alike: as equal boxes, at equal boxes of their local tensors.
+
+        A model has few kinds of them, and as many of a kind as it has layers that are alike in a stage.
+        """
+        kind = self._kind_of.get(tensor)
+        if kind is None:
+            held = tuple(
+                [
+                    (box, tuple([(index, piece.local_box) for index, piece in holders]))
+                    for box, holders in self._held.get(tensor, {}).items()
+                ]
+            )
+            kind = self._kind_of[tensor] = self._kinds.setdefault(held, len(self._kinds))
+        return kind
+
+    def local_names(self, tensor: str, box: Box) -> list[str]:
+        """The local tensors in which the holders of `box` have it."""
+        return [piece.local for _, piece in self._held[tensor][box]]
 
     def parts(self, piece: Piece, owner: str) -> list[tuple[Box, Holders]]:
         """The parts of a target's piece, disjoint and together all of it, each with its holders.

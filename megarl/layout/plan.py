@@ -18,19 +18,20 @@ are written out for the requested ranks only.
 """
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from math import prod
 from typing import Any, NamedTuple
 
-from megarl.layout.boxes import Box
-from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
+from megarl.layout.boxes import Box, Piece
+from megarl.layout.flows import Candidates, Flow, Part, Route, Transfer, make_routes
 from megarl.layout.layouts import Layout
 from megarl.util.memory import collection_paused
 
 LINKS = ("local", "intra_node", "inter_node")
+# Of pieces of the target: their tensors' (`Holdings.kind`), bytes of an element, box and local box.
+_Kind = tuple[int, int, Box, Box]
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,16 @@ class Plan:
     def bytes_from(self, shard: int) -> dict[tuple[int, ...], int]:
         """Bytes that a target shard needs, by the source shards that hold them; its transfers are not worked out."""
         found: dict[tuple[int, ...], int] = {}
-        parts_of, itemsize_of, owner = self.source.holdings.parts, self._itemsize, self._owner(shard)
+        owner, alike = self._owner(shard), Counter[_Kind]()
+        one_of: dict[_Kind, Piece] = {}
         for piece in self.target.shards[shard].pieces:
-            itemsize = itemsize_of(piece.tensor)
-            for common, holders in parts_of(piece, owner):
-                key = tuple([index for index, _ in holders])
-                found[key] = found.get(key, 0) + prod(common.size) * itemsize
+            kind = self._kind(piece)
+            alike[kind] += 1
+            one_of[kind] = piece
+        for kind, number in alike.items():
+            for part in self._parts(kind, one_of[kind], owner):
+                nbytes = sum([nbytes for _, nbytes, _, _ in part.slices])
+                found[part.sources] = found.get(part.sources, 0) + number * nbytes
         return found
 
     def candidates(self, sources: tuple[int, ...]) -> Candidates:
@@ -332,25 +337,53 @@ class Plan:
     def _candidates(self) -> dict[tuple[int, ...], Candidates]:
         return {}
 
+    @cached_property
+    def _parts_of(self) -> dict[_Kind, list[Part]]:
+        return {}
+
     def _make_flows(self, shard: int, tensors: Collection[str] | None = None) -> list[Flow]:
         """The flows of a target shard; of `tensors` only, unless all are known already."""
         if shard in self._flows:
             return self._flows[shard]
         flows: dict[tuple[int, ...], Flow] = {}
-        parts_of, itemsize_of, owner = self.source.holdings.parts, self._itemsize, self._owner(shard)
+        owner, names_of = self._owner(shard), self.source.holdings.local_names
         for order, piece in enumerate(self.target.shards[shard].pieces):
-            if tensors is not None and piece.tensor not in tensors:
+            tensor, _, local, _ = piece
+            if tensors is not None and tensor not in tensors:
                 continue
-            itemsize = itemsize_of(piece.tensor)
-            for common, holders in parts_of(piece, owner):
-                key = tuple([index for index, _ in holders])
-                flow = flows.get(key)
+            for sources, held, slices in self._parts(self._kind(piece), piece, owner):
+                flow = flows.get(sources)
                 if flow is None:
-                    flow = flows[key] = Flow(shard, key)
-                held = [piece for _, piece in holders]
-                for box in self._split(common, itemsize):
-                    flow.transfers.append(Transfer.between(order, box, box.numel * itemsize, held, piece))
+                    flow = flows[sources] = Flow(shard, sources)
+                names = names_of(tensor, held)
+                for box, nbytes, places, place in slices:
+                    at = tuple(zip(names, places, strict=True))
+                    flow.transfers.append(Transfer(order, tensor, box, nbytes, at, local, place))
         return list(flows.values())
+
+    def _kind(self, piece: Piece) -> _Kind:
+        """The same for pieces of the target that get the same parts."""
+        tensor, box, _, local_box = piece
+        return self.source.holdings.kind(tensor), self._itemsize(tensor), box, local_box
+
+    def _parts(self, kind: _Kind, piece: Piece, owner: str) -> list[Part]:
+        """The parts of the target's pieces of a kind, of which `piece` is one."""
+        known = self._parts_of.get(kind)
+        if known is None:
+            itemsize, known = self._itemsize(piece.tensor), []
+            for common, holders in self.source.holdings.parts(piece, owner):
+                slices = [
+                    (
+                        box,
+                        box.numel * itemsize,
+                        tuple([box.inside(held.box, held.local_box) for _, held in holders]),
+                        box.inside(piece.box, piece.local_box),
+                    )
+                    for box in self._split(common, itemsize)
+                ]
+                known.append(Part(tuple([index for index, _ in holders]), holders[0][1].box, slices))
+            self._parts_of[kind] = known
+        return known
 
     def _owner(self, shard: int) -> str:
         """The name of a target shard's rank, for messages."""

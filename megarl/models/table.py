@@ -63,13 +63,13 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
     """
     hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
     shapes: Shapes = {EMBEDDING: vocabulary}
-    layer_tensors = _once_a_kind(config, lambda layer: _layer_tensors(config, layer))
+    of_layer = _once_a_kind(config, lambda layer: layer_tensors(config, layer))
     for layer in range(config.num_layers):
-        shapes |= _named(layer_tensors(layer), layer_name(config, layer))
+        shapes |= _named(of_layer(layer), layer_name(config, layer))
     for layer in _mtp_layers(config) if mtp else ():
         own = {weight.name: weight.shape for weight in prediction_weights(config)}
         shapes |= _named(own, prediction_name(config, layer))
-        shapes |= _named(layer_tensors(layer), layer_name(config, layer))
+        shapes |= _named(of_layer(layer), layer_name(config, layer))
     shapes[FINAL_NORM] = (hidden,)
     if head == "value":
         shapes[VALUE_HEAD] = (1, hidden)
@@ -78,8 +78,8 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
     return shapes | (dict.fromkeys(mtp_copies(config), vocabulary) if mtp else {})
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> Shapes:
-    """Names after the layer's."""
+def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
+    """The tensors of a layer: Hugging Face name, without the layer's -> shape."""
     weights = attention_weights(config, layer) + mlp_weights(config, layer)
     for expert in expert_weights(config) if is_mixture(config, layer) else ():
         weights += expert
@@ -96,7 +96,7 @@ def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int
     made: dict[tuple[bool, bool, bool], T] = {}
 
     def of_layer(layer: int) -> T:
-        kind = _kind(config, layer)
+        kind = kind_of_layer(config, layer)
         if kind not in made:
             made[kind] = make(layer)
         return made[kind]
@@ -104,16 +104,16 @@ def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int
     return of_layer
 
 
-def _kind(config: ModelConfig, layer: int) -> tuple[bool, bool, bool]:
-    """With a mixture or not, with a delta net or attention, with an indexer or not."""
+def kind_of_layer(config: ModelConfig, layer: int) -> tuple[bool, bool, bool]:
+    """With a mixture or not, with a delta net or attention, with an indexer or not: tensors of layers of a kind differ in their names alone."""
     return is_mixture(config, layer), is_delta_net(config, layer), has_indexer(config, layer)
 
 
 def kinds_of_layers(config: ModelConfig) -> list[list[int]]:
-    """The model's layers, those together whose tensors differ in their names alone."""
+    """The model's layers, those of a kind together."""
     found: dict[tuple[bool, bool, bool], list[int]] = defaultdict(list)
     for layer in range(config.num_layers):
-        found[_kind(config, layer)].append(layer)
+        found[kind_of_layer(config, layer)].append(layer)
     return list(found.values())
 
 

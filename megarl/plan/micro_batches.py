@@ -15,6 +15,7 @@ from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, le
 from megarl.config.schema import with_value
 from megarl.trainer.run.earlier_runs import CONFIG_FILE, checkpoint_to_resume
 from megarl.util.gpus import gpus_here
+from megarl.util.yaml_loader import SafeLoader
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
@@ -57,7 +58,9 @@ def _saved_size(full: TrainConfig | TuningConfig, key: str) -> int | None:
     """The size in the checkpoint that the run goes on from; None: there is no checkpoint, or no such size in it."""
     folder = checkpoint_to_resume(full)
     value: Any = (
-        None if folder is None else yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        None
+        if folder is None
+        else yaml.load((folder / CONFIG_FILE).read_text(encoding="utf-8"), Loader=SafeLoader)
     )
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None

@@ -17,6 +17,7 @@ from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig, Trainer
 from megarl.config.schema.run import SavingConfig
 from megarl.config.schema.supervised import TuningConfig
 from megarl.util.files import check_url, is_url
+from megarl.util.yaml_loader import SafeLoader
 
 _SAVING = (
     "save_freq",
@@ -238,7 +239,7 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
     """
     after = _flat(to_dict(config))
     before = {key: value for key, value in _BEFORE.items() if key in after}
-    before |= _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    before |= _flat(yaml.load(saved.read_text(encoding="utf-8"), Loader=SafeLoader))
     return {
         key: (before.get(key, _ABSENT), after.get(key, _ABSENT))
         for key in dict.fromkeys([*before, *after])

@@ -5,7 +5,7 @@ text. A key that stands twice in a mapping is an error; so is everything that YA
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.loading.recipes import PREFIX, meant_recipe, recipe_path
+from megarl.util.yaml_loader import SafeLoader
 
 BASE_KEY = "base"
 UNRESOLVED = object()  # the value of an entry that has been reported already
@@ -64,12 +65,18 @@ _RESOLVERS = {
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _RESOLVERS
 
-    def construct_decimal(self, node: yaml.ScalarNode) -> int:
-        """An integer; version 1.1's octal 010 and sixties 1:30 do not exist here."""
-        return int(self.construct_scalar(node).replace("_", ""))
+
+class _FastLoader(SafeLoader):
+    yaml_implicit_resolvers = _RESOLVERS
 
 
-_Loader.add_constructor(_INT, _Loader.construct_decimal)
+def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """An integer; version 1.1's octal 010 and sixties 1:30 do not exist here."""
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
+for _loader in (_Loader, _FastLoader):
+    _loader.add_constructor(_INT, _decimal)
 
 
 class YamlDumper(yaml.SafeDumper):
@@ -121,24 +128,32 @@ def read_file(path: Path, _chain: tuple[Path, ...] = ()) -> Tree:
 
 def parse(text: str, where: str, *, with_lines: bool = False) -> Tree | Entry:
     """One YAML document as a tree; with_lines adds the line number to `where`. ValueError as `read_file`."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return Entry(None, "", where)
-        _refuse_doubles(node, "", {})
-        return _convert(loader, node, where, with_lines)
+        return _parse(_FastLoader, text, where, with_lines)
+    except yaml.YAMLError:
+        pass  # the other parser says better what is wrong
+    try:
+        return _parse(_Loader, text, where, with_lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if with_lines and mark else ""
         raise ValueError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
 
 
-def _convert(loader: _Loader, node: yaml.Node, where: str, with_lines: bool) -> Tree | Entry:
+def _parse(
+    loader_of: Callable[[str], yaml.SafeLoader], text: str, where: str, with_lines: bool
+) -> Tree | Entry:
+    loader = loader_of(text)
+    node = loader.get_single_node()
+    if node is None:
+        return Entry(None, "", where)
+    _refuse_doubles(node, "", {})
+    return _convert(loader, node, where, with_lines)
+
+
+def _convert(loader: yaml.SafeLoader, node: yaml.Node, where: str, with_lines: bool) -> Tree | Entry:
     here = f"{where} line {node.start_mark.line + 1}" if with_lines else where
     if isinstance(node, yaml.ScalarNode):
         return Entry(loader.construct_object(node), node.value, here)

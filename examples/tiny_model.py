@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -358,6 +359,22 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     merges by its class: a plain one that was trained with other splitting rules would come back with
     different ids.
     """
+    state = _byte_pairs(tuple(texts), vocab_size)
+    tokenizer = Qwen2Tokenizer(
+        vocab=dict(state["vocab"]),
+        merges=[tuple(merge) for merge in state["merges"]],
+        unk_token=None,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        extra_special_tokens=[START_TOKEN],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@cache
+def _byte_pairs(texts: tuple[str, ...], vocab_size: int) -> dict[str, Any]:
+    """Vocabulary and merges, learnt once for all models with the same texts."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -375,14 +392,4 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     )
     # the template's role names are in every chat, but not in the texts
     bpe.train_from_iterator([*texts, *list(ROLES) * max(1, len(texts))], trainer)
-    state = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
-        vocab=state["vocab"],
-        merges=[tuple(merge) for merge in state["merges"]],
-        unk_token=None,
-        eos_token=END_TOKEN,
-        pad_token=PAD_TOKEN,
-        extra_special_tokens=[START_TOKEN],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return json.loads(bpe.to_str())["model"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from megarl.util.memory import without_collection
@@ -18,6 +19,9 @@ from tests.ranks import RankPool
 sys.dont_write_bytecode = False
 # Two threads of a tiny operation wait for each other longer than it takes: several times as long where another process needs the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of each property as many random examples as show a mistake that is not rare; each session of tests draws others.
+settings.register_profile("tests", max_examples=40)
+settings.load_profile("tests")
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent

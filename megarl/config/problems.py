@@ -11,9 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megarl.util.yaml_loader import SafeLoader
+from megarl.util.yaml_loader import safe_load
 
 NUM_SUGGESTIONS = 3
 ALIKE = 0.7  # of the last parts of keys, one of which may have been meant by the other
@@ -22,7 +20,7 @@ ALIKE = 0.7  # of the last parts of keys, one of which may have been meant by th
 @cache
 def aliases() -> dict[str, Any]:
     """aliases.yaml: its sections `keys` (with `parts` filled in), `flags`, `commands` and `values`."""
-    table = yaml.load(Path(__file__).with_name("aliases.yaml").read_text(encoding="utf-8"), Loader=SafeLoader)
+    table = safe_load(Path(__file__).with_name("aliases.yaml").read_text(encoding="utf-8"))
     parts = table.pop("parts")
     filled = {
         re.sub(r"<(\w+)>", lambda found: parts[found[1]], key): advice

@@ -392,10 +392,8 @@ def _adapters(run: RankPass, name: str) -> int:
     if not run.tensors.slots:
         return 0
     lora, item, total, seen = run.use.lora, run.use.itemsize, 0, set()
-    rows = {tensor.name: tensor.shape[0] for tensor in run.tensors.weights}
-    for slot, cut in run.tensors.slots:
-        if not slot.module.startswith(name):
-            continue
+    rows = run.tensors.rows
+    for slot, cut in run.tensors.slots_in(name):
         inner = (1 if lora.shared_a else len(slot.tensors)) * lora.rank
         if slot.number is not None:  # tokens are counted once for all experts of the layer
             inputs = hidden = outputs = 0 if slot.module in seen else run.routed

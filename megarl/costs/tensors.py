@@ -204,6 +204,21 @@ class StageTensors:
         return frozenset(tensor.name for tensor in self.weights)
 
     @cached_property
+    def rows(self) -> dict[str, int]:
+        """Of the model's own parameters, by name."""
+        return {tensor.name: tensor.shape[0] for tensor in self.weights}
+
+    def slots_in(self, name: str) -> list[tuple[AdapterSlot, str | None]]:
+        """The slots of modules whose names begin with `name`."""
+        if name not in self._slots_in:
+            self._slots_in[name] = [found for found in self.slots if found[0].module.startswith(name)]
+        return self._slots_in[name]
+
+    @cached_property
+    def _slots_in(self) -> dict[str, list[tuple[AdapterSlot, str | None]]]:
+        return {}
+
+    @cached_property
     def learning(self) -> frozenset[str]:
         """Modules ("0:decoder.layers.1.mlp.linear_fc1") whose weight is trained or has adapters."""
         trained = {tensor.name.rsplit(".", 1)[0] for tensor in self.weights if tensor.trained}

@@ -121,7 +121,13 @@ def _tensor(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
     """A header's entry: the tensor, the first of its bytes, and the one after its last."""
     fields = entry if isinstance(entry, Mapping) else {}
     dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not _is_counts(shape) or not _is_counts(place) or len(place) != 2 or dtype not in list(_BITS):
+    if (
+        not _is_counts(shape)
+        or not _is_counts(place)
+        or len(place) != 2
+        or not isinstance(dtype, str)
+        or dtype not in _BITS
+    ):
         raise ValueError(f"{file} is no complete safetensors file: its header has {name} as {short(entry)}")
     start, end = place
     bits = math.prod(shape) * _BITS[dtype]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import yaml
-
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
 from megarl.config.schema import with_value
 from megarl.trainer.run.earlier_runs import CONFIG_FILE, checkpoint_to_resume
 from megarl.util.gpus import gpus_here
-from megarl.util.yaml_loader import SafeLoader
+from megarl.util.yaml_loader import safe_load
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
@@ -57,11 +55,7 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
 def _saved_size(full: TrainConfig | TuningConfig, key: str) -> int | None:
     """The size in the checkpoint that the run goes on from; None: there is no checkpoint, or no such size in it."""
     folder = checkpoint_to_resume(full)
-    value: Any = (
-        None
-        if folder is None
-        else yaml.load((folder / CONFIG_FILE).read_text(encoding="utf-8"), Loader=SafeLoader)
-    )
+    value: Any = None if folder is None else safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, int) else None

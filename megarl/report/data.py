@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import yaml
 
 from megarl.cluster.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -23,7 +22,7 @@ from megarl.trainer.run.facts import RunFacts, read_facts
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
 from megarl.trainer.stages.saved_trajectories import step_file
 from megarl.trainer.stages.scoring import ERRORS_FILE
-from megarl.util.yaml_loader import SafeLoader
+from megarl.util.yaml_loader import safe_load
 
 SCORES_FILE, EVALUATION_FILE = "scores.json", "trajectories.parquet"  # of `megarl eval`
 _LONGEST_TEXT = 2000  # characters of a prompt or a response that are shown
@@ -126,7 +125,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
     steps = _steps(folder)
     path = folder / CONFIG_FILE
     config_text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    config = yaml.load(config_text, Loader=SafeLoader) or {}
+    config = safe_load(config_text) or {}
     tables = _tables(folder, config, [int(step["step"]) for step in steps])
     return RunRecord(
         folder=folder,

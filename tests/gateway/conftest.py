@@ -1,10 +1,12 @@
 """The gateway behind a real HTTP server, in a thread, in front of a policy whose words are written down."""
 
 import asyncio
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import uvicorn
@@ -39,6 +41,16 @@ class Served:
 def sglang_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang can be imported without a GPU."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+
+
+# Which reads a file of certificates, though no client of these tests uses any.
+_ssl_context = cache(ssl.create_default_context)
+
+
+@pytest.fixture(autouse=True)
+def certificates_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each client of HTTP has a context of TLS."""
+    monkeypatch.setattr(ssl, "create_default_context", _ssl_context)
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.config.checks.values import given_keys
 from megarl.config.loading import to_dict
 from megarl.config.resolve import megatron_sections, validates_concurrently
@@ -17,7 +15,7 @@ from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig, Trainer
 from megarl.config.schema.run import SavingConfig
 from megarl.config.schema.supervised import TuningConfig
 from megarl.util.files import check_url, is_url
-from megarl.util.yaml_loader import SafeLoader
+from megarl.util.yaml_loader import safe_load
 
 _SAVING = (
     "save_freq",
@@ -239,7 +237,7 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
     """
     after = _flat(to_dict(config))
     before = {key: value for key, value in _BEFORE.items() if key in after}
-    before |= _flat(yaml.load(saved.read_text(encoding="utf-8"), Loader=SafeLoader))
+    before |= _flat(safe_load(saved.read_text(encoding="utf-8")))
     return {
         key: (before.get(key, _ABSENT), after.get(key, _ABSENT))
         for key in dict.fromkeys([*before, *after])

@@ -1,5 +1,7 @@
 """Folders of adapters as PEFT writes them, and what PEFT makes of a folder."""
 
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ PREFIX = "base_model.model."
 
 
 def base_model(folder: str | Path, head: str = "lm") -> Any:
+    """The model of a folder; one of its own for each caller."""
+    changed = tuple(file.stat().st_mtime_ns for file in sorted(Path(folder).iterdir()))
+    return deepcopy(_read_model(str(folder), head, changed))
+
+
+@lru_cache(maxsize=4)
+def _read_model(folder: str, head: str, changed: tuple[int, ...]) -> Any:
+    """Read once: transformers takes a tenth of a second for a tiny model. `changed`: when its files were."""
     kind = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 

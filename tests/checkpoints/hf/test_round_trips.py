@@ -56,11 +56,11 @@ CASES = [
     for family in FAMILIES
     if family not in DENSE_FAMILIES or (layout.ep, layout.etp) == (1, 1)
 ]
-# Every second case of each layout and of each family; the others run with --slow.
+# Every third case of each layout and of each family; the others run with --slow.
 OFTEN = [
     (name, family)
     for name, family in CASES
-    if family == "deepseek_v3" or (list(LAYOUTS).index(name) + FAMILIES.index(family)) % 2 == 0
+    if family == "deepseek_v3" or (list(LAYOUTS).index(name) + FAMILIES.index(family)) % 3 == 0
 ]
 MARKED = [
     pytest.param(case, id="-".join(case), marks=() if case in OFTEN else pytest.mark.slow) for case in CASES
@@ -74,7 +74,7 @@ def engines_of(family):
 
 def engines_with(layout, family):
     """Two of them: with each layout and with each family all come to their turn."""
-    engines, turn = engines_of(family), list(LAYOUTS).index(layout) + FAMILIES.index(family)
+    engines, turn = engines_of(family), (list(LAYOUTS).index(layout) + FAMILIES.index(family)) // 3
     return [engines[(turn + step) % len(engines)] for step in (0, len(engines) // 2)]
 
 

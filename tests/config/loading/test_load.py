@@ -253,6 +253,8 @@ def test_all_problems_come_in_one_message(train: Train, train_yaml: Path) -> Non
         ("a: [1\n", r"x line 2: not valid YAML"),
         ("a: &a {b: *a}\n", r"x line 1: .*an alias inside of what it stands for"),
         ("? [a]\n: 1\n", r"x line 1: .*a key must be a name"),
+        ("a: \x07\n", r"x: not valid YAML: unacceptable character #x0007"),
+        ("a: 1\n b: 2\n", r"x line 2: not valid YAML: mapping values are not allowed here"),
     ],
 )
 def test_yaml_that_is_wrong(text: str, problem: str) -> None:

@@ -1,8 +1,10 @@
 """What is checked before SGLang is started."""
 
+import logging
 import os
 import threading
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
@@ -14,7 +16,16 @@ from megarl.rollout.sglang import start as sglang_start
 from megarl.rollout.sglang.start import check_version, config_overrides, read_model, server_arguments
 
 
-def test_an_unknown_version_of_sglang_is_refused(monkeypatch, caplog):
+@pytest.fixture
+def logged():
+    """What is logged, as it is shown."""
+    handler = logging.StreamHandler(StringIO())
+    logging.getLogger().addHandler(handler)
+    yield handler.stream
+    logging.getLogger().removeHandler(handler)
+
+
+def test_an_unknown_version_of_sglang_is_refused(monkeypatch, logged):
     check_version(allow_unknown=False)
     monkeypatch.setattr(sglang_start, "version", lambda name: "0.9.9")
     with pytest.raises(
@@ -22,7 +33,7 @@ def test_an_unknown_version_of_sglang_is_refused(monkeypatch, caplog):
     ):
         check_version(allow_unknown=False)
     check_version(allow_unknown=True)
-    assert "sglang 0.9.9 is installed" in caplog.text
+    assert "sglang 0.9.9 is installed" in logged.getvalue()
 
 
 GPU = EngineConfig("/model", device="cuda", dtype="bfloat16", context_length=64)
@@ -63,11 +74,12 @@ def test_deepgemms_scales_on_blackwell_are_refused(monkeypatch):
         )  # bfloat16 has no scales
 
 
-def test_further_arguments_are_sglangs(caplog):
+def test_further_arguments_are_sglangs(logged):
     given = {"chunked_prefill_size": 512, "schedule_policy": "lpm", "gc_threshold": [1, 2]}
     told = server_arguments(replace(GPU, arguments=given), {})
     assert {name: told[name] for name in given} == given
-    assert "rollout.engine_kwargs: gc_threshold: passed on" in caplog.text and "chunked" not in caplog.text
+    assert "rollout.engine_kwargs: gc_threshold: passed on" in logged.getvalue()
+    assert "chunked" not in logged.getvalue()
     with pytest.raises(
         ValueError, match=r"rollout\.engine_kwargs\.tp_size: use rollout\.tensor_model_parallel_size"
     ):

@@ -117,14 +117,7 @@ def pool_places(num_devices: int, per_node: int, first: int = 0) -> tuple[RankPl
 
 def best_places(sync: SyncPlan, devices: tuple[RankPlace, ...]) -> tuple[RankPlace, ...]:
     """Where the engines' ranks run if they get the devices that hold most of their weights."""
-    order = best_device_order(
-        sync.config,
-        sync.parallel,
-        sync.source_places,
-        sync.engines,
-        devices,
-        None if sync.predicts else sync.trained,
-    )
+    order = best_device_order(sync.config, sync.parallel, sync.source_places, sync.engines, devices)
     return tuple(devices[index] for index in order)
 
 

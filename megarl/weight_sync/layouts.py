@@ -1,7 +1,7 @@
 """The layouts between which weights move, as shards with the ranks that hold them; with adapters, the layouts of these."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,9 @@ from megarl.models import (
     mtp_copies,
     sglang_pieces,
 )
+from megarl.models.layers import layer_name
 from megarl.models.lora import adapted_weights, adapter_pieces, sglang_adapter_padding, sglang_adapters
+from megarl.models.table import kind_of_layer, layer_tensors
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ def megatron_layout(
     head: str = "lm",
     places: tuple[RankPlace, ...] | None = None,
     mtp: bool = False,
+    only: Collection[int] | None = None,
 ) -> Layout:
     """The shards of a Megatron model over all its ranks; replicas (DP, CP) hold equal pieces.
 
-    mtp: whether it is built with its multi-token prediction layers.
+    mtp: whether it is built with its multi-token prediction layers. only: of its other layers these alone; None: all.
     """
     dense, experts = defaultdict(list), defaultdict(list)
     for rank in range(parallel.world):
@@ -77,7 +80,10 @@ def megatron_layout(
                 megatron_pieces,
                 config,
                 place,
-                layers=layers_of(parallel, config.num_layers, stage),
+                layers=[
+                    [layer for layer in chunk if only is None or layer in only]
+                    for chunk in layers_of(parallel, config.num_layers, stage)
+                ],
                 first_stage=stage == 0,
                 last_stage=stage == parallel.pp - 1,
                 head=head,
@@ -89,9 +95,12 @@ def megatron_layout(
 
 
 def sglang_layout(
-    config: ModelConfig, engines: EngineLayout, places: tuple[RankPlace, ...] | None = None
+    config: ModelConfig,
+    engines: EngineLayout,
+    places: tuple[RankPlace, ...] | None = None,
+    only: Collection[int] | None = None,
 ) -> Layout:
-    """The shards of SGLang engines over all their ranks, engine by engine.
+    """The shards of SGLang engines over all their ranks, engine by engine. `only`: of the model's layers these alone; None: all.
 
     Raises:
         ValueError: data parallel attention, which SGLang does not have for this family; a draft without a layer that could be one.
@@ -105,7 +114,7 @@ def sglang_layout(
         place = engines.place(rank)
         dense[place].append(rank)
         experts[place.ep_rank, place.moe_tp_rank].append(rank)
-    pieces = partial(sglang_pieces, config, draft=engines.draft)
+    pieces = partial(sglang_pieces, config, draft=engines.draft, layers=only)
     shards = [Shard(ranks, partial(pieces, place, "dense")) for place, ranks in dense.items()]
     if config.moe is not None:
         for ranks in experts.values():
@@ -136,19 +145,36 @@ def best_device_order(
     source_places: tuple[RankPlace, ...],
     engines: EngineLayout,
     devices: tuple[RankPlace, ...],
-    source: Layout | None = None,
 ) -> tuple[int, ...]:
     """The device of each engine rank, chosen so that most of the weights that it serves are on that device already.
 
+    Layers of a kind in a stage lie on the same ranks, and alike: one of them is looked at, and counts as all.
+
     Args:
         source_places: where the ranks of the trained model are.
-        source: their shards, without multi-token prediction layers (None: they are worked out).
     """
-    source = source or megatron_layout(config, parallel, "lm", source_places)
-    served = sglang_layout(
-        config, replace(engines, draft=False)
-    )  # a draft is a small part, if it is sent at all
-    return place_engines(source, served, devices, engines.tp)
+    number = _numbers_of_a_kind(config, parallel)
+    source = megatron_layout(config, parallel, "lm", source_places, only=number)
+    # A draft is a small part, if it is sent at all.
+    served = sglang_layout(config, replace(engines, draft=False), only=number)
+    elements = {
+        layer_name(config, layer) + tensor: layers
+        for layer, layers in number.items()
+        for tensor in layer_tensors(config, layer)
+    }
+    return place_engines(source, served, devices, engines.tp, lambda tensor: elements.get(tensor, 1))
+
+
+def _numbers_of_a_kind(config: ModelConfig, parallel: ParallelLayout) -> dict[int, int]:
+    """The first layer of each kind in each stage -> how many layers of this kind the stage has."""
+    number: dict[int, int] = {}
+    for stage in range(parallel.pp):
+        kinds: dict[Hashable, list[int]] = defaultdict(list)
+        for chunk in layers_of(parallel, config.num_layers, stage):
+            for layer in chunk:
+                kinds[kind_of_layer(config, layer)].append(layer)
+        number |= {layers[0]: len(layers) for layers in kinds.values()}
+    return number
 
 
 def megatron_adapters(weights: Layout, config: ModelConfig, lora: LoraConfig) -> Layout:

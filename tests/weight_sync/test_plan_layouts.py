@@ -12,11 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from megarl.layout import RankPlace, make_plan
+from megarl.layout import RankPlace, make_plan, place_engines
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, logical_tensors
 from megarl.models.config import MLAConfig, MoEConfig
-from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import (
+    EngineLayout,
+    best_device_order,
+    hf_layout,
+    megatron_layout,
+    sglang_layout,
+)
 
 
 def model(kind: str, layers: int, tied: bool) -> ModelConfig:
@@ -121,7 +127,7 @@ def itemsize(tensor: str) -> int:
 
 @given(transitions())
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
 def test_every_element_once_from_a_right_source_by_the_nearest_link(case):
     config, source, target, max_copy_bytes = case
@@ -190,7 +196,7 @@ def nearest(source, target, rank, pieces, weights, elements, width):
 
 @given(transitions())
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
 def test_one_ranks_part_alone_is_its_part_of_the_whole(case):
     _, source, target, max_copy_bytes = case
@@ -216,6 +222,31 @@ def test_one_ranks_part_alone_is_its_part_of_the_whole(case):
             for end in (("source", one.source_rank), *(("target", rank) for rank in one.target_ranks)):
                 filled[end] += min(1000, whole.bytes_of(one))
         assert max(filled.values()) <= 1000
+
+
+@st.composite
+def colocations(draw):
+    """A model of up to twelve layers, a layout that trains it, engines of at most as many ranks, and the devices of both."""
+    config = model(
+        draw(st.sampled_from(["dense", "moe", "mla"])), draw(st.integers(2, 12)), draw(st.booleans())
+    )
+    parallel, engines = draw(parallel_layouts(config)), draw(engine_layouts(config))
+    if engines.num_ranks > parallel.world:
+        reject()
+    node = draw(st.sampled_from([2, 4, 8]))
+    places = [RankPlace(f"node{rank // node}", str(rank % node)) for rank in range(parallel.world)]
+    return config, parallel, engines, tuple(places)
+
+
+@given(colocations())
+@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+def test_engines_get_the_devices_that_suit_all_layers(case):
+    """Though one layer of each kind in each stage is looked at."""
+    config, parallel, engines, places = case
+    source, served = megatron_layout(config, parallel, "lm", places), sglang_layout(config, engines)
+    assert best_device_order(config, parallel, places, engines, places) == place_engines(
+        source, served, places, engines.tp
+    )
 
 
 def test_data_parallel_attention_where_sglang_has_none():

@@ -257,10 +257,19 @@ def _root_cause(
 
 
 def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
-    """The ranks that did not come to a collective of `role`: they have neither raised nor are in one."""
+    """The ranks that did not come to a collective of `role`: they are in none, and still work on the call.
+
+    One whose call has ended, though its answer has not arrived, was there: it is named only if there is no other.
+    """
     candidates = [process for process in pending if process.role == role]
-    found = zip(candidates, stacks_of(candidates), strict=True)
-    missing = [process for process, stacks in found if stacks is None or not stacks.waits_for_others]
+    elsewhere = [
+        (process, stacks)
+        for process, stacks in zip(candidates, stacks_of(candidates), strict=True)
+        if stacks is None or not stacks.waits_for_others
+    ]
+    missing = [
+        process for process, stacks in elsewhere if stacks is None or not stacks.processes or stacks.is_called
+    ] or [process for process, _ in elsewhere]
     return [f"missing in the collective: {', '.join(map(str, missing))}"] if missing else []
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait, waiting
+from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait, waiting, worker
 from megarl.cluster.pool import ResourcePool
 from megarl.cluster.ranks import RankProcess
+from megarl.cluster.report import ProcessStacks, RankStacks
 from megarl.cluster.waiting import MissingReporter
+from megarl.weight_sync import links
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
 
 
@@ -252,3 +254,24 @@ def test_many_nodes_have_longer_to_come_up():
     assert pool.setup_seconds == 120
     pool.nnodes = 16
     assert pool.setup_seconds == 420
+
+
+def in_function(file: str | None, function: str) -> RankStacks:
+    """The stacks of a rank that is in a function."""
+    text = f'Thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
+    return RankStacks((ProcessStacks(1, "rank", "S", text),), "")
+
+
+def test_a_rank_whose_answer_is_late_was_in_the_collective(monkeypatch):
+    """Ranks of a relay, whose answers come together: one still waits, one has raised, one computes, one is on a machine that is lost."""
+    waits, computes = in_function(links.__file__, "wait"), in_function(worker.__file__, "invoke")
+    raised = in_function("ray/_private/worker.py", "main_loop")
+    found = [waits, raised, computes, None]
+    processes = [RankProcess(None, "actor", rank, "host", "node", "log") for rank in range(4)]
+    monkeypatch.setattr(waiting, "stacks_of", lambda asked: [found[process.rank] for process in asked])
+    (line,) = waiting._missing(processes, "actor")
+    assert [f"actor rank {rank} " in line for rank in range(4)] == [False, False, True, True]
+    # Where nobody else can be the reason, it is named, too: it may not have got the call.
+    (line,) = waiting._missing(processes[:2], "actor")
+    assert [f"actor rank {rank} " in line for rank in range(2)] == [False, True]
+    assert waiting._missing(processes[:1], "actor") == []

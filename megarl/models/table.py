@@ -109,10 +109,10 @@ def kind_of_layer(config: ModelConfig, layer: int) -> tuple[bool, bool, bool]:
     return is_mixture(config, layer), is_delta_net(config, layer), has_indexer(config, layer)
 
 
-def kinds_of_layers(config: ModelConfig) -> list[list[int]]:
-    """The model's layers, those of a kind together."""
+def kinds_of_layers(config: ModelConfig, layers: Iterable[int] | None = None) -> list[list[int]]:
+    """Layers, those of a kind together. `layers`: None: all of the model."""
     found: dict[tuple[bool, bool, bool], list[int]] = defaultdict(list)
-    for layer in range(config.num_layers):
+    for layer in range(config.num_layers) if layers is None else layers:
         found[kind_of_layer(config, layer)].append(layer)
     return list(found.values())
 

@@ -1,9 +1,10 @@
 """The layouts between which weights move, as shards with the ranks that hold them; with adapters, the layouts of these."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from megarl.config.schema.models import LoraConfig
 from megarl.layout import Box, Layout, Piece, RankPlace, Shard, place_engines
@@ -19,7 +20,7 @@ from megarl.models import (
 )
 from megarl.models.layers import layer_name
 from megarl.models.lora import adapted_weights, adapter_pieces, sglang_adapter_padding, sglang_adapters
-from megarl.models.table import kind_of_layer, layer_tensors
+from megarl.models.table import kinds_of_layers, layer_tensors
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,8 @@ def _numbers_of_a_kind(config: ModelConfig, parallel: ParallelLayout) -> dict[in
     """The first layer of each kind in each stage -> how many layers of this kind the stage has."""
     number: dict[int, int] = {}
     for stage in range(parallel.pp):
-        kinds: dict[Hashable, list[int]] = defaultdict(list)
-        for chunk in layers_of(parallel, config.num_layers, stage):
-            for layer in chunk:
-                kinds[kind_of_layer(config, layer)].append(layer)
-        number |= {layers[0]: len(layers) for layers in kinds.values()}
+        layers = chain.from_iterable(layers_of(parallel, config.num_layers, stage))
+        number |= {alike[0]: len(alike) for alike in kinds_of_layers(config, layers)}
     return number
 
 

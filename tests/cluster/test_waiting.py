@@ -11,10 +11,10 @@ import pytest
 from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait, waiting, worker
 from megarl.cluster.pool import ResourcePool
 from megarl.cluster.ranks import RankProcess
-from megarl.cluster.report import ProcessStacks, RankStacks
 from megarl.cluster.waiting import MissingReporter
 from megarl.weight_sync import links
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
+from tests.cluster.test_report import stacks_in
 
 
 def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
@@ -256,16 +256,10 @@ def test_many_nodes_have_longer_to_come_up():
     assert pool.setup_seconds == 420
 
 
-def in_function(file: str | None, function: str) -> RankStacks:
-    """The stacks of a rank that is in a function."""
-    text = f'Thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
-    return RankStacks((ProcessStacks(1, "rank", "S", text),), "")
-
-
 def test_a_rank_whose_answer_is_late_was_in_the_collective(monkeypatch):
     """Ranks of a relay, whose answers come together: one still waits, one has raised, one computes, one is on a machine that is lost."""
-    waits, computes = in_function(links.__file__, "wait"), in_function(worker.__file__, "invoke")
-    raised = in_function("ray/_private/worker.py", "main_loop")
+    waits, computes = stacks_in(links.__file__, "wait"), stacks_in(worker.__file__, "invoke")
+    raised = stacks_in("ray/_private/worker.py", "main_loop")
     found = [waits, raised, computes, None]
     processes = [RankProcess(None, "actor", rank, "host", "node", "log") for rank in range(4)]
     monkeypatch.setattr(waiting, "stacks_of", lambda asked: [found[process.rank] for process in asked])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
+from typing import NamedTuple
 
 from megarl.config.schema.models import LoraConfig, MuonConfig
 from megarl.costs.muon import MOMENTUM, Matrix, is_muons, packed
@@ -27,6 +28,7 @@ from megarl.models import (
 from megarl.models.layers import INDEXER, attention_weights, has_indexer, is_mixture
 from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots, sharded_dimension
 from megarl.models.shards import Shapes
+from megarl.models.table import once_a_kind
 from megarl.weight_sync.quantize import is_quantised
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -145,9 +147,8 @@ class ModelUse:
         return self.recompute == "selective" and module in self.recompute_modules
 
 
-@dataclass(frozen=True)
-class LocalTensor:
-    """A tensor of a rank.
+class LocalTensor(NamedTuple):
+    """A tensor of a rank; a named tuple, since a search for layouts makes a million of them.
 
     Attributes:
         name: "<chunk>:<parameter>".
@@ -228,42 +229,37 @@ class StageTensors:
 def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
     """The tensors of the first rank of a pipeline stage."""
     config, layout, lora = use.config, use.layout, use.lora
-    pieces = megatron_pieces(
-        config,
-        MegatronPlace(tp=layout.tp, ep=layout.ep, etp=layout.etp),
-        layers=layers_of(layout, config.num_layers, stage),
-        first_stage=stage == 0,
-        last_stage=stage == layout.pp - 1,
-        head=use.head,
-        mtp=use.mtp,
-    )
-    # The weight table has the real rows of the vocabulary; the parameter has its padding, too.
-    vocabulary = padded_vocab_size(config, layout.tp) // layout.tp
-    shared: tuple[str, ...] = ()
-    if layout.pp > 1 and use.head == "lm":
-        shared = _VOCABULARY if config.tie_word_embeddings else _VOCABULARY[: int(use.mtp)]
-    weights = []
-    for name, (parts, shape) in _local_shapes(pieces).items():
-        if _is_buffer(name, use):
-            continue
-        if name.endswith(_VOCABULARY):
-            shape = (vocabulary, *shape[1:])
-        weights.append(
-            LocalTensor(
-                name,
-                shape,
-                expert=_as_expert(name, layout),
-                trained=use.trainable and (not lora.rank or name.endswith("value_head.weight")),
-                projection=is_quantised(parts[0].tensor),
-                shared=name.endswith(shared),
-                float32=use.itemsize < 4 and keeps_float32(parts[0].tensor),
-            )
+    place = MegatronPlace(tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    layers = layers_of(layout, config.num_layers, stage)
+
+    def pieces_of(layers: list[list[int]], ends: bool = True) -> list[Piece]:
+        return megatron_pieces(
+            config,
+            place,
+            layers=layers,
+            first_stage=ends and stage == 0,
+            last_stage=ends and stage == layout.pp - 1,
+            head=use.head,
+            mtp=ends and use.mtp,
         )
-    weights = _as_registered(weights)
+
+    # Layers of a kind differ in their numbers alone, and a stage has many.
+    of_layer = once_a_kind(
+        config, lambda layer: _as_registered(_parameters(use, pieces_of([[layer]], ends=False)))
+    )
+    around = _as_registered(_parameters(use, pieces_of([[] for _ in layers])))
+    weights: list[LocalTensor] = []
+    for chunk, numbers in enumerate(layers):
+        own = [tensor for tensor in around if tensor.chunk == chunk]
+        embeds = [tensor.name.startswith(f"{chunk}:embedding.") for tensor in own].count(True)
+        weights += own[:embeds]
+        for index, layer in enumerate(numbers):
+            weights += _numbered(of_layer(layer), f"{chunk}:decoder.layers.{index}.")
+        weights += own[embeds:]
     # With adapters the weights above are frozen, and the layers' slots decide how adapters are cut.
     if not lora.rank:
         return StageTensors(tuple(weights), ())
-    adapted = use.adapted
+    adapted, pieces = use.adapted, pieces_of(layers)
     assert adapted is not None
     local = _local_shapes(adapter_pieces(pieces, adapted, lora))
     adapters = [
@@ -274,6 +270,35 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
         (slot, sharded_dimension(slot, adapted[slot.tensors[0]])) for slot in adapter_slots(pieces, adapted)
     ]
     return StageTensors(tuple(weights), tuple(adapters), tuple(slots))
+
+
+def _parameters(use: ModelUse, pieces: Iterable[Piece]) -> list[LocalTensor]:
+    """The parameters that pieces of a rank lie in."""
+    config, layout = use.config, use.layout
+    # The weight table has the real rows of the vocabulary; the parameter has its padding, too.
+    vocabulary = padded_vocab_size(config, layout.tp) // layout.tp
+    shared: tuple[str, ...] = ()
+    if layout.pp > 1 and use.head == "lm":
+        shared = _VOCABULARY if config.tie_word_embeddings else _VOCABULARY[: int(use.mtp)]
+    return [
+        LocalTensor(
+            name,
+            (vocabulary, *shape[1:]) if name.endswith(_VOCABULARY) else shape,
+            expert=_as_expert(name, layout),
+            trained=use.trainable and (not use.lora.rank or name.endswith("value_head.weight")),
+            projection=is_quantised(parts[0].tensor),
+            shared=name.endswith(shared),
+            float32=use.itemsize < 4 and keeps_float32(parts[0].tensor),
+        )
+        for name, (parts, shape) in _local_shapes(pieces).items()
+        if not _is_buffer(name, use)
+    ]
+
+
+def _numbered(tensors: list[LocalTensor], layer: str) -> list[LocalTensor]:
+    """A layer's tensors, under the name of another one of its kind ("0:decoder.layers.7.")."""
+    before = len("0:decoder.layers.0.")
+    return [LocalTensor(layer + name[before:], *rest) for name, *rest in tensors]
 
 
 def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
@@ -532,20 +557,21 @@ class _Buffer:
 def _buffers(
     trained: Sequence[LocalTensor], layout: ParallelLayout, buckets: bool, muon: bool
 ) -> Iterator[_Buffer]:
-    for chunk in sorted({tensor.chunk for tensor in trained}):
-        for expert in (False, True):
-            tensors = [tensor for tensor in trained if tensor.chunk == chunk and tensor.expert == expert]
-            ranks = layout.expert_dp if expert else layout.dp * layout.cp
-            limit = max(40_000_000, 1_000_000 * layout.dp) if buckets and chunk == 0 else None
-            matrices = [tensor for tensor in tensors if muon and tensor.matrix is not None]
-            if matrices:
-                places = packed([tensor.numel for tensor in matrices], ranks, limit)
-                yield _Buffer(expert, ranks, *map(tuple, places), muon=True)
-            others = [tensor for tensor in tensors if not muon or tensor.matrix is None]
-            for float32 in (False, True):  # a buffer has one type
-                of_type = [tensor for tensor in others if tensor.float32 == float32]
-                if of_type:
-                    yield _lay_out(of_type, ranks, limit)
+    groups: dict[tuple[int, bool], list[LocalTensor]] = {}
+    for tensor in trained:
+        groups.setdefault((tensor.chunk, tensor.expert), []).append(tensor)
+    for (chunk, expert), tensors in sorted(groups.items()):
+        ranks = layout.expert_dp if expert else layout.dp * layout.cp
+        limit = max(40_000_000, 1_000_000 * layout.dp) if buckets and chunk == 0 else None
+        matrices = [tensor for tensor in tensors if muon and tensor.matrix is not None]
+        if matrices:
+            places = packed([tensor.numel for tensor in matrices], ranks, limit)
+            yield _Buffer(expert, ranks, *map(tuple, places), muon=True)
+        others = [tensor for tensor in tensors if not muon or tensor.matrix is None]
+        for float32 in (False, True):  # a buffer has one type
+            of_type = [tensor for tensor in others if tensor.float32 == float32]
+            if of_type:
+                yield _lay_out(of_type, ranks, limit)
 
 
 def _lay_out(tensors: Sequence[LocalTensor], ranks: int, limit: int | None) -> _Buffer:

@@ -12,7 +12,7 @@ the model's own embedding and head, too.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from megarl.layout.boxes import Box, Piece
@@ -63,7 +63,7 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
     """
     hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
     shapes: Shapes = {EMBEDDING: vocabulary}
-    of_layer = _once_a_kind(config, lambda layer: layer_tensors(config, layer))
+    of_layer = once_a_kind(config, lambda layer: layer_tensors(config, layer))
     for layer in range(config.num_layers):
         shapes |= _named(of_layer(layer), layer_name(config, layer))
     for layer in _mtp_layers(config) if mtp else ():
@@ -90,7 +90,7 @@ def _named(shapes: Shapes, name: str) -> Shapes:
     return {name + tensor: shape for tensor, shape in shapes.items()}
 
 
-def _once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
+def once_a_kind(config: ModelConfig, make: Callable[[int], T]) -> Callable[[int], T]:
     """`make(layer)`, called once for all layers of a kind, which differ in their names alone: large models have thousands of experts in dozens
     of layers."""
     made: dict[tuple[bool, bool, bool], T] = {}
@@ -189,7 +189,7 @@ def megatron_pieces(
     pieces: list[Piece] = []
     if first_stage and part != "experts":
         pieces += _megatron_vocab(config, place, EMBEDDING, "0:embedding.word_embeddings.weight")
-    layer_pieces = _once_a_kind(config, lambda layer: _megatron_layer(config, place, layer, part))
+    layer_pieces = once_a_kind(config, lambda layer: _megatron_layer(config, place, layer, part))
     for chunk, numbers in enumerate(layers):
         for index, layer in enumerate(numbers):
             pieces += _in_layer(
@@ -210,9 +210,25 @@ def _megatron_layer(config: ModelConfig, place: MegatronPlace, layer: int, part:
         for table in (attention_weights(config, layer), mlp_weights(config, layer)):
             pieces += megatron_shards(table, "", "", place.tp, place.tp_rank)
     if part != "dense" and is_mixture(config, layer):
-        for expert in expert_weights(config, place.ep, place.ep_rank):
-            pieces += megatron_shards(expert, "", "", place.etp, place.etp_rank)
+        experts = expert_weights(config, place.ep, place.ep_rank)
+        for shards in _expert_shards(
+            experts, lambda it: megatron_shards(it, "", "", place.etp, place.etp_rank)
+        ):
+            pieces += [Piece(weight.name, box, weight.megatron, at) for weight, box, at in shards]
     return pieces
+
+
+def _expert_shards(
+    experts: Iterable[list[Weight]], cut: Callable[[list[Weight]], Iterable[Piece]]
+) -> Iterator[list[tuple[Weight, Box, Box]]]:
+    """The shards of each expert: a weight, the part of it, and where that lies. `cut` gives an expert's pieces, and is called for the first
+    one alone: a layer has hundreds, which differ in their names alone."""
+    shards: list[tuple[int, Box, Box]] | None = None
+    for weights in experts:
+        if shards is None:
+            numbers = {weight.name: number for number, weight in enumerate(weights)}
+            shards = [(numbers[tensor], box, at) for tensor, box, _, at in cut(weights)]
+        yield [(weights[number], box, at) for number, box, at in shards]
 
 
 def _in_layer(pieces: list[Piece], name: str, local: str) -> list[Piece]:
@@ -293,7 +309,7 @@ def sglang_pieces(
     pieces: list[Piece] = []
     if ends:
         pieces += _sglang_vocab(config, EMBEDDING, *attention)
-    layer_pieces = _once_a_kind(config, lambda layer: _sglang_layer(config, place, layer, part))
+    layer_pieces = once_a_kind(config, lambda layer: _sglang_layer(config, place, layer, part))
     for layer in range(config.num_layers) if layers is None else layers:
         pieces += _in_layer(layer_pieces(layer), layer_name(config, layer), f"model.layers.{layer}.")
     if ends:
@@ -337,16 +353,18 @@ def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str
 def _sglang_experts(config: ModelConfig, place: SGLangPlace) -> list[Piece]:
     """The routed experts of a layer, stacked along a first dimension."""
     pieces = []
-    for index, expert in enumerate(expert_weights(config, place.ep, place.ep_rank)):
-        for piece in sglang_shards(expert, "", place.moe_tp, place.moe_tp_rank):
-            start, size = piece.local_box
+    experts = expert_weights(config, place.ep, place.ep_rank)
+    shards = _expert_shards(experts, lambda it: sglang_shards(it, "", place.moe_tp, place.moe_tp_rank))
+    for index, expert in enumerate(shards):
+        for weight, box, (start, size) in expert:
             first: tuple[int, ...] = (index,)
             if config.family == "gpt_oss":
-                if piece.local.endswith("w2_weight_bias") and place.moe_tp_rank:
+                if weight.sglang.endswith("w2_weight_bias") and place.moe_tp_rank:
                     continue
-                if ".w13_" in piece.local:
+                if ".w13_" in weight.sglang:
                     first, start = (index, start[0] // size[0]), (0, *start[1:])
-            pieces.append(piece._replace(local_box=Box((*first, *start), (*(1 for _ in first), *size))))
+            at = Box((*first, *start), (*(1 for _ in first), *size))
+            pieces.append(Piece(weight.name, box, weight.sglang, at))
     return pieces
 
 

@@ -3,8 +3,9 @@
 Secrets have no place in a configuration: it is printed, saved in the run folder, and given to trackers.
 """
 
+import operator
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -64,16 +65,18 @@ def value_problems(config: Any) -> Iterator[str]:
             yield f"{key}=0: it must be -1 ({meaning}) or at least 1"
 
 
+_BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "gt": ("greater than", operator.gt),
+    "ge": ("at least", operator.ge),
+    "lt": ("less than", operator.lt),
+    "le": ("at most", operator.le),
+}
+
+
 def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
-    holds = {
-        "gt": ("greater than", lambda bound: value > bound),
-        "ge": ("at least", lambda bound: value >= bound),
-        "lt": ("less than", lambda bound: value < bound),
-        "le": ("at most", lambda bound: value <= bound),
-    }
-    bounds = {name: rules[name] for name in holds if rules.get(name) is not None}
-    if not all(holds[name][1](bound) for name, bound in bounds.items()):
-        valid = " and ".join(f"{holds[name][0]} {bound:g}" for name, bound in bounds.items())
+    bounds = [(*told, rules[name]) for name, told in _BOUNDS.items() if rules.get(name) is not None]
+    if not all(holds(value, bound) for _, holds, bound in bounds):
+        valid = " and ".join(f"{words} {bound:g}" for words, _, bound in bounds)
         yield f"{key}={value} is out of range: it must be {valid}"
 
 

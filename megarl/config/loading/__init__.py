@@ -92,8 +92,8 @@ def load_with_origins(
             tree = merge(tree, parse_override(override))
         except ValueError as error:
             problems.append(str(error))
-    tree = interpolate(tree, _defaults(schema, tree), problems)
-    builder = _Builder([key for key, _, _ in walk(schema)], problems)
+    tree = interpolate(tree, lambda: _defaults(schema, tree), problems)
+    builder = _Builder(schema, problems)
     config = builder.section(schema, tree, "")
     origins = {key: entry.where for key, entry in entries(tree)}
     problems += _said_twice(tree)
@@ -144,10 +144,10 @@ def _defaults(schema: type, tree: Tree) -> dict[str, Any]:
 
 
 class _Builder:
-    """Builds sections from a tree; mistakes are added to `problems`."""
+    """Builds the sections of `whole` from a tree; mistakes are added to `problems`."""
 
-    def __init__(self, keys: list[str], problems: list[str]) -> None:
-        self._keys = keys
+    def __init__(self, whole: type, problems: list[str]) -> None:
+        self._whole = whole
         self._problems = problems
 
     def section(self, schema: type, tree: Tree, prefix: str) -> Any:
@@ -232,7 +232,7 @@ class _Builder:
                 self._unknown(schema, inner, f"{name}.{inner_name}", prefix)
             return
         place = f"{value.where}: " if isinstance(value, Entry) else ""
-        near = nearest_keys(key, self._keys)
+        near = nearest_keys(key, [known for known, _, _ in walk(self._whole)])
         advice = key_advice(key)
         if advice is not None:
             self._problems.append(f"{place}{key} is no key of megarl: {advice}")

@@ -259,17 +259,17 @@ def plain(tree: Tree | Entry) -> Any:
     return {name: plain(value) for name, value in tree.items()}
 
 
-def interpolate(tree: Tree, defaults: dict[str, Any], problems: list[str]) -> Tree:
+def interpolate(tree: Tree, defaults: Callable[[], dict[str, Any]], problems: list[str]) -> Tree:
     """Replace OmegaConf's interpolations, such as `${trainer.seed}`, in the values of a tree.
 
     Args:
-        defaults: plain; what interpolations find where the tree has no value.
+        defaults: gives, plain, what interpolations find where the tree has no value.
         problems: gets a line for each that cannot be resolved; its value becomes `UNRESOLVED`.
     """
     if "${" not in str(plain(tree)):
         return tree
     try:
-        known = OmegaConf.create(merge(defaults, plain(tree)))
+        known = OmegaConf.create(merge(defaults(), plain(tree)))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         problems.append(f"{key}: the interpolation is not valid: {_first_line(error)}")

@@ -19,25 +19,27 @@ from tests.ranks import RankPool
 sys.dont_write_bytecode = False
 # Two threads of a tiny operation wait for each other longer than it takes: several times as long where another process needs the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Of each property as many random examples as show a mistake that is not rare; each session of tests draws others.
-settings.register_profile("tests", max_examples=40)
+# Of each property as many random examples as show a mistake that is not rare; each session of tests draws others. On a busy machine any takes long.
+settings.register_profile("tests", max_examples=40, deadline=None)
 settings.load_profile("tests")
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent
 # Of several processes (`pytest -n 3`) one gets all of these rooms' files, whose tests share engines, shadow ranks or a cluster.
 ONE_PROCESS = ("rollout", "shadow", "cluster")
+# And one gets both of these, which parse the whole package: once.
+WITH = {"tests/test_security.py": "tests/test_repository.py"}
 # Long tests come first (rooms, and a file), then the other files that start processes, so that all processes end at about the same time.
 LONGEST_FIRST = ("rollout", "shadow", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
 
 
 class ByFileOrRoom(LoadFileScheduling):
-    """What a process takes next is a file, or a room of `ONE_PROCESS`; in the order of the collection."""
+    """What a process takes next is a file (with another one, of `WITH`), or a room of `ONE_PROCESS`; in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         room = Path(file).relative_to("tests").parts[0]
-        return room if room in ONE_PROCESS else file
+        return room if room in ONE_PROCESS else WITH.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:

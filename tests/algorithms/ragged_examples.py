@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 # No deadline: a busy machine is no failure. Derandomised: the same commit gives the same verdict.
-repeatable = settings(deadline=None, derandomize=True)
+repeatable = settings(derandomize=True)
 brief = settings(repeatable, max_examples=50)  # where an example takes long
 
 

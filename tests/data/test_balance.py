@@ -54,7 +54,6 @@ def rows_of(mini_batch):
 
 
 @given(plans())
-@settings(deadline=None)
 def test_exactly_once(arguments):
     plan = plan_mini_batches(**arguments)
     num_rows, size = len(arguments["lengths"]), arguments["mini_batch_size"]
@@ -70,7 +69,6 @@ def test_exactly_once(arguments):
 
 
 @given(plans())
-@settings(deadline=None)
 def test_within_budget(arguments):
     for batch in plan_mini_batches(**arguments):
         for micro in itertools.chain(*batch):
@@ -82,7 +80,6 @@ def test_within_budget(arguments):
 
 
 @given(plans())
-@settings(deadline=None)
 def test_same_count(arguments):
     for batch in plan_mini_batches(**arguments):
         assert len(batch) == arguments["num_dp"]
@@ -92,14 +89,12 @@ def test_same_count(arguments):
 
 
 @given(plans())
-@settings(deadline=None)
 def test_deterministic(arguments):
     as_array = {**arguments, "lengths": np.array(arguments["lengths"])}
     assert plan_mini_batches(**arguments) == plan_mini_batches(**as_array)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 50))
-@settings(deadline=None)
 def test_always_possible(num_dp, multiple_of, rows_each, length):
     """The hardest case: every row fills a micro-batch by itself."""
     num_rows = num_dp * multiple_of * rows_each
@@ -126,7 +121,6 @@ def first_fit_decreasing(lengths, budget):
 
 
 @given(LENGTHS, st.integers(0, 100), st.integers(1, 4))
-@settings(deadline=None)
 def test_few(lengths, room, multiple_of):
     budget = max(lengths) + room
     lengths = lengths * multiple_of  # so that it is possible
@@ -155,7 +149,7 @@ def smallest_largest_sum(lengths, k):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_balanced_against_the_optimum(lengths, k):
     """At most 4/3 - 1/(3k) times the optimum: Michiels, Korst, Aarts, "Performance ratios of the
     Karmarkar-Karp differencing method", Journal of Combinatorial Optimization 13 (2007)."""
@@ -166,7 +160,6 @@ def test_balanced_against_the_optimum(lengths, k):
 
 
 @given(LENGTHS, st.integers(1, 12), st.booleans())
-@settings(deadline=None)
 def test_partition_is_a_partition(lengths, k, equal_size):
     k = min(k, len(lengths))
     parts = partition_balanced(lengths, k, equal_size)
@@ -335,7 +328,7 @@ def plan(lengths: np.ndarray, shared: np.ndarray, **changed: object) -> list | N
     return plan_groups(lengths, shared, **limits | changed)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(2, 5), st.sampled_from([4, 8, 12]), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_groups_are_planned_as_one(size: int, groups: int, tokens: bool, shuffle: bool, seed: int) -> None:
     generator = np.random.default_rng(seed)

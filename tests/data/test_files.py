@@ -245,7 +245,7 @@ class _Ranges(SimpleHTTPRequestHandler):
 def server(tmp_path):
     """(URL of a web server, the folder that it serves)."""
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(tmp_path)))
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.05,))
     thread.start()
     yield f"http://127.0.0.1:{httpd.server_address[1]}", tmp_path
     httpd.shutdown()

@@ -40,7 +40,6 @@ def test_shuffle_depends_on_seed_and_epoch_alone():
 
 
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 30), st.booleans())
-@settings(deadline=None)
 def test_resumed_loader_continues_where_it_stopped(num_rows, batch_size, num_done, shuffle):
     batch_size = min(batch_size, num_rows)
 
@@ -110,7 +109,7 @@ def test_weights_mean_the_decimals_that_are_written():
 
 
 @given(WEIGHTS, st.integers(1, 200))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_prefix_has_its_share_to_less_than_one(weights, num_draws):
     """Tijdeman's bound, 1 - 1 / (2n - 2), after every draw."""
     shares, exact = Shares(weights), [Fraction(repr(weight)) for weight in weights]
@@ -124,7 +123,7 @@ def test_every_prefix_has_its_share_to_less_than_one(weights, num_draws):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12), st.booleans(), st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_batches_have_their_shares_and_no_prompt_twice(weights, batch_size, shuffle, data):
     names = "abcd"[: len(weights)]
     sizes = {name: data.draw(st.integers(batch_size, 3 * batch_size)) for name in names}
@@ -145,7 +144,7 @@ def test_batches_have_their_shares_and_no_prompt_twice(weights, batch_size, shuf
 
 
 @given(st.integers(0, 30), st.booleans())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_a_resumed_mixture_continues_where_it_stopped(num_done, shuffle):
     sizes, weights = {"a": 7, "b": 5, "c": 11}, {"a": 0.5, "b": 0.2, "c": 0.3}
 

@@ -49,7 +49,7 @@ def test_curriculum_by_hand():
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 10))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_curriculum_sorts_the_warm_part_and_shuffles_the_rest(numbers, tenths):
     first, second = (order_of(numbers, epoch, warm_fraction=tenths / 10) for epoch in (0, 1))
     num_sorted = -(-len(numbers) * tenths // 10)
@@ -154,7 +154,7 @@ def test_a_sampler_that_learns_moves_only_what_is_to_come(plugin):
 
 
 @given(st.integers(0, 9), st.integers(0, 5))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_what_was_learnt_is_resumed(plugin, num_done, seed):
     def stream(loader, num_batches, begin=0):
         batches = itertools.chain.from_iterable(iter(lambda: loader, None))

@@ -58,7 +58,7 @@ def test_pieces_are_all_rows_in_file_order(files, max_rows):
 
 
 @given(st.integers(0, 20), st.integers(1, 7))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_first_rows_alone(files, max_samples, max_rows):
     pieces = cut_pieces(files, max_rows, max_samples, "x:")
     rows = [row.uid for piece in pieces for row in read_piece(piece, ["reward_model"])]
@@ -75,7 +75,7 @@ def test_only_the_wanted_part_of_a_row_group_is_kept(files):
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 3), st.booleans())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_an_epoch_has_every_row_once(files, tokenizer, piece, window, seed, shuffle):
     feed = make_feed(files, tokenizer, piece=piece, window=window, shuffle=shuffle, seed=seed)
     first, second = [], []
@@ -106,7 +106,7 @@ def test_without_shuffle_the_table_is_the_same_as_read_at_once(files, tokenizer)
 @given(
     st.integers(0, 12), st.integers(1, 5), st.integers(1, 4), st.integers(1, 18), st.booleans(), st.booleans()
 )
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_a_resumed_stream_continues_where_it_stopped(
     files, tokenizer, num_done, batch_size, piece, window, shuffle, filtered
 ):

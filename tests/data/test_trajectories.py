@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data import trajectories as tr
@@ -57,7 +57,6 @@ def test_expand_prompts_repeats_neighbours():
 
 
 @given(st.permutations(list(range(6))))
-@settings(deadline=None)
 def test_rows_keep_the_order_of_the_requests(order):
     requests = tr.expand_prompts(make_prompts(3), 2)
     uids = requests["uid"].to_pylist()
@@ -161,7 +160,6 @@ def test_ragged_of_slices_and_chunks():
 
 
 @given(st.lists(st.lists(st.floats(width=32, allow_nan=False), max_size=5), max_size=8))
-@settings(deadline=None)
 def test_lists_round_trip(lists):
     flat, offsets = tr.from_lists(lists, np.float32)
     assert flat.dtype == np.float32

@@ -34,7 +34,7 @@ def test_files_have_the_gsm8k_schema(tmp_path):
 
 
 @given(st.integers(1, 30), st.sampled_from([("add",), ("sub",), ("add", "sub")]), st.integers(0, 99))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_results_follow_from_the_texts(max_operand, ops, seed):
     for problem in arithmetic.make_problems(40, seed=seed, max_operand=max_operand, ops=ops):
         a, b = map(int, re.findall(r"\d+", problem.question))

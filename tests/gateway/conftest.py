@@ -53,8 +53,17 @@ def certificates_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssl, "create_default_context", _ssl_context)
 
 
+@pytest.fixture(scope="session")
+def ending() -> Iterator[list[threading.Thread]]:
+    """Threads of servers that were told to end, which they do when they next look, a tenth of a second later: no test waits for that."""
+    threads: list[threading.Thread] = []
+    yield threads
+    for thread in threads:
+        thread.join(10)
+
+
 @pytest.fixture
-def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
+def serve(sglang_parsers: None, ending: list[threading.Thread]) -> Iterator[Callable[..., Served]]:
     """The words of the policy, and options of the gateway -> a server, which ends with the test."""
     servers: list[tuple[uvicorn.Server, threading.Thread]] = []
 
@@ -92,11 +101,11 @@ def serve(sglang_parsers: None) -> Iterator[Callable[..., Served]]:
         )
         thread.start()
         while not server.started:
-            time.sleep(0.01)
+            time.sleep(0.002)
         servers.append((server, thread))
         return Served(f"http://127.0.0.1:{listener.getsockname()[1]}", gateway, policy, now, loop)
 
     yield start
     for server, thread in servers:
         server.should_exit = True
-        thread.join(10)
+        ending.append(thread)

@@ -130,7 +130,7 @@ MOVES = st.sampled_from(["go on", "go on", "retry", "two", "edit", "compact", "t
 
 
 @pytest.mark.parametrize("name", [*WITH_TOOLS, *WITHOUT_TOOLS])
-@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+@settings(max_examples=10, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 @given(moves=st.lists(st.tuples(MOVES, st.integers(0, 1 << 30)), max_size=6))
 def test_ids_trained_on_are_those_that_the_engine_saw_each_once(name, moves):
     own, keywords = published(name), KEYWORDS if name in WITH_TOOLS else {}

@@ -84,7 +84,7 @@ sizes = st.sampled_from([1, 2, 4])
 
 
 @given(sizes, sizes, st.sampled_from([1, 2]), sizes, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_best_of_all_orders_within_nodes(p, t, d, t_g, p_g, node_size):
     """Against every order that processes can be given, where these can be listed; never worse than the pool's own."""
     world, engine = p * t * d, p_g * t_g
@@ -159,7 +159,7 @@ def test_fewer_ranks_than_devices():
 
 
 @given(st.integers(1, 5), st.integers(0, 2), st.integers(1, 100), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_assignment_is_the_best_of_all(rows, spare, largest, random):
     columns = rows + spare
     values = [[random.randint(0, largest) for _ in range(columns)] for _ in range(rows)]

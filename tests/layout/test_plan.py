@@ -35,7 +35,7 @@ layouts = st.tuples(
 
 
 @given(layouts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_exactly_once_and_right_source(case):
     length, source_cuts, target_cuts, replicas = case
     source = row_layout("source", [c for c in source_cuts if c < length], length, replicas)
@@ -63,7 +63,7 @@ def test_exactly_once_and_right_source(case):
 
 
 @given(layouts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_deterministic(case):
     length, source_cuts, target_cuts, replicas = case
     plans = [
@@ -108,7 +108,7 @@ def replicas(count: int, names: list[str], places: list[RankPlace] | None = None
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_few_senders(num_sources, num_targets, num_tensors, most):
     """Deliveries are the copies, each slice once for all targets of a sender, which are `most` for each target."""
     names = [f"w{index}" for index in range(num_tensors)]
@@ -172,7 +172,7 @@ def test_a_source_that_holds_a_part_twice_is_refused(length):
 
 
 @given(layouts, st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_buckets_hold_all_and_are_bounded(case, limit):
     length, source_cuts, target_cuts, replicas = case
     plan = make_plan(
@@ -190,7 +190,7 @@ def test_buckets_hold_all_and_are_bounded(case, limit):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 70))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_split_box_is_whole(shape, max_numel):
     written = np.zeros(shape, dtype=int)
     for part in Box.whole(tuple(shape)).split(max_numel):
@@ -204,7 +204,7 @@ copies = st.lists(st.tuples(st.integers(0, 4), some_targets, st.integers(1, 30))
 
 
 @given(copies, st.integers(1, 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_each_delivery_is_in_the_first_bucket_with_room_at_all_ends(cases, limit):
     sources, targets, sizes = ([case[part] for case in cases] for part in range(3))
     rooms = [Counter(), Counter()]  # the obvious way, by trying one bucket after the other
@@ -224,7 +224,7 @@ def test_each_delivery_is_in_the_first_bucket_with_room_at_all_ends(cases, limit
 
 
 @given(copies)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_at_an_even_pace_every_source_keeps_its_order(cases):
     sources, sizes = [case[0] for case in cases], [case[2] for case in cases]
     order = even_pace(sources, sizes)

@@ -46,7 +46,7 @@ def trajectories(draw: st.DrawFn) -> pa.Table:
 
 @pytest.mark.parametrize(("cp", "sp"), [(1, False), (2, False), (2, True)])
 @given(table=trajectories())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_later_tokens_are_of_the_same_sequence(table: pa.Table, cp: int, sp: bool) -> None:
     """At each token of a sequence the one k + 2 places later, 0 behind the end; it counts where it is a response's and its mask is set."""
     depth, rows = 2, table.to_pylist()
@@ -169,7 +169,7 @@ def local_positions(aligned: int, cp: int, rank: int) -> list[int]:
     return [*range(rank * chunk, (rank + 1) * chunk), *range(mirror * chunk, (mirror + 1) * chunk)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trajectories(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_every_packed_token_is_the_right_one(table: pa.Table, cp: int, tp: int, sp: bool) -> None:
     rows = list(reversed(range(table.num_rows)))
@@ -199,7 +199,7 @@ def test_every_packed_token_is_the_right_one(table: pa.Table, cp: int, tp: int, 
         assert batch.live.tolist() == [at for at, counts in enumerate(batch.mask.tolist()) if counts]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     trajectories(),
     st.sampled_from([1, 2, 3]),
@@ -221,7 +221,7 @@ def test_padding_is_alignment_only(table: pa.Table, cp: int, tp: int, sp: bool, 
         assert batch.num_padding == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trajectories(), st.sampled_from([1, 2, 4]), st.booleans())
 def test_unpack_inverts_pack(table: pa.Table, tp: int, sp: bool) -> None:
     batch = arrange_trajectories(

@@ -180,7 +180,7 @@ def test_experts_and_kept_tokens_go_through_turns():
 
 
 @given(st.integers(1, 80))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_no_response_is_longer_than_it_may_be(tokens):
     generation = play(Policy(["<<3+4>>", "<<1+1>>", "#### 7"]), Calculator, tokens=tokens)
     whole = play(Policy(["<<3+4>>", "<<1+1>>", "#### 7"]), Calculator)

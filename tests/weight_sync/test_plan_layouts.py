@@ -126,9 +126,7 @@ def itemsize(tensor: str) -> int:
 
 
 @given(transitions())
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
-)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_every_element_once_from_a_right_source_by_the_nearest_link(case):
     config, source, target, max_copy_bytes = case
     weights = numbered(config)
@@ -195,9 +193,7 @@ def nearest(source, target, rank, pieces, weights, elements, width):
 
 
 @given(transitions())
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_one_ranks_part_alone_is_its_part_of_the_whole(case):
     _, source, target, max_copy_bytes = case
 
@@ -239,7 +235,7 @@ def colocations(draw):
 
 
 @given(colocations())
-@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_engines_get_the_devices_that_suit_all_layers(case):
     """Though one layer of each kind in each stage is looked at."""
     config, parallel, engines, places = case

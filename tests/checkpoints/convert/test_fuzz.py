@@ -146,7 +146,7 @@ def test_a_changed_file_is_named_or_its_conversion_is_right(tmp_path_factory, fo
     original = folders["moe" if kind == "megatron" else kind]
     expected = weights(original)
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32))
     def run(seed: int) -> None:
         tmp_path = tmp_path_factory.mktemp("run")
@@ -171,7 +171,7 @@ def test_a_changed_adapter_is_named_or_merged_as_it_says(tmp_path_factory, folde
     tensors, base = tensors_in(folders["adapter"]), weights(folders["sharded"])[f"{module}.weight"]
     delta = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32))
     def run(seed: int) -> None:
         tmp_path = tmp_path_factory.mktemp("run")

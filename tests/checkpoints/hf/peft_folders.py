@@ -32,7 +32,7 @@ def base_model(folder: str | Path, head: str = "lm") -> Any:
     return deepcopy(_read_model(str(folder), head, changed))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _read_model(folder: str, head: str, changed: tuple[int, ...]) -> Any:
     """Read once: transformers takes a tenth of a second for a tiny model. `changed`: when its files were."""
     kind = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM

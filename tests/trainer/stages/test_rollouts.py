@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import SamplingConfig
@@ -102,7 +102,6 @@ def test_remax_asks_for_a_greedy_answer_to_each_prompt_too():
 
 
 @given(st.permutations(list(range(6))))
-@settings(deadline=None)
 def test_any_order_is_put_back(order):
     requests = expand_prompts(prompts("a", "b", "c"), 2)
     table = answer(requests)

@@ -1,5 +1,6 @@
 """Fixtures that more than one room's tests use."""
 
+import gc
 import os
 import signal
 import sys
@@ -64,7 +65,11 @@ def pytest_configure() -> None:
 def pytest_collection() -> Iterator[None]:
     """What the tests import is never garbage: the collector need not search it, neither during the imports nor between tests."""
     with without_collection():
-        return (yield)
+        result = yield
+    gc.set_threshold(
+        20_000, 20, 20
+    )  # tests that search for layouts make millions of tuples, none of which is garbage in a cycle
+    return result
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,7 +16,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -36,11 +35,6 @@ from megarl.util.signals import JOB_SIGNALS
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
 SCHEMAS = TRAINING | {"eval": EvalConfig}
-
-
-@cache
-def _parser() -> argparse.ArgumentParser:
-    return make_parser(__version__, RUNNERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = did_you_mean(word, words) or f"; there are {', '.join(words)}"
             print(f"error: megarl plan has no command {word!r}{hint}", file=sys.stderr)
             return 2
-    parser = _parser()
+    parser = make_parser(__version__, RUNNERS)
     options, unknown = parser.parse_known_args(arguments)
     if "overrides" in options and all("=" in text and not text.startswith("-") for text in unknown):
         options.overrides, unknown = [*options.overrides, *unknown], []  # argparse takes none after options

@@ -1,14 +1,21 @@
+import importlib
 import json
 import sqlite3
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
 
-from examples.agents.search_agent import best_documents, write_index
+@pytest.fixture(scope="module")
+def agent() -> ModuleType:
+    """The agent's module, whose SDK takes a second to import: not in each process that collects tests."""
+    pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
+    return importlib.import_module("examples.agents.search_agent")
 
 
-def test_the_index_ranks_by_bm25_and_takes_any_query(tmp_path):
+def test_the_index_ranks_by_bm25_and_takes_any_query(tmp_path: Path, agent: ModuleType) -> None:
+    best_documents, write_index = agent.best_documents, agent.write_index
     documents, index = tmp_path / "documents.jsonl", tmp_path / "index.db"
     texts = ["cat dog", "cat", "bird NOT fish", "été à la plage"]
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -24,7 +31,8 @@ def test_the_index_ranks_by_bm25_and_takes_any_query(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"title": "a"}', ""])
-def test_a_bad_line_is_named_and_the_old_index_stays(tmp_path, line):
+def test_a_bad_line_is_named_and_the_old_index_stays(tmp_path: Path, agent: ModuleType, line: str) -> None:
+    best_documents, write_index = agent.best_documents, agent.write_index
     documents, index = tmp_path / "documents.jsonl", tmp_path / "index.db"
     documents.write_text('{"text": "old"}\n')
     write_index(documents, index)

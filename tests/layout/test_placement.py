@@ -159,7 +159,7 @@ def test_fewer_ranks_than_devices():
 
 
 @given(st.integers(1, 5), st.integers(0, 2), st.integers(1, 100), st.randoms(use_true_random=False))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_assignment_is_the_best_of_all(rows, spare, largest, random):
     columns = rows + spare
     values = [[random.randint(0, largest) for _ in range(columns)] for _ in range(rows)]

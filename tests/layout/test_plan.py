@@ -35,7 +35,7 @@ layouts = st.tuples(
 
 
 @given(layouts)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_exactly_once_and_right_source(case):
     length, source_cuts, target_cuts, replicas = case
     source = row_layout("source", [c for c in source_cuts if c < length], length, replicas)
@@ -204,7 +204,7 @@ copies = st.lists(st.tuples(st.integers(0, 4), some_targets, st.integers(1, 30))
 
 
 @given(copies, st.integers(1, 40))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_each_delivery_is_in_the_first_bucket_with_room_at_all_ends(cases, limit):
     sources, targets, sizes = ([case[part] for case in cases] for part in range(3))
     rooms = [Counter(), Counter()]  # the obvious way, by trying one bucket after the other

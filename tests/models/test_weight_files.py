@@ -157,7 +157,7 @@ def test_a_folder_without_weights(tmp_path):
     refused(tmp_path, r"holds no model.safetensors and no model.safetensors.index.json")
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_accepted_is_what_safetensors_opens(tmp_path, data):
     """Any byte of the header changed, or any part of the file cut: never another error, and never more than safetensors

@@ -21,7 +21,7 @@ sys.dont_write_bytecode = False
 # Two threads of a tiny operation wait for each other longer than it takes: several times as long where another process needs the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Of each property as many random examples as show a mistake that is not rare; each session of tests draws others. On a busy machine any takes long.
-settings.register_profile("tests", max_examples=40, deadline=None)
+settings.register_profile("tests", max_examples=25, deadline=None)
 settings.load_profile("tests")
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]

@@ -8,7 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import BY_NAME, CHAOS, E2E, ENGINE, PROCESSES, RANKS, SMOKE, TESTS, TIERS, UNIT, tier_of
+from tests.tiers import (
+    BY_NAME,
+    CHAOS,
+    E2E,
+    ENGINE,
+    PROCESSES,
+    RANKS,
+    SMOKE,
+    TESTS,
+    TIERS,
+    UNIT,
+    has_unit_tests,
+    tier_of,
+)
 
 
 def test_a_unit_test_starts_no_process() -> None:
@@ -46,3 +59,14 @@ def test_each_beginning_is_that_of_a_test() -> None:
 def test_every_test_has_one_tier(request: pytest.FixtureRequest) -> None:
     ours = [item for item in request.session.items if item.path.is_relative_to(Path(__file__).parent)]
     assert ours and all(len([tier for tier in TIERS if item.get_closest_marker(tier)]) == 1 for item in ours)
+    assert {item.path for item in ours if item.get_closest_marker(UNIT)} <= set(
+        filter(has_unit_tests, TESTS.rglob("*.py"))
+    )
+
+
+def test_files_without_unit_tests_are_known() -> None:
+    """Which `-m unit` does not collect."""
+    assert not has_unit_tests(TESTS / "faults/test_engine_dies.py")
+    assert not has_unit_tests(TESTS / "cli/test_main.py")
+    assert has_unit_tests(TESTS / "checkpoints/test_store.py")  # of which some tests start processes
+    assert has_unit_tests(TESTS / "layout/test_plan.py") and has_unit_tests(TESTS / "conftest.py")

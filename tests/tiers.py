@@ -141,6 +141,23 @@ def tier_of(name: str, fixtures: Iterable[str]) -> str:
     return RANKS if "ranks" in fixtures else UNIT
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m unit` leaves out the files that have no unit test: to collect one takes as long as some tests."""
+    if config.getoption("markexpr") != UNIT or collection_path.suffix != ".py":
+        return None
+    return True if not has_unit_tests(collection_path) else None
+
+
+def has_unit_tests(file: Path) -> bool:
+    """Whether a file may have tests of this tier."""
+    if not file.is_relative_to(TESTS) or not file.name.startswith("test_"):
+        return True
+    name = file.relative_to(TESTS).as_posix()
+    return tier_of(name, ()) == UNIT or any(
+        tier == UNIT for beginning, tier in BY_NAME.items() if beginning.startswith(name)
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

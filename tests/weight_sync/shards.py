@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -96,7 +97,10 @@ def empty_tensors(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
         ends = [a + n for a, n in zip(piece.local_box.start, piece.local_box.size, strict=True)]
         known = shapes.get(piece.local)
         shapes[piece.local] = ends if known is None else list(map(max, known, ends))
-    return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    # Of one block: a rank has hundreds.
+    block = torch.full((sum(map(prod, shapes.values())),), torch.nan)
+    parts = block.split([prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Tensor]]:

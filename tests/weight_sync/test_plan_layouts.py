@@ -126,7 +126,7 @@ def itemsize(tensor: str) -> int:
 
 
 @given(transitions())
-@settings(max_examples=50, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_every_element_once_from_a_right_source_by_the_nearest_link(case):
     config, source, target, max_copy_bytes = case
     weights = numbered(config)

@@ -66,9 +66,8 @@ def pytest_collection() -> Iterator[None]:
     """What the tests import is never garbage: the collector need not search it, neither during the imports nor between tests."""
     with without_collection():
         result = yield
-    gc.set_threshold(
-        20_000, 20, 20
-    )  # tests that search for layouts make millions of tuples, none of which is garbage in a cycle
+    # Nor is most of what tests make: those of planning make millions of tuples, none of which is part of a cycle.
+    gc.set_threshold(20_000, 20, 20)
     return result
 
 

@@ -232,11 +232,11 @@ def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
     place = MegatronPlace(tp=layout.tp, ep=layout.ep, etp=layout.etp)
     layers = layers_of(layout, config.num_layers, stage)
 
-    def pieces_of(layers: list[list[int]], ends: bool = True) -> list[Piece]:
+    def pieces_of(chunks: list[list[int]], ends: bool = True) -> list[Piece]:
         return megatron_pieces(
             config,
             place,
-            layers=layers,
+            layers=chunks,
             first_stage=ends and stage == 0,
             last_stage=ends and stage == layout.pp - 1,
             head=use.head,

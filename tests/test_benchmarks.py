@@ -110,7 +110,7 @@ def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:
 
 def test_dispatch_counts_the_controllers_seconds(tmp_path: Path) -> None:
     sizes = (
-        "--ranks=64", "--tp=2", "--pp=2", "--hosts=1", "--trajectories=256", "--shortest=20", "--longest=200",
+        "--ranks=16", "--tp=2", "--pp=2", "--hosts=1", "--trajectories=256", "--shortest=20", "--longest=200",
     )  # fmt: skip
     (found,) = report_of(tmp_path, "dispatch.py", *sizes, "--steps=1", "--kinds=PPO")["results"]
     assert len(found["steps"]) == 1

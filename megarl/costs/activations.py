@@ -21,8 +21,9 @@ values of all context parallel ranks are kept, too. Indices, masks and a positio
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megarl.costs.float8 import in_layer, quantised
-from megarl.costs.tensors import CORE_ATTENTION, ModelUse, StageTensors
+from megarl.config.schema.models import LoraConfig
+from megarl.costs.float8 import quantised
+from megarl.costs.tensors import CORE_ATTENTION, ModelUse, StageTensors, in_layer
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models.lora import COLUMNS, ROWS
 
@@ -387,32 +388,50 @@ def router_bytes(run: RankPass) -> int:
     return run.own * FLOAT32 * (scores + 2 * moe.top_k)
 
 
+class _Terms(NamedTuple):
+    """Bytes for each token of a rank, for each of its own part of them, for each that its experts have, and of none."""
+
+    tokens: int
+    own: int
+    routed: int
+    none: int
+
+
 def _adapters(run: RankPass, name: str) -> int:
     """Bytes that the adapters of a layer keep in addition to their inputs."""
-    if not run.tensors.slots:
+    tensors, lora, item = run.tensors, run.use.lora, run.use.itemsize
+    if not tensors.slots:
         return 0
-    lora, item, total, seen = run.use.lora, run.use.itemsize, 0, set()
-    rows = run.tensors.rows
-    for slot, cut in run.tensors.slots_in(name):
-        inner = (1 if lora.shared_a else len(slot.tensors)) * lora.rank
+    terms = tensors.once((name, lora, item), lambda: _adapter_terms(tensors, name, lora, item))
+    return terms.tokens * run.tokens + terms.own * run.own + terms.routed * run.routed + terms.none
+
+
+def _adapter_terms(tensors: StageTensors, name: str, lora: LoraConfig, item: int) -> _Terms:
+    rows, seen, none = tensors.rows, set[str](), 0
+    each = {"tokens": 0, "own": 0, "routed": 0}
+    for slot, cut in tensors.slots_by_layer.get(in_layer(name), ()):
+        if not slot.module.startswith(name):
+            continue
+        inputs, outputs = ("tokens" if cut == side else "own" for side in (COLUMNS, ROWS))
+        counted = True
         if slot.number is not None:  # tokens are counted once for all experts of the layer
-            inputs = hidden = outputs = 0 if slot.module in seen else run.routed
-        else:
-            inputs = run.tokens if cut == COLUMNS else run.own
-            hidden = outputs = run.tokens if cut == ROWS else run.own
-        seen.add(slot.module)
-        total += hidden * inner * item
+            inputs = outputs = "routed"
+            counted = slot.module not in seen
+            seen.add(slot.module)
         if len(slot.rows) > len(slot.tensors):  # tensors whose rows lie apart: rows of B are copied
-            total += slot.num_rows * lora.rank * item
+            none += slot.num_rows * lora.rank * item
+        if not counted:
+            continue
+        each[outputs] += (1 if lora.shared_a else len(slot.tensors)) * lora.rank * item
         if slot.num_rows < rows[slot.weight]:
-            total += outputs * slot.num_rows * item
+            each[outputs] += slot.num_rows * item
         if lora.use_dora:
-            total += (2 if slot.number is None else 1) * outputs * slot.num_rows * item
+            each[outputs] += (2 if slot.number is None else 1) * slot.num_rows * item
         if lora.dropout:
-            total += inputs * slot.in_features * (item + 1)
+            each[inputs] += slot.in_features * (item + 1)
         if item < FLOAT32 and f"{slot.module}.layer_norm_weight" in rows:
-            total += inputs * slot.in_features * FLOAT32
-    return total
+            each[inputs] += slot.in_features * FLOAT32
+    return _Terms(**each, none=none)
 
 
 def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> int:
@@ -428,9 +447,9 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     at_head = head_bytes(run) if stage == run.use.layout.pp - 1 else 0
     # A layer is computed again when the head's tensors are gone, and the rule of a delta net when those of all that follows it are.
     again, later, full = 0, 0, run.use.recompute == "full"
+    whole = complete(run)
     for layer in reversed(layers):
         kept = again_bytes(run, layer.name) if full else layer_bytes(run, layer.name, layer.is_moe)
-        whole = complete(run)
         more = layer_bytes(whole, layer.name, layer.is_moe) - kept
         again = max(again, more)
         if run.is_delta_net(layer.name) and not run.use.fused:

@@ -9,15 +9,10 @@ from collections.abc import Iterable
 from math import prod
 
 from megarl.config.schema.models import FLOAT8_BLOCK
-from megarl.costs.tensors import LocalTensor, ModelUse
+from megarl.costs.tensors import LocalTensor, ModelUse, in_layer
 from megarl.layout.grid import layers_of
 
 _SCALE = 4  # bytes
-
-
-def in_layer(name: str) -> str:
-    """The layer ("0:decoder.layers.1.") of a module or tensor in one."""
-    return ".".join(name.split(".", 3)[:3]) + "."
 
 
 def float8_layers(use: ModelUse, stage: int) -> frozenset[str]:

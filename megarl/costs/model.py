@@ -1,6 +1,5 @@
 """One Megatron model on its fullest ranks, stage by stage: its bytes, and the working memory of its passes."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -525,12 +524,10 @@ def _evaluated_delta_net(run: RankPass) -> int:
 def _evaluated_adapters(run: RankPass, module: str | None = None) -> Iterator[int]:
     """For each layer with adapters, or for `module` if it has any, the bytes of its output, the adapters' term for each of its tensors, and
     these put together."""
-    adapted = {slot.module for slot, _ in run.tensors.slots}
-    for tensor in run.tensors.weights if adapted else ():
-        found = tensor.name.rpartition(".")[0]
-        if tensor.projection and found in adapted and module in (None, found):
-            count = run.routed if EXPERTS in tensor.name else run.tokens
-            yield count * 3 * tensor.shape[0] * run.use.itemsize
+    rows = run.tensors.adapted_rows
+    for adapted in rows if module is None else {module} & rows.keys():
+        count = run.routed if EXPERTS in adapted else run.tokens
+        yield from (count * 3 * each * run.use.itemsize for each in rows[adapted])
 
 
 def _head(run: RankPass) -> int:
@@ -546,13 +543,7 @@ def _vocabulary_share(run: RankPass) -> int:
 
 def _exact(run: RankPass) -> int:
     """The largest layer that is made of a base in float8: the projections of one linear layer, of all its experts where it has some."""
-    if run.use.base_block is None:
-        return 0
-    sizes: dict[str, int] = defaultdict(int)
-    for tensor in run.tensors.weights:
-        if tensor.projection:
-            sizes[tensor.name.rsplit(".", 1)[0]] += tensor.numel
-    return max(sizes.values(), default=0) * run.use.itemsize
+    return 0 if run.use.base_block is None else run.tensors.linear_elements * run.use.itemsize
 
 
 def _merging(run: RankPass) -> int:

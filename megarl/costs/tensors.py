@@ -6,12 +6,13 @@ family. The ranks of a stage hold equally large parts: the first rank's are give
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megarl.config.schema.models import LoraConfig, MuonConfig
 from megarl.costs.muon import MOMENTUM, Matrix, is_muons, packed
@@ -74,6 +75,8 @@ IN_A_LAYER = re.compile(
 _PREDICTION = re.compile(r"\d+:mtp\.layers\.(\d+)\.([a-z_]+)\..*")
 _IN_PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _PARTS = ("embedding.", "decoder.", "mtp.", "")  # of a model, by the beginnings of names
+
+T = TypeVar("T")
 
 CORE_ATTENTION = ("core_attn",)  # Megatron's recompute_modules, where none are given
 
@@ -181,6 +184,11 @@ class LocalTensor(NamedTuple):
         return (self.name, self.shape, self.expert) if is_muons(self.name, self.shape) else None
 
 
+def in_layer(name: str) -> str:
+    """The layer ("0:decoder.layers.1.") of a module or tensor in one."""
+    return ".".join(name.split(".", 3)[:3]) + "."
+
+
 @dataclass(frozen=True)
 class StageTensors:
     """The tensors of a rank of a pipeline stage.
@@ -209,14 +217,41 @@ class StageTensors:
         """Of the model's own parameters, by name."""
         return {tensor.name: tensor.shape[0] for tensor in self.weights}
 
-    def slots_in(self, name: str) -> list[tuple[AdapterSlot, str | None]]:
-        """The slots of modules whose names begin with `name`."""
-        if name not in self._slots_in:
-            self._slots_in[name] = [found for found in self.slots if found[0].module.startswith(name)]
-        return self._slots_in[name]
+    @cached_property
+    def slots_by_layer(self) -> dict[str, list[tuple[AdapterSlot, str | None]]]:
+        """By `in_layer`."""
+        found: dict[str, list[tuple[AdapterSlot, str | None]]] = defaultdict(list)
+        for slot, cut in self.slots:
+            found[in_layer(slot.module)].append((slot, cut))
+        return found
 
     @cached_property
-    def _slots_in(self) -> dict[str, list[tuple[AdapterSlot, str | None]]]:
+    def linear_elements(self) -> int:
+        """Of the largest linear layer: all its projections, and all its experts' where it has some."""
+        sizes: dict[str, int] = defaultdict(int)
+        for tensor in self.weights:
+            if tensor.projection:
+                sizes[tensor.name.rsplit(".", 1)[0]] += tensor.numel
+        return max(sizes.values(), default=0)
+
+    @cached_property
+    def adapted_rows(self) -> dict[str, set[int]]:
+        """Of each layer with adapters, how many rows its projections have."""
+        found: dict[str, set[int]] = {slot.module: set() for slot, _ in self.slots}
+        for tensor in self.weights:
+            module = tensor.name.rpartition(".")[0]
+            if tensor.projection and module in found:
+                found[module].add(tensor.shape[0])
+        return found
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """The result of `make`, which is called once for all passes with this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
         return {}
 
     @cached_property

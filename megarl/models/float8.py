@@ -12,9 +12,10 @@ import torch
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout
 from megarl.models.config import ModelConfig
-from megarl.models.lora import linear_weights
+from megarl.models.layers import layer_name
+from megarl.models.lora import linear_of
 from megarl.models.shards import MegatronPlace, Shapes
-from megarl.models.table import megatron_pieces
+from megarl.models.table import kinds_of_layers, layer_tensors, megatron_pieces
 
 SCALES = "_scale_inv"
 ROW_SCALES = "_scale"  # after the name of a weight that has one for each row (`ModelConfig.scaled_channels`)
@@ -181,8 +182,16 @@ def check_base_block(config: ModelConfig, layout: ParallelLayout, block: int) ->
         raise ValueError(
             f"lora.base_dtype: a base in float8 is not supported for {config.family} models, whose experts have biases; leave it out"
         )
-    linear, fitting, example = linear_weights(config), block, ""
-    for piece in _some_pieces(config, layout):
+    layers = [alike[0] for alike in kinds_of_layers(config)]
+    linear = linear_of(
+        {
+            layer_name(config, layer) + name: shape
+            for layer in layers
+            for name, shape in layer_tensors(config, layer).items()
+        }
+    )
+    fitting, example = block, ""
+    for piece in _some_pieces(config, layout, layers):
         if piece.tensor not in linear:
             continue
         for start, size, local, extent in zip(
@@ -198,12 +207,11 @@ def check_base_block(config: ModelConfig, layout: ParallelLayout, block: int) ->
         )
 
 
-def _some_pieces(config: ModelConfig, layout: ParallelLayout) -> Iterable[Piece]:
-    """The pieces of one layer of each kind, on all ranks that cut it."""
-    layers = [[0, config.num_layers - 1]]
+def _some_pieces(config: ModelConfig, layout: ParallelLayout, layers: list[int]) -> Iterable[Piece]:
+    """The pieces of some layers, on all ranks that cut them."""
     for part, count in (("dense", layout.tp), ("experts", layout.etp)):
         for rank in range(count):
             place = MegatronPlace(layout.tp, rank % layout.tp, layout.ep, 0, layout.etp, rank % layout.etp)
             yield from megatron_pieces(
-                config, place, layers=layers, first_stage=False, last_stage=False, part=part
+                config, place, layers=[layers], first_stage=False, last_stage=False, part=part
             )

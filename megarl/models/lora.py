@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import count
 
 from megarl.config.problems import did_you_mean
@@ -58,7 +59,7 @@ class AdapterSlot:
     rows: tuple[tuple[int, int, int], ...]
     in_features: int
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(num for _, _, num in self.rows)
 
@@ -78,11 +79,14 @@ def scaling(lora: LoraConfig) -> float:
 
 def linear_weights(config: ModelConfig) -> Shapes:
     """The weights of all linear layers but the head, routers and indexers, with their shapes."""
+    return linear_of(logical_tensors(config))
+
+
+def linear_of(tensors: Shapes) -> Shapes:
+    """Those of some tensors."""
     ends = tuple(f"{end}.weight" for end in _LINEAR)
     return {
-        name: shape
-        for name, shape in logical_tensors(config).items()
-        if name.endswith(ends) and f".{INDEXER}" not in name
+        name: shape for name, shape in tensors.items() if name.endswith(ends) and f".{INDEXER}" not in name
     }
 
 

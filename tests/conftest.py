@@ -1,6 +1,5 @@
 """Fixtures that more than one room's tests use."""
 
-import gc
 import os
 import signal
 import sys
@@ -65,10 +64,7 @@ def pytest_configure() -> None:
 def pytest_collection() -> Iterator[None]:
     """What the tests import is never garbage: the collector need not search it, neither during the imports nor between tests."""
     with without_collection():
-        result = yield
-    # Nor is most of what tests make: those of planning make millions of tuples, none of which is part of a cycle.
-    gc.set_threshold(20_000, 20, 20)
-    return result
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

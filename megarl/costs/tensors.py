@@ -7,12 +7,12 @@ family. The ranks of a stage hold equally large parts: the first rank's are give
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megarl.config.schema.models import LoraConfig, MuonConfig
 from megarl.costs.muon import MOMENTUM, Matrix, is_muons, packed
@@ -30,6 +30,7 @@ from megarl.models.layers import INDEXER, attention_weights, has_indexer, is_mix
 from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots, sharded_dimension
 from megarl.models.shards import Shapes
 from megarl.models.table import once_a_kind
+from megarl.util.once import Once
 from megarl.weight_sync.quantize import is_quantised
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -76,7 +77,6 @@ _PREDICTION = re.compile(r"\d+:mtp\.layers\.(\d+)\.([a-z_]+)\..*")
 _IN_PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _PARTS = ("embedding.", "decoder.", "mtp.", "")  # of a model, by the beginnings of names
 
-T = TypeVar("T")
 
 CORE_ATTENTION = ("core_attn",)  # Megatron's recompute_modules, where none are given
 
@@ -197,11 +197,13 @@ class StageTensors:
         weights, adapters: the model's own parameters, and its adapters'.
         slots: the layers that have adapters, each with how tensor parallel ranks have cut its weight: by ROWS, by COLUMNS,
             or None, not at all.
+        once: results of passes over these tensors.
     """
 
     weights: tuple[LocalTensor, ...]
     adapters: tuple[LocalTensor, ...]
     slots: tuple[tuple[AdapterSlot, str | None], ...] = ()
+    once: Once = field(default_factory=Once, compare=False, repr=False)
 
     @cached_property
     def trained(self) -> tuple[LocalTensor, ...]:
@@ -243,16 +245,6 @@ class StageTensors:
             if tensor.projection and module in found:
                 found[module].add(tensor.shape[0])
         return found
-
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """The result of `make`, which is called once for all passes with this key."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[object, Any]:
-        return {}
 
     @cached_property
     def learning(self) -> frozenset[str]:

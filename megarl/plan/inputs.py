@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,11 +35,11 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
+from megarl.util.once import Once
 from megarl.weight_sync.layouts import EngineLayout
 
 _CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
-T = TypeVar("T")
 
 
 @dataclass
@@ -52,7 +51,7 @@ class PlanInputs:
     reward: ModelConfig | None = None
     teachers: dict[str, ModelConfig] = field(default_factory=dict)  # by role, of `taught_references`
     tables: dict[object, StageTensors] = field(default_factory=dict)
-    _known: dict[object, Any] = field(default_factory=dict)
+    once: Once = field(default_factory=Once, compare=False, repr=False)
 
     @classmethod
     def read(cls, config: TrainConfig | TuningConfig) -> PlanInputs:
@@ -66,12 +65,6 @@ class PlanInputs:
             read_model_config(reward.model.path) if reward.enable else None,
             read_teachers(config),
         )
-
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """The result of `make`, which is called once for all plans with this key."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
 
     def weights(self, role: str, model: ModelConfig, lora: LoraConfig) -> Shapes | None:
         """The weights of a role's model that have adapters; None: none have."""

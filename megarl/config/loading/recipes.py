@@ -5,9 +5,10 @@ config.json of a model, "three_stages_rule.py" a file.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 from megarl.util.packages import shipped
@@ -61,9 +62,14 @@ def recipes() -> list[Recipe]:
     return list(filter(None, (_read(name, place) for name, place in sorted(_places().items()))))
 
 
-def _places() -> dict[str, Path]:
+def _places() -> Mapping[str, Path]:
     """Where each name leads."""
-    root = shipped() / "recipes"
+    return _places_in(shipped() / "recipes")
+
+
+@cache
+def _places_in(root: Path) -> Mapping[str, Path]:
+    """Listed once: a configuration asks for each path that it names."""
     return {str(path.relative_to(root)).removesuffix(".yaml"): path for path in _named(root)}
 
 

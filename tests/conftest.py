@@ -27,14 +27,16 @@ pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_mod
 TESTS = Path(__file__).parent
 # Of several processes (`pytest -n 3`) one gets all of these rooms' files, whose tests share engines, shadow ranks or a cluster.
 ONE_PROCESS = ("rollout", "shadow", "cluster")
-# And one gets both of these, which parse the whole package: once.
-WITH = {"tests/test_security.py": "tests/test_repository.py"}
+# And one gets all of these, which parse the whole package: once.
+WITH = dict.fromkeys(("tests/test_security.py", "tests/util/test_packages.py"), "tests/test_repository.py")
 # Long tests come first (rooms, and a file), then the other files that start processes, so that all processes end at about the same time.
 LONGEST_FIRST = ("rollout", "shadow", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
+# Of the files that start none these, with the longest of them, come first.
+LONGEST_UNITS = ("test_recipes.py", "checkpoints", "plan", "weight_sync")
 
 
 class ByFileOrRoom(LoadFileScheduling):
-    """What a process takes next is a file (with another one, of `WITH`), or a room of `ONE_PROCESS`; in the order of the collection."""
+    """What a process takes next is a file (with others, of `WITH`), or a room of `ONE_PROCESS`; in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -83,7 +85,8 @@ def _place(item: pytest.Item) -> int:
     room = item.path.relative_to(TESTS).parts[0]
     if room in LONGEST_FIRST:
         return LONGEST_FIRST.index(room)
-    return len(LONGEST_FIRST) + (item.get_closest_marker("unit") is not None)
+    unit = item.get_closest_marker("unit") is not None
+    return len(LONGEST_FIRST) + unit + (unit and room not in LONGEST_UNITS)
 
 
 @pytest.fixture(scope="session")

@@ -142,6 +142,8 @@ LARGE = (  # whose whole sync takes longest to plan
     "glm_5_grpo",
     "minimax_m2_grpo",
     "qwen3_235b_a22b_grpo",
+    "gpt_oss_120b_grpo",
+    "qwen3_30b_a3b_grpo_async",
 )
 
 

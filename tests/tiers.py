@@ -10,8 +10,10 @@
 `smoke` marks tests of the other tiers that `make test` runs with all unit tests, because they show that the product works.
 """
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -128,8 +130,13 @@ SMOKE = (
     "trainer/test_tuning_runs.py",
     "weight_sync/",
 )
-STARTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"})
-# The unit test that this process runs, if it is one. An audit hook gets no arguments of ours and cannot be removed, so it reads this.
+# What starts a process: patched, since an audit hook would be called millions of times (by each `id()`, too).
+STARTS: Sequence[tuple[Any, str]] = (
+    *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp")),
+    (subprocess.Popen, "__init__"),
+    (BaseProcess, "start"),
+)
+# The unit test that this process runs, if it is one: a patch gets no arguments of ours.
 _running: list[str] = []
 
 
@@ -172,15 +179,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    sys.addaudithook(_refuse)
-    start = BaseProcess.start
-
-    # A process that multiprocessing spawns raises no audit event (Python 3.11).
-    def start_if_allowed(process: BaseProcess) -> None:
-        _refuse("os.fork", (process,))
-        start(process)
-
-    BaseProcess.start = start_if_allowed
+    for owner, name in STARTS:
+        setattr(owner, name, _refusing(getattr(owner, name)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -193,8 +193,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _running.clear()
 
 
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in STARTS and _running:
-        raise RuntimeError(
-            f"{_running[0]} starts a process ({event} {arguments[:2]}): enter its tier in tests/tiers.py"
-        )
+def _refusing(start: Callable[..., Any]) -> Callable[..., Any]:
+    """`start`, which no unit test may call."""
+
+    @wraps(start)
+    def start_if_allowed(*arguments: Any, **named: Any) -> Any:
+        if _running:
+            raise RuntimeError(
+                f"{_running[0]} starts a process ({start.__qualname__}): enter its tier in tests/tiers.py"
+            )
+        return start(*arguments, **named)
+
+    return start_if_allowed

@@ -157,15 +157,26 @@ def hugging_face(folder: str, family: Family) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """From a family to its tiny model's folder, made once."""
+
+    @cache
+    def make(name: str) -> str:
+        folder = tmp_path_factory.mktemp("family")
+        make_family(folder, FAMILIES[name])
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def case_of(folder_of: Callable[[str], str]) -> Callable[[str], Case]:
     """From a family to its tiny model and what Hugging Face makes of it, made once."""
 
     @cache
     def make(name: str) -> Case:
-        family, folder = FAMILIES[name], tmp_path_factory.mktemp("family")
-        make_family(folder, family)
-        history = train_hugging_face(hugging_face(str(folder), family), STEADY)
-        case = Case(str(folder), history, STEADY)
+        folder = folder_of(name)
+        case = Case(folder, train_hugging_face(hugging_face(folder, FAMILIES[name]), STEADY), STEADY)
         assert case.expected[0][1] > STEADY.clip_grad, "a wrong norm must show in the next loss"
         return case
 
@@ -204,9 +215,9 @@ ALONE = ("qwen3", "qwen3_5 with vision", "qwen3_next", "deepseek_v3", "gpt_oss")
     ],
 )
 def test_logits_are_hugging_faces(
-    ranks: RankPool, case_of: Callable[[str], Case], name: str, world: int
+    ranks: RankPool, folder_of: Callable[[str], str], name: str, world: int
 ) -> None:
-    folder = case_of(name).folder
+    folder = folder_of(name)
     sizes: dict[str, Any] = {"tp": 2, "sp": True} if world == 2 else {}
     if world == 2 and read_model_config(folder).moe is not None:
         sizes["ep"] = 2
@@ -329,11 +340,11 @@ GRADIENTS = [
     ),
 )
 def test_every_gradient_is_hugging_faces(
-    ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
+    ranks: RankPool, folder_of: Callable[[str], str], name: str, layout: str
 ) -> None:
     """On every rank that holds a replica or a part, whatever it is a replica or a part of."""
     world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
-    folder = case_of(name).folder
+    folder = folder_of(name)
     model = hugging_face(folder, FAMILIES[name])
     loss_and_gradients(model)
     check_gradients(model, ranks.run(_gradients, sizes, folder, world=world))
@@ -364,10 +375,10 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
 
 
 def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(
-    case_of: Callable[[str], Case],
+    folder_of: Callable[[str], str],
 ) -> None:
     """Without it each rank would have its own heads' part of the gradient of the norm that all heads share."""
-    config = read_model_config(case_of("qwen3_5").folder)
+    config = read_model_config(folder_of("qwen3_5"))
     with pytest.raises(ValueError, match=r"gated delta nets and .*=2 needs megatron\.sequence_parallel=true"):
         check_layout(config, ParallelLayout(world=2, tp=2))
 
@@ -386,8 +397,8 @@ def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(
     ],
 )
 def test_what_gpt_oss_cannot_be_cut_by_is_refused(
-    case_of: Callable[[str], Case], sizes: dict[str, Any], message: str
+    folder_of: Callable[[str], str], sizes: dict[str, Any], message: str
 ) -> None:
-    config = read_model_config(case_of("gpt_oss").folder)
+    config = read_model_config(folder_of("gpt_oss"))
     with pytest.raises(ValueError, match=message):
         check_layout(config, ParallelLayout(world=4, **sizes))

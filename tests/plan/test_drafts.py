@@ -1,6 +1,7 @@
 """Speculative decoding in plans: memory of a draft, and seconds by an assumed number of accepted tokens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from megarl.plan.drafts import DraftFolder, draft_folder
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory, served_bytes
 from megarl.plan.seconds import generate
-from megarl.plan.sync import configured_sync, kept_draft, size_text
+from megarl.plan.sync import configured_sync, kept_draft
+from tests.weight_sync.shards import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE, GLM = (str(ROOT / f"recipes/{name}.yaml") for name in ("deepseek_v3_grpo_512x80gb", "glm_4.7_grpo"))
+SMALL = str(ROOT / "recipes/bases/math_grpo.yaml")
 DRAFTING = "actor_rollout_ref.rollout.speculative"
 MTP = f"{DRAFTING}.algorithm=mtp"
 # Of DeepSeek-V3's module without the embedding and the head that it shares, as its README_WEIGHTS.md has it.
@@ -127,11 +130,13 @@ def test_a_trained_layer_reaches_the_engines_that_draft_with_it() -> None:
         assert filled <= sent
 
 
-def test_a_sync_says_what_it_only_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sync_says_what_it_only_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Callable[[str], TinyModel]
+) -> None:
     """A layer that is kept, whose bytes are those of the memory plan, or a draft's folder; nothing of a layer that is trained."""
 
-    def verified(*keys: str) -> int:
-        config, inputs = read_inputs(GLM, [*keys], check=False)
+    def verified(*keys: str, recipe: str = GLM) -> int:
+        config, inputs = read_inputs(recipe, [*keys], check=False)
         return kept_draft(config, inputs.model, config.actor_rollout_ref.rollout)
 
     config, inputs = read_inputs(GLM, [MTP], check=False)
@@ -145,6 +150,15 @@ def test_a_sync_says_what_it_only_verifies(tmp_path: Path, capsys: pytest.Captur
     folder = [f"{DRAFTING}.algorithm=eagle3", f"{DRAFTING}.draft_path={tmp_path}"]
     tp = rollout.tensor_model_parallel_size
     assert tp * verified(*folder) == 2 * 100 * 64
-    assert main(["plan", "sync", GLM, MTP, "actor_rollout_ref.model.mtp=keep"]) == 0
-    said = capsys.readouterr().out
-    assert f"a draft of {size_text(kept)} on each engine rank" in said and "each sync verifies it" in said
+    keeps = [
+        f"actor_rollout_ref.model.path={tiny_model('glm4_moe').folder}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        "actor_rollout_ref.model.mtp=keep",
+        MTP,
+    ]
+    plan = ["plan", "sync", SMALL, *keeps]
+    assert main(plan) == main([*plan, "--json"]) == 0
+    said, _, figures = capsys.readouterr().out.partition("\n{")
+    assert json.loads("{" + figures)["draft"] == verified(*keeps, recipe=SMALL) > 0
+    assert "a draft of" in said and "each sync verifies it" in said

@@ -104,11 +104,18 @@ def empty_tensors(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
 
 
 def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Tensor]]:
-    """What each rank of a layout holds after it read the checkpoint in `folder`."""
+    """What each rank of a layout holds after it read the checkpoint in `folder`; ranks that hold the same copy the first of them."""
     config = read_model_config(str(folder))
-    ranks = empty_shards(megatron_layout(config, parallel, head, mtp=mtp))
-    for rank, parameters in enumerate(ranks):
+    layout = megatron_layout(config, parallel, head, mtp=mtp)
+    ranks: list[dict[str, torch.Tensor]] = []
+    for rank, shards in enumerate(layout.shards_of):
+        first = layout.shards_of.index(shards)
+        if first < rank:
+            ranks.append({name: tensor.clone() for name, tensor in ranks[first].items()})
+            continue
+        parameters = empty_tensors(layout.pieces(rank))
         load_hf_weights(str(folder), config, parallel, rank, parameters, head, mtp=mtp)
+        ranks.append(parameters)
     return ranks
 
 

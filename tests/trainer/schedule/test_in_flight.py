@@ -95,9 +95,9 @@ def test_a_group_of_players_survives_a_checkpoint_and_is_dropped_if_none_of_them
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 def test_nothing_is_staler_lost_or_twice_there_whatever_comes_first(max_staleness: int) -> None:
-    """A run of 50 steps, in which some prompts take very long, some teach nothing, and time passes at random."""
+    """A run of 30 steps, in which some prompts take very long, some teach nothing, and time passes at random."""
     chance = random.Random(max_staleness)
-    state, trained, last = made(max_staleness=max_staleness, options=FILTER), [], 50
+    state, trained, last = made(max_staleness=max_staleness, options=FILTER), [], 30
     patience = {}
 
     def ask(step: int, taken: bool) -> None:

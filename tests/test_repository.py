@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from tests.sources import PACKAGE, ROOT, modules, source_of
 
 MAX_LINES = 700
 SCREEN = 60  # lines
+AT_THE_TOP = {
+    *("benchmarks", "docs", "examples", "launch", "megarl", "recipes", "requirements", "tests", "tools"),
+    *("CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "LICENSE", "Makefile", "README.md"),
+    *("mkdocs.yml", "pyproject.toml", "setup.py"),
+}
 
 # docs/architecture.md shows the same table to readers. A room imports only from rooms on floors below its own; a folder within a room
 # that has no floor of its own belongs to it.
@@ -161,6 +167,13 @@ def test_rooms_do_not_import_what_they_must_not_know() -> None:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert wrong == []
     assert {("cluster", "ray"), ("megatron", "megatron"), ("rollout/sglang", "sglang")} <= seen
+
+
+def test_nothing_else_lies_at_the_top() -> None:
+    """What a command has left there would come into a commit: remove it. .gitignore has outputs/."""
+    ignored = [".*", *(name.rstrip("/") for name in (ROOT / ".gitignore").read_text().split())]
+    names = {path.name for path in ROOT.iterdir()}
+    assert {name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)} == AT_THE_TOP
 
 
 def test_files_are_short() -> None:

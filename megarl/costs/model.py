@@ -42,6 +42,7 @@ from megarl.models import head_chunk_tokens, padded_vocab_size
 from megarl.models.config import SCORE_BYTES
 from megarl.models.float8 import check_base_block
 from megarl.models.table import kind_of_layer
+from megarl.util.once import Once
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
 # Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
@@ -74,12 +75,12 @@ class StageBytes:
 
 
 def model_bytes(
-    use: ModelUse, tables: dict[object, StageTensors] | None = None, stages: Iterable[int] | None = None
+    use: ModelUse, once: Once | None = None, stages: Iterable[int] | None = None
 ) -> list[StageBytes]:
     """The bytes of each pipeline stage.
 
     Args:
-        tables: gets the tensors of stages, for other layouts of the same model that have such a stage, too.
+        once: keeps the tensors of stages, for other layouts of the same model that have such a stage, too.
         stages: only these; None: all.
 
     Raises:
@@ -87,14 +88,14 @@ def model_bytes(
     """
     if use.base_block is not None:
         check_base_block(use.config, use.layout, use.base_block)
-    tables = {} if tables is None else tables
+    once = once or Once()
     return [
-        _stage(use, stage, _tensors(use, stage, tables))
+        _stage(use, stage, _tensors(use, stage, once))
         for stage in (range(use.layout.pp) if stages is None else stages)
     ]
 
 
-def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> StageTensors:
+def _tensors(use: ModelUse, stage: int, once: Once) -> StageTensors:
     """Stages with the same kinds of layers, the same ends and the same cuts hold the same tensors."""
     layout = use.layout
     kinds = tuple(
@@ -102,10 +103,8 @@ def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> S
         for chunk in layers_of(layout, use.config.num_layers, stage)
     )
     place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)
-    key = (id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp, use.indexers)
-    if key not in tables:
-        tables[key] = stage_tensors(use, stage)
-    return tables[key]
+    key = ("tensors", id(use.config), kinds, place, use.head, use.trainable, use.lora, use.mtp, use.indexers)
+    return once(key, lambda: stage_tensors(use, stage))
 
 
 def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
@@ -133,15 +132,13 @@ def _updating(use: ModelUse, tensors: StageTensors) -> int:
     return working(matrices, use.muon, use.layout.tp, use.layout.etp)
 
 
-def orthogonalising(
-    use: ModelUse, tables: dict[object, StageTensors] | None = None
-) -> list[tuple[float, float]]:
+def orthogonalising(use: ModelUse, once: Once | None = None) -> list[tuple[float, float]]:
     """By pipeline stage, the operations of its busiest rank for Muon's part of an optimizer step, and the bytes that it gathers for it."""
     assert use.muon is not None
     layout, found = use.layout, []
     shared = (layout.dp * layout.cp, layout.expert_dp) if use.distributed else (1, 1)
     for stage in range(layout.pp):
-        trained = _tensors(use, stage, {} if tables is None else tables).trained
+        trained = _tensors(use, stage, once or Once()).trained
         matrices = [tensor.matrix for tensor in trained if tensor.matrix is not None]
         found.append(busiest(matrices, use.muon, layout.tp, layout.etp, shared))
     return found

@@ -30,7 +30,7 @@ from megarl.config.loading.hub import fetch_models
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.model import divergence_bytes
-from megarl.costs.tensors import CORE_ATTENTION, FULL, ModelUse, StageTensors
+from megarl.costs.tensors import CORE_ATTENTION, FULL, ModelUse
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
@@ -50,7 +50,6 @@ class PlanInputs:
     critic: ModelConfig | None = None
     reward: ModelConfig | None = None
     teachers: dict[str, ModelConfig] = field(default_factory=dict)  # by role, of `taught_references`
-    tables: dict[object, StageTensors] = field(default_factory=dict)
     once: Once = field(default_factory=Once, compare=False, repr=False)
 
     @classmethod

@@ -273,7 +273,7 @@ def _trained(
     pool, megatron = section.resource_pool, section.megatron
     on_host = section.optim.optimizer_cpu_offload
     key = ("stages", role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu, on_host)
-    stages = inputs.once(key, lambda: model_bytes(model_use(config, inputs, role), inputs.tables))
+    stages = inputs.once(key, lambda: model_bytes(model_use(config, inputs, role), inputs.once))
     shared_head = None
     if role == "critic" and section.model.share_base:
         shared_head = inputs.model.hidden_size * precision(megatron.dtype).itemsize
@@ -336,7 +336,7 @@ def _evaluated(
     """The owners of a model that is only evaluated, in the processes of `role`."""
     section = role_facts(config, inputs, name).section
     pool, there = section.resource_pool, _when(needs, f"{name}_weights")
-    stages = model_bytes(model_use(config, inputs, name), inputs.tables)
+    stages = model_bytes(model_use(config, inputs, name), inputs.once)
     movable = leaves(config, section.megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owner(f"{name}_weights", role, pool, weights, there if movable else None)
@@ -417,7 +417,7 @@ def _plan_supervised(
     role, longest = tuned_role(config), least_tokens(config)
     use = model_use(config, inputs, role)
     parts = dict.fromkeys(trained_parts(config.megatron))
-    found = _model_owners(model_bytes(use, inputs.tables), role, GLOBAL_POOL, parts, "update", "evaluate")
+    found = _model_owners(model_bytes(use, inputs.once), role, GLOBAL_POOL, parts, "update", "evaluate")
     owners = tuple(owner for owner in found if owner.phases is None or owner.phases & {*phases})
     rows = _reserved([use.layout], None) if reserve is None else ()
     reserve = _total(rows) if reserve is None else reserve

@@ -299,7 +299,7 @@ class Search:
         if key not in self._too_large:
             try:
                 use = model_use(config, self.inputs, "actor")
-                (stage,) = model_bytes(use, self.inputs.tables, stages=[0])
+                (stage,) = model_bytes(use, self.inputs.once, stages=[0])
             except ValueError:
                 self._too_large[key] = True
                 return True

@@ -227,7 +227,7 @@ def _predicted(
 
 def _muon(config: TrainConfig, inputs: PlanInputs, role: str) -> tuple[float, float]:
     """The operations of Muon's products in an optimizer step of a role, and the bytes gathered for them: of the stage with the most."""
-    return max(orthogonalising(model_use(config, inputs, role), inputs.tables))
+    return max(orthogonalising(model_use(config, inputs, role), inputs.once))
 
 
 def model_parts(

@@ -13,7 +13,7 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -157,19 +157,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def has_unit_tests(file: Path) -> bool:
     """Whether a file may have tests of this tier."""
-    if not file.is_relative_to(TESTS) or not file.name.startswith("test_"):
+    name = _file(file)
+    if name is None or not file.name.startswith("test_"):
         return True
-    name = file.relative_to(TESTS).as_posix()
     return tier_of(name, ()) == UNIT or any(
         tier == UNIT for beginning, tier in BY_NAME.items() if beginning.startswith(name)
     )
 
 
+@cache
+def _file(path: Path) -> str | None:
+    """As BY_NAME has it; None: of a file that a test has written."""
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(TESTS):  # not of a file that a test has written
-            name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
+        if (file := _file(item.path)) is not None:
+            name = f"{file}::{item.name}"
             tier = tier_of(name, getattr(item, "fixturenames", ()))
             if tier == UNIT and item.get_closest_marker("gpu"):
                 tier = PROCESSES  # ranks on a GPU have processes of their own

@@ -31,7 +31,7 @@ ONE_PROCESS = ("rollout", "shadow", "cluster")
 WITH = dict.fromkeys(("tests/test_security.py", "tests/util/test_packages.py"), "tests/test_repository.py")
 # Long tests come first (rooms, and a file), then the other files that start processes, so that all processes end at about the same time.
 LONGEST_FIRST = ("rollout", "shadow", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
-# Of the files that start none these, with the longest of them, come first.
+# Of the files that start no process those of these rooms take longest, and come first.
 LONGEST_UNITS = ("test_recipes.py", "checkpoints", "plan", "weight_sync")
 
 

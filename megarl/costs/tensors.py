@@ -77,7 +77,6 @@ _PREDICTION = re.compile(r"\d+:mtp\.layers\.(\d+)\.([a-z_]+)\..*")
 _IN_PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _PARTS = ("embedding.", "decoder.", "mtp.", "")  # of a model, by the beginnings of names
 
-
 CORE_ATTENTION = ("core_attn",)  # Megatron's recompute_modules, where none are given
 
 

@@ -91,10 +91,10 @@ def test_a_served_model_answers_as_hugging_faces(model, server):
     agent = openai.OpenAI(base_url=f"{url}/v1", api_key=session["key"], max_retries=0)
     first = agent.chat.completions.create(**ask, n=2)
     follow = [*MESSAGES, first.choices[1].message, {"role": "user", "content": "So?"}]
-    drawn = agent.chat.completions.create(**{**ask, "messages": follow, "temperature": 1.0})  # it may end early
+    drawn = agent.chat.completions.create(**{**ask, "messages": follow, "temperature": 1.0})
     ended = httpx.post(f"{url}/session/end", headers={"x-api-key": session["key"]}).json()
     assert [one["num_turns"] for one in ended["trajectories"]] == [1, 2]
-    trained = [12, 12 + drawn.usage.completion_tokens]
+    trained = [12, 12 + drawn.usage.completion_tokens]  # which may have ended early
     assert [sum(one["response_mask"]) for one in ended["trajectories"]] == trained
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) in (0, -signal.SIGTERM)

@@ -29,8 +29,12 @@ def test_a_unit_test_starts_no_process() -> None:
         RuntimeError, match=r"test_a_unit_test_starts_no_process.* enter its tier in tests/tiers\.py"
     ):
         subprocess.run(["true"], check=True)
-    with pytest.raises(RuntimeError, match="enter its tier"):
-        os.fork()
+    for start in (os.fork, os.forkpty):
+        with pytest.raises(RuntimeError, match="enter its tier"):
+            start()
+    for spawn in (os.posix_spawn, os.posix_spawnp):
+        with pytest.raises(RuntimeError, match="enter its tier"):
+            spawn("/bin/true", ["true"], {})
     with pytest.raises(RuntimeError, match="enter its tier"):
         multiprocessing.get_context("spawn").Process(target=print).start()
 

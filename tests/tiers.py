@@ -130,7 +130,7 @@ SMOKE = (
     "trainer/test_tuning_runs.py",
     "weight_sync/",
 )
-# What starts a process: patched, since an audit hook would be called millions of times (by each `id()`, too).
+# What starts a process. Patched: an audit hook would hear of everything else, too, down to each `id()`.
 STARTS: Sequence[tuple[Any, str]] = (
     *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp")),
     (subprocess.Popen, "__init__"),

@@ -135,10 +135,10 @@ def _updating(use: ModelUse, tensors: StageTensors) -> int:
 def orthogonalising(use: ModelUse, once: Once | None = None) -> list[tuple[float, float]]:
     """By pipeline stage, the operations of its busiest rank for Muon's part of an optimizer step, and the bytes that it gathers for it."""
     assert use.muon is not None
-    layout, found = use.layout, []
+    layout, once, found = use.layout, once or Once(), []
     shared = (layout.dp * layout.cp, layout.expert_dp) if use.distributed else (1, 1)
     for stage in range(layout.pp):
-        trained = _tensors(use, stage, once or Once()).trained
+        trained = _tensors(use, stage, once).trained
         matrices = [tensor.matrix for tensor in trained if tensor.matrix is not None]
         found.append(busiest(matrices, use.muon, layout.tp, layout.etp, shared))
     return found

@@ -23,12 +23,13 @@ if step:
 print(f"run folder: {folder}")
 if not step:
     subprocess.Popen(["sleep", "100"], start_new_session=True)
+again = bool(step)
 while step < 4:
     step += 1
     time.sleep(0.2)
-    print(f"step {step}/4  loss 1.0")
-    if step == 3:
-        time.sleep(0.5)  # finished, and not yet saved
+    print(f"step {step}/4  loss 1.0", flush=True)
+    if step == 3 and not again:
+        time.sleep(1000)  # finished, and never saved
     saved.write_text(str(step))
 """
 # What is said of a run that came to its end unharmed.

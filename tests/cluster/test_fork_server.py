@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from megarl.cluster import ProcessKind, WorkerDied, WorkerFailed, open_cluster_s
 from megarl.cluster.fork_server import interpreter, start_fork_server
 from megarl.cluster.guard import marked_processes, parent_of
 from tests.cluster.processes import alive_after
+from tests.waiting import wait_for
 
 KIND = ProcessKind(("wave", "numpy"), (("OMP_NUM_THREADS", "1"),))
 # A module whose import takes as long as a file is there.
@@ -48,6 +48,14 @@ def serving(path: str) -> list[int]:
     return sorted(found)
 
 
+def is_connected(pid: int) -> bool:
+    """Whether a process has a Unix socket that is connected, be it to one that has not accepted it yet."""
+    files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    connected = "03"  # include/uapi/linux/net.h of Linux: SS_CONNECTED
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return any(f"socket:[{fields[6]}]" in files for fields in sockets if fields[5] == connected)
+
+
 def run_by(path: str, script: Path, *arguments: str, **options) -> subprocess.Popen:
     """What Ray does to start a worker: the interpreter, then the command's arguments."""
     command = f"exec {interpreter(path)} {script} {' '.join(arguments)}"
@@ -61,11 +69,9 @@ def write(file: Path, text: str) -> Path:
 
 def text_of(file: Path, seconds: float = 20.0) -> str:
     """The text of a file that another process is writing."""
-    deadline = time.monotonic() + seconds
-    while not file.exists() or not file.read_text().endswith("\n"):
-        assert time.monotonic() < deadline, file
-        time.sleep(0.02)
-    return file.read_text()
+    return wait_for(
+        lambda: file.exists() and (text := file.read_text()).endswith("\n") and text, seconds, lambda: file
+    )
 
 
 def test_ranks_have_the_imports_and_are_as_others_in_all_else(start_group, fork_server):
@@ -160,9 +166,7 @@ def test_who_does_not_wait_gets_no_copy(fork_server, tmp_path, monkeypatch):
     script = write(tmp_path / "script.py", f"import sys; print(sys.argv[1], file=open({str(ran)!r}, 'a'))")
     path = fork_server(ProcessKind(("slow_module",), ()))
     gone = run_by(path, script, "gone")
-    while "fork-server" not in Path(f"/proc/{gone.pid}/cmdline").read_text():  # bash has yet to become it
-        time.sleep(0.02)
-    time.sleep(0.5)
+    wait_for(lambda: is_connected(gone.pid))
     gone.kill()
     gone.wait()
     hold.unlink()
@@ -181,10 +185,7 @@ def test_it_ends_with_the_parent_of_who_asked_first(fork_server, tmp_path):
     assert serving(path) and raylet.poll() is None
     os.killpg(raylet.pid, signal.SIGKILL)
     raylet.wait()
-    deadline = time.monotonic() + 5
-    while serving(path):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not serving(path), 5)
 
 
 def test_a_cluster_setup_has_a_fork_server_for_each_kind_and_leaves_nothing():

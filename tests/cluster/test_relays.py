@@ -22,6 +22,7 @@ from megarl.cluster import (
 from megarl.cluster.relays import RelayedGroup, group_kind, shares_of
 from tests.cluster.conftest import start_ranks
 from tests.cluster.processes import alive
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +74,11 @@ def test_calls_are_executed_in_order(relayed):
     assert last == [[1, 2, 4], [1, 2, 3, 4], [1, 2, 4]]
 
 
-def test_a_killed_rank_ends_a_hung_call(start_relayed):
+def test_a_killed_rank_ends_a_hung_call(start_relayed, tmp_path):
     """Which shares its relay, and has answered."""
     group = start_relayed()
     refs = group.call("hang_if", 1)
-    time.sleep(0.3)
+    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank1.log").read_text())
     begin = time.monotonic()
     os.kill(group.pids[2], signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -89,7 +90,7 @@ def test_a_killed_rank_ends_a_hung_call(start_relayed):
 def test_a_killed_relay_is_named(start_relayed, tmp_path):
     group = start_relayed()
     refs = group.call("hang_if", 1)
-    time.sleep(0.3)
+    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank1.log").read_text())
     relay = group.watched[4]
     os.kill(relay.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -118,11 +119,10 @@ def test_a_group_works_on_after_an_exception(relayed):
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_earliest_exception_is_reported(relayed, first):
+def test_the_earliest_exception_is_reported(relayed, first, tmp_path):
     """Whichever relay it comes by."""
-    seconds = [0.1 if rank == first else 0.6 for rank in range(3)]
-    with pytest.raises(WorkerFailed, match=r"RuntimeError: failed after 0\.1") as caught:
-        wait(relayed.call("fail_after", *seconds), [relayed])
+    with pytest.raises(WorkerFailed, match=r"RuntimeError: failed first") as caught:
+        wait(relayed.call("fail_in_turn", first, str(tmp_path / "failed")), [relayed])
     assert caught.value.rank == first
     others = str(caught.value).partition("also: ")[2]
     assert all(f"actor rank {rank} " in others for rank in {0, 1, 2} - {first})
@@ -153,8 +153,7 @@ def test_a_timeout_names_the_silent_rank_alone(start_relayed, tmp_path):
     with pytest.raises(WaitTimeout, match=r"no answer within 1 s") as caught:
         wait(group.call("hang_if", 2), [group], timeout=1)
     assert caught.value.silent == ["actor rank 2"]
-    time.sleep(0.3)
-    assert "in hang_if" in (tmp_path / "actor-rank2.log").read_text()
+    wait_for(lambda: "in hang_if" in (tmp_path / "actor-rank2.log").read_text())
 
 
 def test_a_rank_that_was_started_anew_is_called(start_relayed):

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from megarl.cluster import worker
 from megarl.cluster.report import ProcessStacks, RankStacks, stacks_here
 from megarl.util import rendezvous
 from megarl.weight_sync import inbox, links
+from tests.waiting import wait_for
 
 CODE = """
 import subprocess, time
@@ -33,10 +33,7 @@ def test_stacks_of_a_rank_and_of_what_it_started(tmp_path):
         environment = {**os.environ, "MEGARL_RANK": "stacks"}
         process = subprocess.Popen([sys.executable, "-c", CODE], stdout=file, stderr=file, env=environment)
     try:
-        deadline = time.monotonic() + 30
-        while "ready" not in log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: "ready" in log.read_text())
         rank = (process.pid, "MEGARL_RANK=stacks", str(log))
         (found,) = stacks_here([rank])
         own, child = found.processes

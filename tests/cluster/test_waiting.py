@@ -15,12 +15,13 @@ from megarl.cluster.waiting import MissingReporter
 from megarl.weight_sync import links
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
 from tests.cluster.test_report import stacks_in
+from tests.waiting import wait_for
 
 
 def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
     group = start_group("actor", 2)
     refs = group.call("hang_if", 1)
-    time.sleep(0.3)
+    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank1.log").read_text())
     begin = time.monotonic()
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -35,11 +36,11 @@ def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
         assert part in str(error)
 
 
-def test_a_death_elsewhere_ends_a_hung_call(start_group):
+def test_a_death_elsewhere_ends_a_hung_call(start_group, tmp_path):
     """The dead process is of another group, and idle; the one that was called hangs."""
     actor, critic = start_group("actor", 1), start_group("critic", 2)
     refs = actor.call("hang_if", 0)
-    time.sleep(0.3)
+    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank0.log").read_text())
     begin = time.monotonic()
     os.kill(critic.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="critic rank 1"):
@@ -103,12 +104,12 @@ def test_a_group_works_on_after_an_exception(start_group):
     assert wait(group.call("hang_if", 5), [group]) == [0, 1]
 
 
-def test_the_death_is_reported_not_what_it_caused(start_group):
+def test_the_death_is_reported_not_what_it_caused(start_group, tmp_path):
     """Rank 0 raises "Connection closed by peer" because rank 1 was killed."""
     group = start_group("actor", 2)
     wait(group.call("meet"), [group], timeout=20)
     refs = group.call("hang_on_peer")
-    time.sleep(0.3)
+    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank0.log").read_text())
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="actor rank 1") as caught:
         wait(refs, [group])
@@ -122,10 +123,10 @@ def test_a_death_that_takes_its_time_is_reported_where_a_connection_was_lost(sta
         wait(group.call("lose_peer", 2.5), [group])
 
 
-def test_the_earliest_exception_is_reported(start_group):
+def test_the_earliest_exception_is_reported(start_group, tmp_path):
     group = start_group("actor", 2)
-    with pytest.raises(WorkerFailed, match=r"RuntimeError: failed after 0\.1") as caught:
-        wait(group.call("fail_after", 0.6, 0.1), [group])
+    with pytest.raises(WorkerFailed, match=r"RuntimeError: failed first") as caught:
+        wait(group.call("fail_in_turn", 1, str(tmp_path / "failed")), [group])
     assert caught.value.rank == 1
     assert "also: actor rank 0" in str(caught.value)
 
@@ -167,11 +168,10 @@ def test_a_timeout_names_the_silent_ranks_and_shows_where_they_are(start_group, 
     begin = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"no answer within 0.5 s from 1 of 3 calls") as caught:
         wait(group.call("hang_if", 2), [group], timeout=0.5)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 5
     assert caught.value.silent == ["actor rank 2"]
     assert str(tmp_path / "actor-rank2.log") in str(caught.value)
-    time.sleep(0.3)
-    assert "in hang_if" in (tmp_path / "actor-rank2.log").read_text()
+    wait_for(lambda: "in hang_if" in (tmp_path / "actor-rank2.log").read_text())
     assert alive(group.pids) == group.pids
 
 

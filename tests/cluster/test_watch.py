@@ -25,20 +25,21 @@ def quick(monkeypatch):
 def test_signs_of_life():
     """Of a process that sleeps, works, is stopped, and of its children."""
     code = (
-        "import os, sys, time\nwhile True:\n  time.sleep(float(sys.argv[1])) if sys.argv[1] != '0' else None"
+        "import sys, time\nprint('begun', flush=True)\n"
+        "while True:\n  time.sleep(float(sys.argv[1])) if sys.argv[1] != '0' else None"
     )
     environment = {**os.environ, "MEGARL_RANK": "b"}
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, seconds], env=env)
+        subprocess.Popen([sys.executable, "-c", code, seconds], env=env, stdout=subprocess.PIPE)
         for seconds, env in (("1000", None), ("0", environment), ("1000", environment))
     ]
     a, b, child = (process.pid for process in processes)
     ranks = {a: "MEGARL_RANK=a", b: "MEGARL_RANK=b"}
     try:
-        time.sleep(1)
+        assert [process.stdout.readline() for process in processes] == [b"begun\n"] * 3
         before = signs_of_life(ranks)
         os.kill(child, signal.SIGSTOP)
-        time.sleep(1)
+        time.sleep(1)  # in which some work
         after = signs_of_life(ranks)
         work = {mark: after[mark].work - before[mark].work for mark in after}
         assert work["MEGARL_RANK=a"] < watch.IDLE_WORK < work["MEGARL_RANK=b"]
@@ -48,7 +49,7 @@ def test_signs_of_life():
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     assert signs_of_life(ranks) == {}
 
 
@@ -159,11 +160,10 @@ import subprocess, sys, threading, time
 import megarl, ray
 from megarl.cluster import ending_when_stuck, watch
 watch.STUCK_SECONDS, watch.STOPPED_SECONDS, watch._LOOK_SECONDS = 1.0, 1.0, 0.1
-exec(compile("def wait(seconds): time.sleep(seconds)", sys.argv[3] or ray.__file__, "exec"))
 exec(compile("def train(seconds): wait(seconds)", megarl.__file__, "exec"))
 with ending_when_stuck(75):
     server = subprocess.Popen([sys.argv[1], "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    print(server.pid, flush=True)
+    exec(compile("def wait(seconds): print(server.pid, flush=True); time.sleep(seconds)", sys.argv[3] or ray.__file__, "exec"))
     train(float(sys.argv[2]))
 print("went on")
 """
@@ -195,7 +195,6 @@ def start(tmp_path):
 @pytest.mark.parametrize("number, words", [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is stopped")])
 def test_it_ends_says_where_it_was_and_asks_to_be_started_again(start, number, words):
     controller, server = start(100)
-    time.sleep(0.5)
     os.kill(server, number)
     assert controller.wait(30) == 75
     message = controller.stderr.read()

@@ -118,6 +118,7 @@ class Rank:
 
     def hang_on_peer(self) -> None:
         """As a collective does when a peer dies: hangs, and raises once the connection is gone."""
+        print("I hang now")
         if not self.peer.recv(1):
             raise ConnectionError("Connection closed by peer")
 
@@ -163,9 +164,15 @@ class Rank:
             raise LocalError(3, 4)
         time.sleep(1000)
 
-    def fail_after(self, *seconds: float) -> None:
-        time.sleep(seconds[self.info.rank])
-        raise RuntimeError(f"failed after {seconds[self.info.rank]}")
+    def fail_in_turn(self, first: int, file: str) -> None:
+        """`first` raises, having written the file, and the others a while after it."""
+        if self.info.rank == first:
+            Path(file).touch()
+            raise RuntimeError("failed first")
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        raise RuntimeError("failed later")
 
     def lose_at_once(self, rank: int, seconds: float) -> None:
         """`rank` raises as if another had closed its connection, before the others have raised why."""

@@ -31,6 +31,7 @@ from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.inputs import load_train_inputs
 from megarl.trainer.stages.rollouts import generate
+from tests.waiting import wait_for
 
 # 16 requests an engine, 4 of which are answered at a time: most are open when the first come.
 SAMPLING = SamplingParams(max_new_tokens=64, seed=7, ignore_eos=True)
@@ -127,10 +128,7 @@ def test_while_nobody_needs_it(served: Served) -> None:
     engines, actor = served.roles.engines, served.roles.actor.group
     before = served.roles.restarts.count
     os.kill(served.scheduler(0), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not engines.processes[0].is_dead:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: engines.processes[0].is_dead, 10)
     assert served.run.wait(actor.call("memory"))
     with served.roles.memory.phase("sync"):
         sync_weights(served.run, served.roles, 2)
@@ -145,10 +143,7 @@ def test_between_two_generations_of_a_step(served: Served) -> None:
     restarts, engines = served.roles.restarts, served.roles.engines
     before, version = restarts.count, restarts.version
     os.kill(served.scheduler(1), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not engines.processes[1].is_dead:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: engines.processes[1].is_dead, 10)
     restarts.replace_lost()
     assert restarts.count == before + 1 and restarts.lacks_weights
     answers = served.answer()

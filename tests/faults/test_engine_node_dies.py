@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from megarl.trainer.roles.weight_sync import sync_weights
 from tests.faults.test_engine_dies import OVERRIDES, Served, serving
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 TWO_NODES = [
@@ -49,10 +49,7 @@ def test_while_nobody_needs_it(served: Served) -> None:
     """The process of the second node is killed itself; the next version comes to all of the new engine."""
     engines = served.roles.engines
     os.kill(engines.pids[1], signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not engines.processes[1].is_dead:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: engines.processes[1].is_dead, 10)
     with served.roles.memory.phase("sync"):
         metrics = sync_weights(served.run, served.roles, 2)
     assert metrics["sync/bytes_written_max_per_rank"] > 0

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.cluster.processes import ROOT, alive_after, start_controller
+from tests.waiting import wait_for
 
 DEATH_SECONDS, HANG_SECONDS = 15, 90
 RAY_SECONDS = 60  # for which Ray would wait for a GCS server
@@ -54,9 +55,7 @@ def test_a_killed_server_of_a_cluster_that_was_joined(start_run, joined, tmp_pat
     begun = time.monotonic()
     for pid in servers.values() if server == "both" else [servers[server]]:
         os.kill(pid, signal.SIGKILL)
-    while not list((tmp_path / "failures").glob("*.txt")):
-        assert time.monotonic() - begun < DEATH_SECONDS
-        time.sleep(0.05)
+    wait_for(lambda: list((tmp_path / "failures").glob("*.txt")), DEATH_SECONDS)
     assert family.process.wait(RAY_SECONDS - DEATH_SECONDS) == 1
     family.is_gone(RAY_SECONDS - (time.monotonic() - begun))
     text = (tmp_path / "stderr").read_text()
@@ -102,12 +101,13 @@ def test_a_server_is_killed_while_ray_starts(tmp_path, server):
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
-        deadline = time.monotonic() + 60
-        family = _family(process.pid)
-        while not any("raylet/raylet" in title for title in family.values()):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
+
+        def family_with_raylet() -> dict[int, str] | None:
+            assert process.poll() is None
             family = _family(process.pid)
+            return family if any("raylet/raylet" in title for title in family.values()) else None
+
+        family = wait_for(family_with_raylet)
         (victim,) = [pid for pid, title in family.items() if title.partition(" ")[0].endswith(f"/{server}")]
         os.kill(victim, signal.SIGKILL)
         begun = time.monotonic()

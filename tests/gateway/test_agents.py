@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -16,6 +15,7 @@ from megarl.gateway.copies import ForkServer
 from megarl.gateway.sandboxes.interface import kept_environment
 from megarl.rollout.engine import EngineError
 from tests.gateway.conftest import MODEL
+from tests.waiting import wait_for
 
 HEAD = f"""
 import json, os, sys, time, subprocess, urllib.request
@@ -67,13 +67,6 @@ def play(serve, tmp_path):
         return served, None
 
     return run
-
-
-def wait_for(condition):
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < 60
-        time.sleep(0.1)
 
 
 def notes(trajectory):

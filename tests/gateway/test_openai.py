@@ -12,6 +12,7 @@ from megarl.gateway.service import Limits
 from megarl.rollout.engine import EngineError
 from tests.data.test_published_templates import TOOLS, user
 from tests.gateway.conftest import MODEL, OWNER
+from tests.waiting import wait_for
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
 
@@ -248,13 +249,6 @@ def test_a_failed_engine_is_an_error_and_no_turn(serve):
     assert client.chat.completions.create(model=MODEL, messages=[user("a")]).choices[0].message.content == "x"
 
 
-def until(condition):
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < 20
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_aborted_and_leaves_no_turn(serve, stream):
     served = serve(["word " * 200], delay=0.05, piece=8)
@@ -267,7 +261,7 @@ def test_a_client_that_leaves_is_aborted_and_leaves_no_turn(serve, stream):
     else:
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.5).chat.completions.create(model=MODEL, messages=[user("a")])
-    until(lambda: served.policy.aborted and session.in_flight == 0)
+    wait_for(lambda: served.policy.aborted and session.in_flight == 0)
     assert not session.tree.turns and session.trajectories() == []
 
 

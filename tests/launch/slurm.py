@@ -6,12 +6,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "tests/launch/slurm_cluster.sh"
@@ -82,10 +83,7 @@ class Slurm:
 
     def wait(self, job: str, holds: Callable[[], bool], seconds: float) -> None:
         """Wait until something holds."""
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, self.everything(job)
-            time.sleep(0.3)
+        wait_for(holds, seconds, lambda: self.everything(job), apart=0.3)
 
     def facts(self, job: str) -> dict[str, str]:
         """What Slurm shows of a job."""

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.launch.kubernetes import NAMESPACES, Cluster, obstacle, running
 from tests.launch.played import LOG
 from tests.launch.test_docs import KUBERAY, PAGE
 from tests.launch.test_kuberay import EXAMPLES, FULL, NEEDED, ROOT
+from tests.waiting import wait_for
 
 OBSTACLE = obstacle()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))]
@@ -57,10 +57,7 @@ def run(command: str, input: str | None = None) -> subprocess.CompletedProcess:
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.2)
+    wait_for(holds, told=lambda: what, apart=0.2)
 
 
 def left(cluster: Cluster) -> list[str]:

@@ -5,9 +5,9 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.waiting import wait_for
 
 NODE = Path(__file__).resolve().parents[2] / "launch/slurm/node.sh"
 # Its servers answer; the first starts are given up after that, when its devices are waited for, as on a machine that stands still.
@@ -116,17 +116,10 @@ def test_a_worker_follows_a_head_that_was_started_again(tmp_path: Path) -> None:
         for count, head in enumerate(("10.0.0.1:6400", "10.0.0.1:6408"), 1):
             (tmp_path / "head.new").write_text(f"{head}\n")
             (tmp_path / "head.new").rename(tmp_path / "head")
-            until(lambda count=count: starts.exists() and len(starts.read_text().splitlines()) == count)
+            wait_for(lambda count=count: starts.exists() and len(starts.read_text().splitlines()) == count)
             assert f" --address {head} " in starts.read_text().splitlines()[-1]
         (tmp_path / "done").write_text("0\n")
         assert process.wait(30) == 0, (tmp_path / "said").read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import yaml
 
 from megarl.cli.main import main
 from megarl.launch.skypilot import TOKEN
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 6400  # of the script's Ray
@@ -104,12 +104,12 @@ sys.exit(int((folder / "go").read_text()))
     def up(self) -> dict:
         """What megarl was given, once it runs."""
         facts = self.folder / "facts.json"
-        end = time.monotonic() + 150
-        while not facts.exists():
-            assert time.monotonic() < end and all(process.poll() is None for process in self.processes), (
-                self.log(0) + self.log(1)
-            )
-            time.sleep(0.2)
+
+        def there() -> bool:
+            assert all(process.poll() is None for process in self.processes), self.log(0) + self.log(1)
+            return facts.exists()
+
+        wait_for(there, 150, lambda: self.log(0) + self.log(1))
         return json.loads(facts.read_text())
 
     def own(self) -> list[psutil.Process]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from examples.arithmetic import arithmetic_texts, write_arithmetic
 from examples.tiny_model import make_tiny_model
 from tests.launch.slurm import ROOT, Slurm, obstacle, slurm_cluster
+from tests.waiting import wait_for
 
 TRAIN, SWEEP, ATTACH = (
     ROOT / "launch/slurm" / name for name in ("train.sbatch", "sweep.sbatch", "attach.sh")
@@ -234,10 +235,7 @@ def test_the_quickstart_runs_across_both_nodes(slurm: Slurm, trained: tuple[str,
 
 def test_nothing_of_a_job_outlives_it(slurm: Slurm, trained: tuple[str, Path]) -> None:
     """Ray's agents end when they see that their raylet has, within seconds."""
-    deadline = time.monotonic() + 30
-    while (others := slurm.names() - {"unshare", "slurmd", "slurmstepd"}) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not others
+    wait_for(lambda: not slurm.names() - {"unshare", "slurmd", "slurmstepd"}, 30, slurm.names, apart=0.2)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from tests.cluster.processes import alive, alive_after, guards_of
 from tests.disks import small_disk
 from tests.fixtures.runs import PPO, REPOSITORY, command, environment, megarl, on
+from tests.waiting import wait_for
 
 END_SECONDS = 15
 # As little as a run needs: two actor ranks that wait for each other, one engine, no critic, no reference.
@@ -82,10 +83,12 @@ def start(task: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
 def run(start: Callable[..., subprocess.Popen], tmp_path: Path) -> LiveRun:
     """A run that has taken its first step."""
     process = start()
-    deadline = time.monotonic() + 200
-    while "step 1/" not in (tmp_path / "stdout").read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "stderr").read_text()
-        time.sleep(0.1)
+
+    def has_taken_a_step() -> bool:
+        assert process.poll() is None, (tmp_path / "stderr").read_text()
+        return "step 1/" in (tmp_path / "stdout").read_text()
+
+    wait_for(has_taken_a_step, 200, (tmp_path / "stderr").read_text)
     pids, scratch = _family(process.pid)
     # one each of the cluster and its three ranks
     assert len(scratch) == 4 and all(os.path.isdir(folder) for folder in scratch), scratch

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.fixtures.runs import (
     succeed,
 )
 from tests.trainer.test_reward_model_runs import judged_steps
+from tests.waiting import wait_for
 
 # Dynamic sampling, so that how many prompts a step draws depends on scores; a sampler that learns from them, too.
 RECIPE = [
@@ -241,10 +241,12 @@ def started(whole: FinishedRun, tmp_path: Path) -> Iterator[subprocess.Popen]:
             command("train", *whole.arguments, f"trainer.default_local_dir={tmp_path}/run"),
             cwd=REPOSITORY, env=environment(), stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while "checkpoint: " not in (tmp_path / "stdout").read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "stdout").read_text()
-        time.sleep(0.02)
+
+    def has_saved() -> bool:
+        assert process.poll() is None, (tmp_path / "stdout").read_text()
+        return "checkpoint: " in (tmp_path / "stdout").read_text()
+
+    wait_for(has_saved, 200, (tmp_path / "stdout").read_text)
     yield process
     process.kill()
     process.wait()

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megarl.checkpoints import steps_in
 from megarl.data.trajectories import read_trajectories
 from tests.fixtures.runs import REPOSITORY, command, environment, steps, succeed
+from tests.waiting import wait_for
 
 # Four responses at a time of the twelve that two steps' prompts have: most are open when a step has its batch.
 RECIPE = [
@@ -58,9 +58,13 @@ def test_a_killed_run_goes_on_and_loses_nothing(task: Path, tmp_path: Path) -> N
     folder = tmp_path / "run"
     run = command("train", *arguments(task, "fully_async", folder))
     process = subprocess.Popen(run, cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL)
-    while not (folder / "checkpoints").exists() or 3 not in steps_in(folder / "checkpoints"):
+    checkpoints = folder / "checkpoints"
+
+    def has_saved() -> bool:
         assert process.poll() is None
-        time.sleep(0.02)
+        return checkpoints.exists() and 3 in steps_in(checkpoints)
+
+    wait_for(has_saved, 200)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     newest = max(steps_in(folder / "checkpoints"))

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from megarl.gateway.sandboxes.containers import Container
 from megarl.gateway.sandboxes.interface import AgentProcess
+from tests.waiting import wait_for
 
 # A container is no child of `docker run`: a group of its own, which `docker rm --force` ends.
 DOCKER = """#!PYTHON
@@ -55,13 +55,6 @@ def given(arguments: list[str], name: str) -> list[str]:
 def ended(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status")
     return not status.exists() or "zombie" in status.read_text()
-
-
-def wait_for(condition):
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < 60
-        time.sleep(0.05)
 
 
 def test_an_agent_runs_in_a_container_of_its_tasks_image(settings, docker, play, tmp_path):

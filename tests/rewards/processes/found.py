@@ -1,9 +1,6 @@
 """What processes there are."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def descendants(pid: int) -> list[int]:
@@ -23,13 +20,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """What `condition` returns, once that is true."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.05)
-    raise AssertionError(f"not true within {seconds:g} s")

@@ -1,5 +1,6 @@
 """The Scorer with real worker processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from megarl.rewards.processes import scorer as scorer_module
 from megarl.rewards.processes.scorer import Scorer
 from megarl.rewards.registry import RewardSpec
 from megarl.rewards.sample import Sample, Score
-from tests.rewards.processes.found import is_running, wait_for
+from tests.rewards.processes.found import is_running
+from tests.waiting import wait_for
 
 REWARD = """
 import asyncio, ctypes, os, subprocess, sys, time
@@ -38,6 +40,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         "no GIL given back": lambda: ctypes.PyDLL(None).sleep(100),
         "child": lambda: [subprocess.Popen(["sleep", "100"]), os._exit(0)],
     }
+    if "begun" in (extra_info or {}):
+        open(extra_info["begun"], "w").close()
     if solution_str in actions:
         return actions[solution_str]()
     return {"score": float(solution_str) + float(ground_truth), "extra": extra_info["index"], "pred": data_source}
@@ -294,6 +298,7 @@ def test_closing_ends_workers_that_hang(file):
 
 def test_workers_die_with_the_controller(file, tmp_path):
     """Also while they are in C code that never comes back."""
+    begun = tmp_path / "begun"
     code = (
         "import sys, time\n"
         "from megarl.rewards.registry import RewardSpec\n"
@@ -302,12 +307,12 @@ def test_workers_die_with_the_controller(file, tmp_path):
         f"scorer = Scorer(RewardSpec(custom_path={file!r}), num_workers=1, timeout=100.0)\n"
         "scorer.submit([Sample('a', 'mine', '', 'pid', '', None)])\n"
         "print(int(scorer.collect()['a'].score), flush=True)\n"
-        "scorer.submit([Sample('a', 'mine', '', 'no GIL given back', '', None)])\n"
+        f"scorer.submit([Sample('a', 'mine', '', 'no GIL given back', '', {json.dumps({'begun': str(begun)})!r})])\n"
         "scorer.collect()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
         pid = int(controller.stdout.readline())
-        time.sleep(0.3)
+        wait_for(begun.exists)
         assert is_running(pid)
         controller.send_signal(signal.SIGKILL)
-    wait_for(lambda: not is_running(pid))
+    wait_for(lambda: not is_running(pid), 10)

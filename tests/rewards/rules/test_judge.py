@@ -14,6 +14,7 @@ from megarl.rewards.processes.scorer import Scorer
 from megarl.rewards.registry import RewardSpec
 from megarl.rewards.rules import judge
 from megarl.rewards.sample import Sample
+from tests.waiting import wait_for
 
 SETTINGS = judge.JudgeSettings(
     **asdict(JudgeConfig(model="grader", prompt="{prompt}|{ground_truth}|{response}"))
@@ -51,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         if wish == "hangs once" and number == 1:
             time.sleep(20)  # in a daemon thread, which nobody waits for
         if wish == "slow":
-            time.sleep(0.2)
+            wait_for(lambda: self.server.most >= 4, 10)
+            time.sleep(0.2)  # for others that come, too
         if wish == "odd":
             return self.send(200, {"result": 1})
         text = "I cannot say." if wish == "mute" else "It is good: Score: 0.2, or rather\nScore: **0.75**"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.sandbox.sandbox import Limits, best_isolation, run_tests
-from tests.rewards.processes.found import descendants, is_running, wait_for
+from tests.rewards.processes.found import descendants, is_running
+from tests.waiting import wait_for
 
 # A program reads the name of what it does from its input.
 PROGRAM = """

@@ -17,6 +17,7 @@ from megarl.cluster.guard import NAMES, remove_scratch
 from megarl.rollout.engine import EngineConfig, EngineError, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from tests.rollout.runner import EngineProcess, OwnerDied
+from tests.waiting import wait_for
 
 FEW_SECONDS = 10
 
@@ -24,16 +25,6 @@ FEW_SECONDS = 10
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def wait_for(condition, seconds: float):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(f"{condition} not within {seconds} s")
 
 
 def schedulers(owner: psutil.Process) -> list[psutil.Process]:

@@ -149,7 +149,7 @@ def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play
     play.release.clear()
     with play.batches.during_learning(1):
         time.sleep(0.3)  # learning
-        threading.Timer(0.5, play.release.set).start()
+        threading.Timer(1.0, play.release.set).start()
     seconds = play.run.seconds
     assert 0.4 < seconds["ahead_wait"] < seconds["ahead"] - 0.2
     assert seconds["ahead_overlap"] == pytest.approx(seconds["ahead"] - seconds["ahead_wait"])

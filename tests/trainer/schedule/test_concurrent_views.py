@@ -55,10 +55,11 @@ def test_its_exception_is_raised_by_the_main_threads_next_look() -> None:
 @pytest.mark.parametrize("asks", [False, True])
 def test_it_ends_when_it_is_told(asks: bool) -> None:
     """Whether it waits for ranks, or for the main thread."""
-    background, ended = Background("task"), []
+    background, begun, ended = Background("task"), threading.Event(), []
     watch = InterruptedWatch(60.0, None, background.obey)
 
     def task() -> None:
+        begun.set()
         try:
             if asks:
                 background.ask(lambda: None)
@@ -70,10 +71,10 @@ def test_it_ends_when_it_is_told(asks: bool) -> None:
             raise
 
     background.start(task)
-    time.sleep(0.1)
-    begun = time.monotonic()
+    assert begun.wait(30)
+    told = time.monotonic()
     background.end()
-    assert time.monotonic() - begun < 2 and ended == [True] and no_thread_is_left()
+    assert time.monotonic() - told < 2 and ended == [True] and no_thread_is_left()
 
 
 def test_what_the_main_thread_finds_while_it_waits_is_raised() -> None:

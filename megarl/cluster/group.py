@@ -86,7 +86,7 @@ class WorkerGroup:
             around: "package.module:function", imported in the ranks: called with a method's name it returns a context manager, which
                 each call of that method runs in.
             fork_server: the socket of a fork server with the imports of these ranks; ranks with a GPU do not use it.
-            spared_groups: those of `watched_groups` whose dead processes do not matter meanwhile; the sequence may grow later.
+            spared_groups: the ones of `watched_groups` whose dead processes do not matter during the start; the sequence may grow later.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.

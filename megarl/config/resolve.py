@@ -139,7 +139,7 @@ def all_references(config: TrainConfig) -> dict[str, RefConfig]:
 
 
 def references(config: TrainConfig) -> dict[str, RefConfig]:
-    """Those of `all_references` that are Megatron models."""
+    """The references that are Megatron models, by role."""
     return {role: section for role, section in all_references(config).items() if section.engine is None}
 
 
@@ -256,7 +256,7 @@ def plays_turns(rollout: RolloutConfig) -> bool:
 
 
 def validates_concurrently(config: TrainConfig) -> bool:
-    """Whether validations have engines of their own, and training goes on meanwhile."""
+    """Whether validations have engines of their own, and training goes on while they last."""
     return config.trainer.eval_mode == CONCURRENT
 
 

@@ -1,4 +1,4 @@
-"""Of step `kernels`: those of gpt-oss' attention (Transformer Engine's) and of gated delta nets (flash-linear-attention's), compared with torch."""
+"""The part of step `kernels` for gpt-oss' attention (Transformer Engine's) and for gated delta nets (flash-linear-attention's), compared with torch."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def wrap_for_training(
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Have all of the weights that an optimizer's step has changed on each rank, where `overlap_param_gather` has put it off.
 
-    Megatron gathers before the forward pass of the module that has a weight. Whoever reads weights elsewhere (heads, the weight sync,
-    checkpoints, moves to the host) needs this first. Collective over data parallel ranks.
+    Megatron gathers before the forward pass of the module that has a weight. Code that reads weights elsewhere (heads, the weight
+    sync, checkpoints, moves to the host) needs this first. Collective over data parallel ranks.
     """
     for group in _bucket_groups(chunks):
         if not group.param_gather_dispatched or group.param_gather_handle is not None:

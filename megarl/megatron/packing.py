@@ -588,7 +588,7 @@ def _arrange(
         arrays["is_routed"] = spread(np.ones(len(places), bool), bool, places)
     later_counts: tuple[int, ...] = ()
     if depth:
-        # A sequence's token at j counts where the mask of position j - 1 is set, whoever predicts it.
+        # A sequence's token at j counts where the mask of position j - 1 is set, whichever layer predicts it.
         counts_at = np.zeros(bounds[-1], bool)
         counts_at[predictors] = mask
         rows = [_later(tokens, lengths, starts, counts_at, ahead) for ahead in range(2, depth + 2)]

@@ -83,7 +83,7 @@ def linear_weights(config: ModelConfig) -> Shapes:
 
 
 def linear_of(tensors: Shapes) -> Shapes:
-    """Those of some tensors."""
+    """The linear layers' weights among some tensors."""
     ends = tuple(f"{end}.weight" for end in _LINEAR)
     return {
         name: shape for name, shape in tensors.items() if name.endswith(ends) and f".{INDEXER}" not in name

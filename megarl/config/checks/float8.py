@@ -33,7 +33,7 @@ def float8_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
 
 
 def _models(config: TrainConfig | TuningConfig) -> Iterator[tuple[str, MegatronConfig, str, LoraConfig]]:
-    """By model: the key and the section megatron, and those of the model whose adapters are put on it."""
+    """By model: the key and the section megatron, then the key and the adapters of the model that they are put on."""
     if isinstance(config, TuningConfig):
         yield "megatron", config.megatron, "model", config.model.lora
         return

@@ -28,7 +28,7 @@ _CODE = ("*.py",)
 
 
 def model_keys(config: TrainConfig | TuningConfig | EvalConfig) -> tuple[str, ...]:
-    """MODEL_KEYS, and those of several teachers."""
+    """The keys that name models: MODEL_KEYS, and a key for each of several teachers."""
     teachers = value_at(config, "actor_rollout_ref.teachers") or {}
     return (*MODEL_KEYS, *(f"actor_rollout_ref.teachers.{name}.model.path" for name in teachers))
 

@@ -338,13 +338,13 @@ class _TrainerKeys(RunConfig):
         "needs; it goes on when enough are, and the other responses go on in the next step, from their last token. one_step_off: "
         "the engines, in a pool of their own, generate the next step's batch while the models learn from this one, with weights "
         "that are one update step older. fully_async: these engines never stop; new weights interrupt responses for a moment, and a "
-        "step takes what is whole.",
+        "step takes finished groups.",
         "sync",
         choices=MODES,
     )
     max_staleness: int | None = option(
         "With partial_rollouts and fully_async: most steps between the one whose weights began a response and the one that trains "
-        "on it; so many steps' prompts more than one step's are under way. null: 1.",
+        "on it; prompts of so many steps more than one are in flight. null: 1.",
         None,
         ge=1,
     )

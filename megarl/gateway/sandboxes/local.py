@@ -14,7 +14,7 @@ PYTHON = (sys.executable, "-I", "-S", "-B")
 
 
 def readable_folders(settings: SandboxSettings) -> list[str]:
-    """Shells, Python and its packages, megarl, the gateway's socket and those of the settings; not those of shared libraries."""
+    """Shells, Python and its packages, megarl, the gateway's socket and the settings' folders; no folders of shared libraries."""
     found = [
         "/bin",
         "/sbin",

@@ -196,7 +196,7 @@ class FurtherGradients:
             self._total = gradient_sum(weight) if on_gpu else torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, chunk: slice, grad_logits: Tensor) -> None:
-        """Those of a chunk of tokens; `grad_logits`: [chunk, rows], of the logits, in the weight's type."""
+        """Add the gradients of a chunk of tokens; `grad_logits`: [chunk, rows], of the logits, in the weight's type."""
         self.hidden[chunk] = grad_logits @ self._weight[: self._rows]
         if self._total is not None:
             add_product(self._total[: self._rows], grad_logits, self._states[chunk])

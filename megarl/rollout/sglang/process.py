@@ -229,7 +229,7 @@ GROUP_HOOKS = {
 
 
 def hooks(device: str, num_groups: int, drafting: str | None = None) -> dict[str, tuple]:
-    """Those of a scheduler on a device, in an engine of so many data parallel groups of attention.
+    """The hooks of a scheduler on a device, in an engine of so many data parallel groups of attention.
 
     Args:
         drafting: SGLang's name of how tokens are drafted; None: they are not.

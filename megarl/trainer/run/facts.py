@@ -285,7 +285,7 @@ def _places(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
     lines = [
         f"in {folder}: {', '.join(names[:half])},",
         f"  {', '.join(names[half:])}",
-        f"to look at it, also meanwhile: megarl report {folder}",
+        f"to look at it, also while it runs: megarl report {folder}",
     ]
     if not save:
         lines.append(

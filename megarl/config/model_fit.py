@@ -165,6 +165,7 @@ def fit_problems(
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
         rollout = ("rollout", config.rollout)
+    # All problems of all roles are collected: a user who mends one shall not start again to hear of the next.
     problems: list[str] = []
     for key, megatron, facts in megatrons:
         assert megatron is not None, "resolved"

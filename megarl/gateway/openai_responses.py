@@ -80,6 +80,7 @@ def _messages(items: Sequence[Any]) -> list[Message]:
         if not isinstance(item, dict):
             raise RequestError(f"{where} must be an object", param=where)
         kind = item.get("type") or "message"
+        # Of one message are reasoning, then text, then calls: what comes out of this order begins the next.
         if kind == "reasoning":
             if text or calls:
                 close()

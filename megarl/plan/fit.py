@@ -247,6 +247,7 @@ def as_words(change: Change) -> str:
 
 
 def _possible_changes(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    # From changes that cost a step some time to one that costs devices.
     policy = config.actor_rollout_ref
     actor, rollout, megatron = policy.actor, policy.rollout, policy.actor.megatron
     if megatron.recompute_granularity != "full":

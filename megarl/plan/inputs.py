@@ -204,7 +204,9 @@ def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str)
     megatron, training = facts.section.megatron, {}
     trained_model = config.model if isinstance(config, TuningConfig) else config.actor_rollout_ref.model
     layout = layout_of(megatron, pool)
+    # The reference within the actor's processes is evaluated there, too, in micro-batches of its own size.
     evaluated = _evaluated_by_actor(config, inputs, facts.tokens) if role == "actor" else facts.tokens
+    # Products in float8 are of whole tiles, on each rank that shares a sequence.
     unit = (
         1 if megatron.fp8 is None else megatron.token_multiple * layout.cp * (layout.tp if layout.sp else 1)
     )

@@ -260,6 +260,7 @@ def model_parts(
             *_predicted(config, facts.model, role, update is not None),
             update is not None and role == "actor" and config.actor_rollout_ref.model.indexer == "train",
         )
+        # The floor counts a prompt once for all responses that share it.
         texts = lengths(config, machine)
         length, actor = texts.total, config.actor_rollout_ref
         shared = actor.rollout.n if actor.actor.share_prompts else 1

@@ -295,6 +295,7 @@ def _from_options(options: argparse.Namespace) -> SyncPlan:
         size = getattr(options, name)
         if size is not None and size < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {size}; it must be at least 1")
+    # Layouts are read and refused as a recipe's are, under the option's name.
     model = _read_model(options.model)
     sizes = _sizes("--train", options.train, tuple(_TRAIN_SIZES))
     megatron = MegatronConfig(**{_TRAIN_SIZES[name]: size for name, size in sizes.items()})

@@ -146,6 +146,7 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed; with the end of its process's output.
     """
+    # Ranks of models share processes; an engine's rank has one of its own, whose environment is another.
     models = [rank for rank in ranks if rank[0] != engine.ROLE]
     count = 1 if together else min(len(models), num_processes or os.cpu_count() or 1)
     shares = [list(models[number::count]) for number in range(count)]

@@ -101,6 +101,7 @@ class NixlTransport:
         return places
 
     def _move(self, sends: list[Part], receives: list[Part]) -> None:
+        # Receivers read (RDMA's one-sided get): a sender only says that its packets are ready, and hears that they were taken.
         outgoing = sorted({part.peer for part in sends})
         incoming: dict[int, list[Part]] = defaultdict(list)
         for part in receives:
@@ -133,6 +134,7 @@ class NixlTransport:
                     self._agent.release_xfer_handle(handle)
                     del reading[peer]
                     moved = True
+            # The time limit is that of a silence: a large exchange may take as long as it goes on.
             if moved:
                 deadline = time.monotonic() + self._member.timeout
                 continue

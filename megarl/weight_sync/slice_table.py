@@ -334,10 +334,12 @@ def _block_row(read: SliceRead, block: Block, index: int) -> tuple[BlockRow, int
         assert read.reading in (QUANTISE, SCALE), read
         assert dtype == (torch.float32 if read.reading == SCALE else FP8), read
         kind_out = SCALES_OUT if read.reading == SCALE else QUANTISED_OUT
+    # A matrix is a stack of one, so that a kernel has one case.
     extra = (0,) * (3 - values.dim())
     start, size = extra + box.start, (1,) * len(extra) + box.size
     strides, extents = extra + values.stride(), values.shape[-2:]
     (row, column), (rows, columns) = start[1:], size[1:]
+    # Scales are counted in blocks; a slice of weights has all blocks that it touches, the cut ones at its edges, too.
     if read.reading == SCALE:
         first, number = (row, column), (rows, columns)
         within = zip(first, number, in_blocks(extents, block), strict=True)

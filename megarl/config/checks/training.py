@@ -70,6 +70,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     for name, install in TRACKERS.items():
         if name in config.trainer.logger and find_spec(name) is None:
             yield f"trainer.logger has {name}, which is not installed: {install} (or leave it out)"
+    # What is true of a model that is trained, in whichever command.
     for role in _trained(config):
         yield from _checkpointing_problems(role)
         yield from _optim_problems(role)
@@ -91,6 +92,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         )
     if isinstance(config, TuningConfig):
         return
+    # From here on of reinforcement learning alone: the policy, its references and its critic.
     for name in ("mtp", "indexer"):
         if config.trainer.rollout_only and getattr(config.actor_rollout_ref.model, name) == "train":
             yield f"{POLICY}.model.{name}=train: with trainer.rollout_only no model changes; leave it out"

@@ -54,6 +54,7 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, cluster_setup) as run:
             open_pools(run, pools_of(config))
+            # Engines load the model's folder by themselves: nothing is trained, so nothing is synced.
             context = data.max_prompt_length + data.max_response_length
             with (
                 run.status("starting the rollout engines"),

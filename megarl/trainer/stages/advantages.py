@@ -123,6 +123,7 @@ def compute_batch_advantages(
     Raises:
         ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
     """
+    # Given responses would move the means of their groups, so the policy's own are compared without them.
     if GIVEN in batch.column_names:
         own, given, is_given = split_given(batch)
         metrics = given_metrics(batch)
@@ -135,6 +136,7 @@ def compute_batch_advantages(
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
     offsets = torch.from_numpy(ragged(batch, "response_mask")[1])
+    # All rows of a session's player are one stretch of tokens for the estimator, with the score of the last one.
     mask, first, last = column["response_mask"], first_rows_of_players(batch), last_rows_of_players(batch)
     of_sessions = torch.cat([offsets[torch.from_numpy(first)], offsets[-1:]])
     scores = torch.tensor(batch["score"].to_numpy()[last])
@@ -149,6 +151,7 @@ def compute_batch_advantages(
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, num_sessions(batch))
     metrics |= found
+    # Scores of steps come after the KL, which is of tokens, and before any comparison of groups.
     steps = flat_steps(batch, offsets)
     if steps is not None:
         if algorithm.adv_estimator == "gdpo":
@@ -173,6 +176,7 @@ def compute_batch_advantages(
         parts = torch.tensor(np.stack([batch[name].to_numpy()[last] for name in names], axis=1))
         spread = part_spread(parts[scored], [uid for uid, there in zip(uids, scored, strict=True) if there])
         metrics |= {f"reward/{name}_std": value for name, value in zip(weights, spread, strict=True)}
+    # Turns are told row by row: where sessions have several rows, no row tells the turns of its session.
     turns = turns_of(batch, offsets) if len(first) == batch.num_rows else None
     if algorithm.adv_estimator == "gigpo" and turns is not None:
         metrics["critic/shared_states"] = shared_states(mask, offsets, turns, uids)
@@ -200,6 +204,7 @@ def compute_batch_advantages(
             algorithm.baseline_decay,
         ),
     )
+    # The caller's baselines move in place: the next step begins with them, and a checkpoint saves them.
     for player, value in (result.player_baselines or {}).items():
         metrics["/".join(["critic/baseline", *filter(None, player)])] = value
         if player_baselines is not None:

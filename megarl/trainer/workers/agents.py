@@ -94,6 +94,7 @@ class Agents:
         )
         self._server = _Server(config)
 
+        # An agent in a sandbox reaches the gateway alone, by a socket in the file system.
         sandbox: Sandbox = NoSandbox()
         if settings.sandbox != "none":
             local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
@@ -106,6 +107,7 @@ class Agents:
 
         self._serving = engine.run(serve())
         score = None if settings.score is None else find_function(settings.score, "rollout.gateway.score")
+        # By the marks the cluster's guards find what an agent leaves behind.
         passed = {
             name: value
             for name, value in os.environ.items()

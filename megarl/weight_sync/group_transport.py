@@ -47,6 +47,10 @@ class GroupTransport:
         group = self._group
         if group is None:
             raise LinkError(self._member.problem or "the exchange of weights was closed")
+        if (
+            not sends and not receives
+        ):  # no slice of the bucket has changed; NCCL's groups would give nothing to wait for
+            return _Works(self, [], [])
         with self._errors():
             works: list[tuple[int | None, Any]]
             if self._device == "cpu":

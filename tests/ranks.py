@@ -252,6 +252,8 @@ def _answer(job: bytes) -> bytes:
         timeout=timedelta(seconds=2 * timeout),  # the pool's own timeout, which shows stacks, comes first
     )
     try:
+        # One that raises at once, and leaves, would break the connections of ranks that still make theirs, and end these processes.
+        torch.distributed.barrier()
         function, args = pickle.loads(call)
         result = function(rank, world, *args)
         torch.distributed.barrier()  # a rank that leaves early would break its neighbours' connections

@@ -32,11 +32,7 @@ class Handler(BaseHTTPRequestHandler):
             number = len(server.requests)
             server.running += 1
             server.most = max(server.most, server.running)
-        try:
-            self.answer(body["messages"][0]["content"].split("|")[-1], number)
-        finally:
-            with server.lock:
-                server.running -= 1
+        self.answer(body["messages"][0]["content"].split("|")[-1], number)
 
     def answer(self, wish, number):
         if wish == "busy twice" and number < 3:
@@ -60,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
 
     def send(self, status, body, headers=None):
+        with self.server.lock:  # before the client, which then asks again, has the answer
+            self.server.running -= 1
         data = json.dumps(body).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():

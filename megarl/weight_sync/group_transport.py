@@ -47,9 +47,8 @@ class GroupTransport:
         group = self._group
         if group is None:
             raise LinkError(self._member.problem or "the exchange of weights was closed")
-        if (
-            not sends and not receives
-        ):  # no slice of the bucket has changed; NCCL's groups would give nothing to wait for
+        # Where no slice of a bucket has changed: for a group without operations torch gives no work.
+        if not sends and not receives:
             return _Works(self, [], [])
         with self._errors():
             works: list[tuple[int | None, Any]]

@@ -22,7 +22,7 @@ from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.relays import RelayedGroup
-from tests.waiting import wait_for
+from tests.cluster.processes import wait_until_it_hangs
 
 if TYPE_CHECKING:  # what a run imports takes seconds, and most of these are none
     from megarl.trainer.run.run import Run
@@ -185,8 +185,7 @@ def _two_machines(run_dir: str, num_devices: int) -> Iterator[ResourcePool]:
 def _death_of(process: RankProcess, group: WorkerGroup, hung: int) -> str:
     """The error when it is killed while rank `hung` is waited for."""
     refs = group.call("hang_if", hung)
-    log = Path(group.processes[hung].log_path)
-    wait_for(lambda: "I hang now" in log.read_text())
+    wait_until_it_hangs(group.processes[hung])
     os.kill(process.pid, signal.SIGKILL)
     try:
         wait(refs, [group], timeout=30)

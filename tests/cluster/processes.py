@@ -12,6 +12,8 @@ from typing import IO, Any
 import psutil
 
 from megarl.cluster import guard
+from megarl.cluster.ranks import RankProcess
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +36,11 @@ def alive_after(pids: Iterable[int], seconds: float) -> list[int]:
     while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def wait_until_it_hangs(process: RankProcess) -> None:
+    """Until a rank of workers.py has said that it does."""
+    wait_for(lambda: "I hang now" in Path(process.log_path).read_text())
 
 
 def carrying(token: str) -> list[int]:

@@ -21,7 +21,7 @@ from megarl.cluster import (
 )
 from megarl.cluster.relays import RelayedGroup, group_kind, shares_of
 from tests.cluster.conftest import start_ranks
-from tests.cluster.processes import alive
+from tests.cluster.processes import alive, wait_until_it_hangs
 from tests.waiting import wait_for
 
 
@@ -74,11 +74,11 @@ def test_calls_are_executed_in_order(relayed):
     assert last == [[1, 2, 4], [1, 2, 3, 4], [1, 2, 4]]
 
 
-def test_a_killed_rank_ends_a_hung_call(start_relayed, tmp_path):
+def test_a_killed_rank_ends_a_hung_call(start_relayed):
     """Which shares its relay, and has answered."""
     group = start_relayed()
     refs = group.call("hang_if", 1)
-    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank1.log").read_text())
+    wait_until_it_hangs(group.processes[1])
     begin = time.monotonic()
     os.kill(group.pids[2], signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -90,7 +90,7 @@ def test_a_killed_rank_ends_a_hung_call(start_relayed, tmp_path):
 def test_a_killed_relay_is_named(start_relayed, tmp_path):
     group = start_relayed()
     refs = group.call("hang_if", 1)
-    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank1.log").read_text())
+    wait_until_it_hangs(group.processes[1])
     relay = group.watched[4]
     os.kill(relay.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:

@@ -13,7 +13,7 @@ from megarl.cluster.pool import ResourcePool
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.waiting import MissingReporter
 from megarl.weight_sync import links
-from tests.cluster.processes import alive, alive_after, carrying, guards_of
+from tests.cluster.processes import alive, alive_after, carrying, guards_of, wait_until_it_hangs
 from tests.cluster.test_report import stacks_in
 from tests.waiting import wait_for
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_for
 def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
     group = start_group("actor", 2)
     refs = group.call("hang_if", 1)
-    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank1.log").read_text())
+    wait_until_it_hangs(group.processes[1])
     begin = time.monotonic()
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -36,11 +36,11 @@ def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
         assert part in str(error)
 
 
-def test_a_death_elsewhere_ends_a_hung_call(start_group, tmp_path):
+def test_a_death_elsewhere_ends_a_hung_call(start_group):
     """The dead process is of another group, and idle; the one that was called hangs."""
     actor, critic = start_group("actor", 1), start_group("critic", 2)
     refs = actor.call("hang_if", 0)
-    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank0.log").read_text())
+    wait_until_it_hangs(actor.processes[0])
     begin = time.monotonic()
     os.kill(critic.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="critic rank 1"):
@@ -104,12 +104,12 @@ def test_a_group_works_on_after_an_exception(start_group):
     assert wait(group.call("hang_if", 5), [group]) == [0, 1]
 
 
-def test_the_death_is_reported_not_what_it_caused(start_group, tmp_path):
+def test_the_death_is_reported_not_what_it_caused(start_group):
     """Rank 0 raises "Connection closed by peer" because rank 1 was killed."""
     group = start_group("actor", 2)
     wait(group.call("meet"), [group], timeout=20)
     refs = group.call("hang_on_peer")
-    wait_for(lambda: "I hang now" in (tmp_path / "actor-rank0.log").read_text())
+    wait_until_it_hangs(group.processes[0])
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="actor rank 1") as caught:
         wait(refs, [group])

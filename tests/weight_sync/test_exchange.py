@@ -263,7 +263,7 @@ class Communicator:
         self.calls.append("begin")
 
     def _end_coalescing(self) -> "Communicator | None":
-        """As torch 2.13 (ProcessGroupNCCL.cpp, `endCoalescing`): without an operation there is nothing to wait for."""
+        """As torch (ProcessGroupNCCL.cpp, `endCoalescing`): without an operation there is nothing to wait for."""
         self.calls.append("end")
         return self if self.calls[-2:] != ["begin", "end"] else None
 

@@ -92,11 +92,10 @@ class SimulatedGroup:
     def refuse_silence(self, since: float, processes: Any) -> None:
         pass
 
-    def capacity(self, engine: SimulatedEngine) -> EngineCapacity:
-        return EngineCapacity(engine.places, 1 << 40)
-
-    def abandon(self, engine: SimulatedEngine, of: str) -> list[str]:
-        return []
+    def begin_generation(
+        self, engine: SimulatedEngine, of: str, anew: bool
+    ) -> tuple[EngineCapacity, list[str]]:
+        return EngineCapacity(engine.places, 1 << 40), []
 
     def land(
         self, engine: SimulatedEngine, seconds: float, parts: Sequence[tuple[pa.Table, Any]], of: str

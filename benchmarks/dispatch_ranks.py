@@ -138,11 +138,8 @@ class Engines(Movable):
         seconds = dict.fromkeys(("wait", "write", "verify"), (0.0,) * ENGINE_RANKS)
         return SyncReport(self.version, none, none, none, none, seconds, 0.0)
 
-    def capacity(self) -> EngineCapacity:
-        return EngineCapacity(1 << 20, 1 << 40)
-
-    def abandon(self, of: str) -> list[str]:
-        return []
+    def begin_generation(self, of: str, anew: bool) -> tuple[EngineCapacity, list[str]]:
+        return EngineCapacity(1 << 20, 1 << 40), []
 
     def land(self, seconds: float, parts: list[tuple[pa.Table, Any]], of: str) -> Landed:
         """Answers `at_once` of the requests that it has."""

@@ -30,7 +30,7 @@ def test_every_process_is_there_with_all_its_calls(recorded):
     for role, names, calls in (
         ("actor", ranks, {"start": 1, "send_weights": 3, "update_policy": 2, "begin_save": 2, "write_profile": None}),
         ("critic", ranks, {"start": 1, "compute_values": 2, "update_values": 2}),
-        ("rollout", ["rank 0"], {"start": 1, "receive_weights": 3, "capacity": 3}),
+        ("rollout", ["rank 0"], {"start": 1, "receive_weights": 3, "begin_generation": 3}),
     ):  # fmt: skip
         for name, times in calls.items():
             found = spans(recorded, role, name)

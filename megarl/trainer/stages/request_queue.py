@@ -130,19 +130,20 @@ class RequestQueue:
             if run.restarts is not None:
                 run.restarts.serve_all()
             try:
-                self._ask(run, "abandon" if anew else "in_flight")
+                self._ask(run, anew)
                 return
             except WorkerLost as failure:
                 self._lose(run, failure)
                 self._revive(run, failure)
 
-    def _ask(self, run: Run, what_is_held: str) -> None:
+    def _ask(self, run: Run, anew: bool) -> None:
         alive = [engine for engine in range(self.engines.world_size) if engine not in self.lost]
-        asked = [self.engines.call_rank(engine, "capacity") for engine in alive]
-        holding = [self.engines.call_rank(engine, what_is_held, self.of) for engine in alive]
-        capacities, held = run.wait(asked), run.wait(holding)
-        self.capacities = dict(zip(alive, capacities, strict=True))
-        self.engine_of = {uid: engine for engine, uids in zip(alive, held, strict=True) for uid in uids}
+        begun = run.wait(
+            [self.engines.call_rank(engine, "begin_generation", self.of, anew) for engine in alive]
+        )
+        answers = dict(zip(alive, begun, strict=True))
+        self.capacities = {engine: capacity for engine, (capacity, _) in answers.items()}
+        self.engine_of = {uid: engine for engine, (_, uids) in answers.items() for uid in uids}
         self.waiting, self.landed = {}, {}
         self.last = self._counted = time.monotonic()
 

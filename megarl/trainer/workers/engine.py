@@ -20,7 +20,7 @@ from megarl.data.routing import RoutingShape
 from megarl.data.sessions import request_of, requested
 from megarl.data.trajectories import build_trajectories
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
+from megarl.rollout.engine import EngineCapacity, EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from megarl.trainer.workers.agents import Agents, check_sandbox
 from megarl.trainer.workers.agents_spec import AgentsSpec
@@ -97,6 +97,18 @@ class EngineWorker:
         elif info.part == 0 and turns is not None:
             self.players = Players(turns, self.engine.answer, config.stop_token_ids)
 
+    def begin_generation(self, of: str = TRAINING, anew: bool = False) -> tuple[EngineCapacity, list[str]]:
+        """How much the engine computes at a time, and the uids of requests that were launched and have not landed.
+
+        Args:
+            of: whose requests they are.
+            anew: give those up, which an earlier generation, as one that failed, has left behind.
+        """
+        if anew:
+            self._requests(of).flight.cancel()
+            del self._of[of]
+        return self.engine.capacity(), list(self._requests(of).launched)
+
     def land(
         self, seconds: float, parts: Sequence[tuple[pa.Table, SamplingParams]] = (), of: str = TRAINING
     ) -> Landed:
@@ -129,16 +141,6 @@ class EngineWorker:
         before, own.busy = own.busy, own.flight.busy
         table = own.trajectories(generations, self.engine.routing, self.engine.keeps)
         return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_counts())
-
-    def in_flight(self, of: str = TRAINING) -> list[str]:
-        """The uids of requests that were launched and have not landed."""
-        return list(self._requests(of).launched)
-
-    def abandon(self, of: str) -> list[str]:
-        """Give up requests that another call has left behind, as one that failed; returns those in flight: none."""
-        self._requests(of).flight.cancel()
-        del self._of[of]
-        return []
 
     def _requests(self, of: str) -> _Requests:
         if of not in self._of:

@@ -133,15 +133,10 @@ class Engines:
     def call_rank(self, engine, method, *args):
         return engine, getattr(self, method)(engine, *args)
 
-    def capacity(self, engine):
-        return EngineCapacity(2, 10**6)
-
-    def in_flight(self, engine, of):
-        return list(self.has[engine])
-
-    def abandon(self, engine, of):
-        self.has[engine].clear()
-        return []
+    def begin_generation(self, engine, of, anew):
+        if anew:
+            self.has[engine].clear()
+        return EngineCapacity(2, 10**6), list(self.has[engine])
 
     def land(self, engine, seconds, parts, of):
         assert seconds == APART * 2

@@ -24,12 +24,9 @@ class FakeEngines:
     def call_rank(self, engine, method, *args):
         return getattr(self, method)(engine, *args)
 
-    def capacity(self, engine):
-        return EngineCapacity(64, 10**6)
-
-    def abandon(self, engine, of):
-        assert not self.has[engine]
-        return []
+    def begin_generation(self, engine, of, anew):
+        assert anew and not self.has[engine]
+        return EngineCapacity(64, 10**6), []
 
     def land(self, engine, seconds, parts, of):
         self.seconds.add(seconds)
@@ -82,7 +79,7 @@ def test_trajectories_are_handed_on_while_others_are_generated():
 
     requests = expand_prompts(prompts("a", "b"), 3)
     rollouts.generate(Run(), FakeEngines(), requests, SamplingParams(), lambda table: events.append("asked"))
-    assert events == ["opened", "opened", *["finished", "asked", "asked"] * 2]
+    assert events == ["opened", *["finished", "asked", "asked"] * 2]
 
 
 def test_remax_asks_for_a_greedy_answer_to_each_prompt_too():

@@ -24,7 +24,7 @@ from megarl.data.trajectories import (
     write_trajectories,
 )
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import EngineCounts, Generation, SamplingParams
+from megarl.rollout.engine import EngineCapacity, EngineCounts, Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
@@ -61,6 +61,9 @@ class FakeEngine:
 
     def take_counts(self):
         return EngineCounts()
+
+    def capacity(self):
+        return EngineCapacity(64, 10**6)
 
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)
@@ -113,7 +116,7 @@ def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
     requests = expand_prompts(prompts(tokenizer, [(3, 4), (5, 9)]), 2)
     landed = worker.land(60.0, [(requests.slice(0, 2), SAMPLING), (requests.slice(2), SAMPLING)])
     assert sorted(landed.table["uid"].to_pylist()) == requests["uid"].to_pylist() == worker.engine.checked
-    assert landed.busy > 0.0 and worker.in_flight() == []
+    assert landed.busy > 0.0 and worker.begin_generation()[1] == []
     none = worker.land(60.0)
     assert none.table is None and none.busy == 0.0
     called = answered(worker, requests)
@@ -132,11 +135,11 @@ def test_a_validation_does_not_land_what_training_has_in_flight(model):
     worker, tokenizer = make_worker(model)
     requests = expand_prompts(prompts(tokenizer, [(3, 4)]), 2)
     landed = worker.land(0.0, [(requests, SAMPLING)])  # their first wait is not over
-    assert landed.table is None and worker.in_flight() == requests["uid"].to_pylist()
+    assert landed.table is None and worker.begin_generation()[1] == requests["uid"].to_pylist()
     assert worker.land(60.0, [(requests, SAMPLING)], "batch").table.num_rows == 2
     assert worker.land(60.0, [(requests, SAMPLING)], "left behind").table.num_rows == 2
     worker.land(0.0, [(requests, SAMPLING)], "batch")
-    assert worker.abandon("batch") == worker.in_flight("batch") == []
+    assert worker.begin_generation("batch", True)[1] == worker.begin_generation("batch")[1] == []
     assert worker.land(60.0).table.num_rows == 2
 
 

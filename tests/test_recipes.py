@@ -167,7 +167,12 @@ def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) 
 
 
 # Of those whose model and kinds of layouts others have, too.
-ALIKE = ("deepseek_v3_grpo_256x80gb", "deepseek_v3_grpo_96x96gb", "qwen3_30b_a3b_distillation")
+ALIKE = (
+    "deepseek_v3_grpo",
+    "deepseek_v3_grpo_256x80gb",
+    "deepseek_v3_grpo_96x96gb",
+    "qwen3_30b_a3b_distillation",
+)
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_models(tmp_path_factory.mktemp("models"), [*KNOWN, *QWEN_HYBRIDS])
 
 
-def counted(model: torch.nn.Module, trained: bool | None) -> int:
-    """Operations of a text, forward and, unless `trained` is None, backward: to the weights, or to what goes in alone."""
-    vectors = (
-        model.get_input_embeddings()(torch.arange(LENGTH)[None]).detach().requires_grad_(trained is not None)
-    )
-    model.requires_grad_(bool(trained))
+def counted(model: torch.nn.Module, trained: bool) -> tuple[int, int]:
+    """Operations of a text: forward, and with backward to the weights or, unless they are `trained`, to the input alone."""
+    vectors = model.get_input_embeddings()(torch.arange(LENGTH)[None]).detach().requires_grad_()
+    model.requires_grad_(trained)
     with FlopCounterMode(display=False) as counter:
         output = model(inputs_embeds=vectors, use_cache=False).logits
-        if trained is not None:
-            output.sum().backward()
-    return counter.get_total_flops()
+        forward = counter.get_total_flops()
+        output.sum().backward()
+    return forward, counter.get_total_flops()
 
 
 class EveryKey(torch.nn.Module):
@@ -61,11 +59,10 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     attention = sum(layer.pair for layer in flops.layers) * LENGTH * LENGTH
     everywhere = replace(flops, layers=tuple(replace(layer, window=None) for layer in flops.layers))
     assert everywhere.forward(LENGTH) * LENGTH == matrices + attention
-    with torch.no_grad():
-        assert counted(model, None) == matrices + attention + angles
     assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
-    assert counted(model, True) == 3 * (matrices + attention) + angles
-    assert counted(model, False) == 2 * matrices + 3 * attention + angles
+    forward = matrices + attention + angles
+    assert counted(model, True) == (forward, 3 * (matrices + attention) + angles)
+    assert counted(model, False) == (forward, 2 * matrices + 3 * attention + angles)
 
 
 def test_operations_of_a_choice_of_keys() -> None:
@@ -109,8 +106,7 @@ def test_operations_of_gated_delta_nets(
     positions = 1 if family == "qwen3_next" else 3  # M-RoPE's, of which a text has thrice the same
     angles = positions * int(config.head_dim * config.rotary_percent) * LENGTH
     convolution = 2 * (2 * net.keys + net.values) * net.conv * (LENGTH + net.conv - 1) * len(net.layers)
-    with torch.no_grad():
-        assert counted(model, None) == matrices + angles + convolution
+    assert counted(model, False)[0] == matrices + angles + convolution
 
     chunks, size = 3, 64
     keys, values = (

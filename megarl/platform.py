@@ -103,12 +103,12 @@ def _complete_typing() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """A function of its own that does nothing (torch.compile refuses one function under two names)."""
+    """A new function that does nothing (torch.compile refuses one function under two names)."""
     return lambda *args, **kwargs: None
 
 
 class _Stream:
-    """The CPU's one timeline: every stream is it, and it is always up to date."""
+    """A stream of the CPU, which has one timeline: all streams are equal, and always up to date."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -189,7 +189,7 @@ def _cpu_factory(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 def _patch_factories() -> None:
     """Tensor factories take `device="cuda"` for the CPU and never pin memory."""
-    # This set of functions is cached on its first use, and `with torch.device(...)` acts on its members only.
+    # torch caches the set of device constructors on its first use, and `with torch.device(...)` acts on its members only.
     # Built after the wrapping it would hold the wrappers: Hugging Face's from_pretrained, which builds under
     # such a context, then leaves RoPE frequencies uninitialised.
     torch.utils._device._device_constructors()
@@ -301,7 +301,7 @@ def _without_compile() -> Iterator[None]:
 
 
 def _stub_triton_kernels() -> None:
-    """The modules of megatron-core 0.19.2 and emerging-optimizers 0.3.0 that import triton unconditionally, where triton is missing.
+    """Stub the modules of megatron-core 0.19.2 and emerging-optimizers 0.3.0 that import triton unconditionally, where it is missing.
 
     All others guard the import. Their kernels run on CUDA only, so here only the names must exist.
     """
@@ -318,7 +318,7 @@ def _stub_triton_kernels() -> None:
 
 
 def _patch_megatron() -> None:
-    """Import megatron-core's training modules without compiling, and its own direct uses of CUDA."""
+    """Import megatron-core's training modules without compiling, and patch its own direct uses of CUDA."""
     _stub_triton_kernels()
     # The imports warn about each GPU library that is missing on a machine without a GPU.
     with _without_compile(), warnings.catch_warnings(action="ignore"):

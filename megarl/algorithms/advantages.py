@@ -9,7 +9,8 @@ Guarantees
   without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
 
-The comparisons within a group are in `comparisons`, that of turns in `turns`, baselines from earlier steps in `player_baselines`. `gae`, `reward_to_go` and `masked_whiten` work token by token.
+The comparisons within a group are in `comparisons`, the comparison of turns in `turns`, baselines from earlier steps in
+`player_baselines`. `gae`, `reward_to_go` and `masked_whiten` work token by token.
 
 A user's own estimator, in a file that the configuration names in `plugins`:
 
@@ -255,7 +256,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """`x` with mean 0 and variance 1 over ALL live tokens given; 0 on masked ones.
 
     The variance is the unbiased one (divided by count - 1) and 1e-8 is added to it: the rule of verl and TRL,
-    so that runs compare; at thousands of tokens the population variance differs by nothing that shows. Fewer
+    so that runs compare; at thousands of tokens the population variance hardly differs. Fewer
     than two live tokens have no spread and become 0.
     Call it on the whole train batch: on a rank's share it would whiten with that share's moments.
 

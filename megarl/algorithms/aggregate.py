@@ -62,7 +62,7 @@ def token_weights(agg: LossAggregation, mask: Tensor, offsets: Tensor, counts: L
     "seq-mean-token-sum", divided by `scale_factor`. Trajectories without a live token are not counted.
 
     `mask` and `offsets` may be any part of the mini-batch in WHOLE trajectories (before context parallelism
-    slices them); `counts` are those of the whole mini-batch over all ranks.
+    slices them); `counts` are the counts of the whole mini-batch over all ranks.
     """
     check_ragged(offsets, mask)
     local = loss_counts(mask, offsets)

@@ -89,8 +89,8 @@ def gpg(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
 def maxrl(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
     """(score - mean of its group) / mean of its group; 0 in groups whose mean is not positive.
 
-    MaxRL, arXiv:2602.02710: of scores 0 and 1 the gradient of the log of the probability to be right, of which that of the mean score is
-    the first term; prompts that are rarely answered count more.
+    MaxRL, arXiv:2602.02710: with scores 0 and 1 the gradient of the log of the probability to be right, whose first term is the gradient of
+    the mean score; prompts that are rarely answered right count more.
     """
     group, size = _groups(scores, group_ids)
     values = scores.double()

@@ -71,8 +71,8 @@ def place_scores(scores: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def place_steps(rows: Tensor, places: Tensor, scores: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
-    """Token level rewards [tokens]: the score of each step on the last live token of its trajectory up to its place; where there is none, on
-    the first one after it. Scores that fall on the same token are added.
+    """Token level rewards [tokens]: the score of each step on the last live token of its trajectory up to the step's place; where there is none,
+    on the first live token after it. Scores that fall on the same token are added.
 
     Steps of trajectories without a live token take no part.
     Args: rows, places (in flat tensors) int64 [steps]; scores [steps]; mask bool [tokens]; offsets int64 [n + 1]. Returns scores' dtype.
@@ -179,8 +179,8 @@ class AdaptiveKLController(_KLController):
     def update(self, current_kl: float, n_steps: int) -> None:
         """Adapt the coefficient.
 
-        ValueError: a KL that is not finite (it would stick in the coefficient for ever); a batch so large
-        against the horizon that the coefficient could reach zero or change sign.
+        ValueError: a KL that is not finite (it would stay in the coefficient for ever); a batch so large
+        compared with the horizon that the coefficient could reach zero or change sign.
         """
         if not math.isfinite(current_kl):
             raise ValueError(

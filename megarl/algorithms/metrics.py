@@ -47,9 +47,9 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
 
     actor/teacher_kl/<name> is a mean over the tokens that one of several teachers judges.
-    actor/given_kl is a mean over the tokens of given responses, actor/own_kl as the other token means over the policy's own.
-    actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of the tokens
-    of layers with replayed experts whose own choice was another one. actor/mtp_loss, actor/indexer_loss: see `layer_metrics`.
+    actor/given_kl is a mean over the tokens of given responses, actor/own_kl, like the other token means, over the policy's own.
+    actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx). actor/routing_changed is the share of tokens,
+    in layers with replayed experts, whose own choice of experts was another one. actor/mtp_loss, actor/indexer_loss: see `layer_metrics`.
     critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
     better than a constant, below 0 a harmful one; left out where the returns do not vary.
     Without live tokens only the losses (0) are reported.
@@ -211,7 +211,7 @@ def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
 
 
 def first_difference(sums: Mapping[str, float]) -> dict[str, float]:
-    """The same, as far as it can be told, where the engine's log-probs are the old ones: from the sums of a step's first
+    """As `rollout_difference`, as far as it can be told, where the engine's log-probs are the old ones: from the sums of a step's first
     mini-batch, whose policy is still the one that was sampled."""
     tokens = sums["actor/tokens"]
     if tokens == 0:
@@ -233,7 +233,7 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
 
 
 NGRAM = 4
-# Odd numbers that mix the tokens of an n-gram: two different ones of a batch fall together with probability 2^-64.
+# Odd numbers that mix the tokens of an n-gram: two different n-grams of a batch collide with probability 2^-64.
 _MIXERS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64
 )

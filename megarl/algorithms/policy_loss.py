@@ -82,11 +82,11 @@ class PolicyTokens:
         None  # with gradient, a divergence from the reference: for the KL losses "full" and "top_k"
     )
     rollout_is_weights: Tensor | None = None  # of the policy loss alone (see rollout_correction)
-    selected: Tensor | None = None  # bool; the tokens that clip_cov and kl_cov treat apart (see covariance)
+    selected: Tensor | None = None  # bool; tokens that clip_cov and kl_cov treat apart (see select_tokens)
     sequences: Sequences | None = None  # needed by losses of whole trajectories
     # bool; False on given responses, which the KL loss alone learns from; None: all are the policy's
     own: Tensor | None = None
-    judges: Tensor | None = None  # of several teachers the number of the token's; None: there are not several
+    judges: Tensor | None = None  # the number of the token's teacher; None: there are not several teachers
     judge_names: tuple[str, ...] = ()  # of these teachers
 
 
@@ -324,7 +324,7 @@ def cispo(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -
 def sapo(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
     """-A sigmoid(tau (ratio - 1)) 4 / tau (SAPO, arXiv:2511.20347 eq. 5, 6), tau = tau_pos for A > 0, else tau_neg.
 
-    At ratio 1 the gate's slope is 1, as of the ratio itself; away from it the gradient fades instead of stopping.
+    At ratio 1 the gate's slope is 1, like that of the ratio itself; away from it the gradient fades instead of stopping.
     """
     ratio = log_ratio(log_probs, tokens).exp()
     positive = tokens.advantages > 0
@@ -382,7 +382,7 @@ def dppo_tv(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions)
     """-A times the ratio, 0 where the token's probability has moved by more than clip_high up for A > 0, or by more than clip_low down
     for A < 0 (DPPO with its binary total variation, arXiv:2602.04879).
 
-    A ratio of a rare token is large after a small change of the policy, that of a frequent one small after a large change.
+    The ratio of a rare token is large after a small change of the policy, the ratio of a frequent one small after a large change.
     `_within_divergence` has the form of the gradient.
     """
     change = log_probs.detach().exp() - tokens.old_log_probs.exp()

@@ -53,11 +53,11 @@ def preference_loss(
 
         -1/N sum over rankings of 1/P sum over its P pairs of log sigmoid(r_better - r_worse - margin)
 
-    P is K(K-1)/2 for K texts without ties. Losses are sums: N is that of the whole batch, `rewards` may be a part of it.
+    P is K(K-1)/2 for K texts without ties. Losses are sums: N counts the whole batch, `rewards` may be a part of it.
 
     Args:
         rewards: float32 [texts].
-        margins: float32 [texts]; of the ranking that each text is of.
+        margins: float32 [texts]; the margin of each text's ranking.
         num_rankings: N.
 
     Returns: the loss; sums for the metrics: `loss` (as above, times N), and over pairs `pairs` (their number), `accuracy`
@@ -86,7 +86,7 @@ WITHOUT_REFERENCE = (
 
 @dataclass(frozen=True)
 class DPOOptions:
-    """`gamma`: simpo's margin."""
+    """The settings of `dpo_loss`. `gamma`: simpo's margin."""
 
     beta: float
     label_smoothing: float = 0.0
@@ -154,7 +154,7 @@ def ranking_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, floa
 
 @dataclass(frozen=True)
 class KTOOptions:
-    """`beta`: as DPO's; the weights are of the losses of desirable and of undesirable responses."""
+    """The settings of `kto_loss`. `beta`: as DPO's; the weights are of the losses of desirable and of undesirable responses."""
 
     beta: float
     desirable_weight: float = 1.0
@@ -205,7 +205,7 @@ def kto_baseline(log_ratios: Tensor) -> float:
 
 
 def labelled_metrics(sums: dict[str, float], num_examples: int, baseline: float) -> dict[str, float]:
-    """Means of the sums of `kto_loss`; those of a label that no example has are left out, and `margin`, the difference of rewards, with them."""
+    """Means of the sums of `kto_loss`; the reward of a label that no example has is left out, and so is `margin`, the difference of rewards."""
     rewards = {
         f"reward_{label}": sums[f"reward_{label}"] / sums[label]
         for label in ("desirable", "undesirable")

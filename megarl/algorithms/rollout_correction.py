@@ -3,13 +3,13 @@
 With r_t = trainer's / engine's probability of token t, from the old log-probs:
 
 - importance weights (truncated importance sampling): the policy loss of a token is multiplied with min(r, threshold);
-  r is that of the token, or of the whole trajectory (the product of its live tokens' ratios);
+  r is the token's, or the whole trajectory's (the product of its live tokens' ratios);
 - rejection (masked importance sampling): tokens, or whole trajectories, whose r is not in [lower, upper] leave the
   mask, so that nothing afterwards counts them; or as many tokens as the second moment of log r asks for.
 
 Weights and bounds as in verl's `rollout_correction`, see F. Yao et al., "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training" (2025), and J. Liu et al., "When Speed Kills Stability" (2025). Log ratios are clamped to +-20. The
-second moment's mask is M2PO's (H. Zheng et al., "Prosperity before Collapse", arXiv:2510.01161), its usual bound that of
+second moment's mask is M2PO's (H. Zheng et al., "Prosperity before Collapse", arXiv:2510.01161), its usual bound is from
 AReaL's example (examples/math/gsm8k_m2po.yaml).
 """
 

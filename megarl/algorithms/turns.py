@@ -50,7 +50,7 @@ def gigpo(
     groups = [group_ids[row] for row in owner.tolist()]
     anchors = _anchors(groups, turns, live)
     sums = segment_sum(rewards.double(), bounds)[live]
-    # Trajectories with live turns, and the first of these of each.
+    # Trajectories with live turns, and the offsets of each one's live turns.
     rows, counts = owner.unique_consecutive(return_counts=True)
     trajectories = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     of_episode = grpo(segment_sum(sums, trajectories), [group_ids[row] for row in rows.tolist()], norm_by_std)

@@ -238,7 +238,7 @@ class DataCollector:
                 ended, in a new order after each pass over all of them (`data.shuffle`).
 
         Raises:
-            ValueError: a prompt that is none, by its number; a data source without a reward.
+            ValueError: an invalid prompt, named by its number; a data source without a reward.
         """
         batches = self.supply.batches(prompts)
         self.version += 1
@@ -371,7 +371,7 @@ class Trainer:
     def save(self, folder: str | Path) -> str:
         """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path.
 
-        With LoRA its weights are merged ones, and the adapters are written into `adapter` in it, in PEFT's format.
+        With LoRA its weights are merged, and the adapters are written into its folder `adapter`, in PEFT's format.
         """
         path = Path(folder).expanduser()
         with self._roles.memory.held("export"):
@@ -394,7 +394,7 @@ class Trainer:
         return self._state.checkpoints.save(self.step)
 
     def close(self) -> None:
-        """End every process of the run, after a checkpoint that is still written; a second time nothing."""
+        """End every process of the run, after a checkpoint that is still being written; a second call does nothing."""
         self._stack.close()
 
     def _finish(

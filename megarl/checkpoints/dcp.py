@@ -3,7 +3,7 @@
 megatron-core's `torch_dist` checkpoints have this format. `.metadata`, a pickle of torch's `Metadata`, lists the
 global tensors, the chunks that each is stored in, and where these lie: a chunk is a `torch.save` within a `.distcp`
 file. Torch's own reader loads a chunk anew for each slice that is wanted of it and unpickles whatever a file names, and
-its writer (2.13) keeps all tensors of a file in memory until it is written; hence these. Seen with torch 2.13.
+its writer (2.13) keeps all tensors of a file in memory until it is written; hence this module. Seen with torch 2.13.
 """
 
 import pickle
@@ -44,7 +44,7 @@ _METADATA_NAMES = {
 
 
 class Chunk(NamedTuple):
-    """A stored part of a global tensor: which, and `length` bytes from `offset` of a file."""
+    """A stored part of a global tensor: its box, and `length` bytes from `offset` of a file."""
 
     box: Box
     file: str
@@ -67,7 +67,7 @@ class StoredObject(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Contents of a checkpoint's files, by key; `merged` for several files."""
+    """Contents of a checkpoint's files, by key; `merged` joins the contents of several files."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredObject]
@@ -133,7 +133,7 @@ class DCPReader:
 
 
 def _read_metadata(path: Path) -> Contents:
-    """ValueError: names the file, which is none or incomplete, or its impossible content."""
+    """The contents that a metadata file lists. ValueError: names the file, which is missing or damaged, or its impossible content."""
     try:
         with path.open("rb") as file:
             return _contents(_MetadataUnpickler(file).load())
@@ -173,7 +173,7 @@ def _place(info: _StorageInfo) -> tuple[str, int, int]:
 
 
 def _check_tensor(key: str, stored: StoredTensor) -> None:
-    """ValueError: not a tensor's name, shape and type, a chunk that lies beyond the tensor, or one that is there twice."""
+    """Refuse (ValueError) a key, shape or type that is none, a chunk that lies beyond the tensor, and one that is there twice."""
     starts = [chunk.box.start for chunk in stored.chunks if chunk.box.numel]
     inside = (
         isinstance(key, str) and isinstance(stored.dtype, torch.dtype) and len(set(starts)) == len(starts)
@@ -191,7 +191,7 @@ def _check_tensor(key: str, stored: StoredTensor) -> None:
 
 
 class DCPWriter:
-    """Writes a checkpoint into an empty folder, file by file; it is one when `finish` has returned."""
+    """Writes a checkpoint into an empty folder, file by file; it is complete when `finish` has returned."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -202,7 +202,7 @@ class DCPWriter:
         chunks: Iterable[tuple[str, tuple[int, ...], Box, torch.Tensor]],
         objects: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the next file, as if each were that of a rank; arguments as `write_file`."""
+        """Write the next file, as if it were the next rank's; arguments as of the function `write_file`."""
         self._written.append(write_file(self.folder, len(self._written), chunks, objects))
 
     def finish(self) -> None:
@@ -287,7 +287,7 @@ def _by_key(tensors: list[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
 
 
 def _save(value: Any, file: Any) -> tuple[int, int]:
-    """Returns: offset and length."""
+    """Append a value to a file. Returns: its offset and length."""
     start = file.tell()
     try:
         torch.save(value, file)

@@ -1,7 +1,7 @@
 """A checkpoint's manifest: a folder `step-<n>` is a checkpoint if its `manifest.json`, written last, is good.
 
 The manifest has the size and SHA-256 of every other file, and a checksum of itself. Files are sealed, that is flushed to the disk
-and hashed, before it is written.
+and hashed, before the manifest is written.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def seal_file(path: str | Path) -> FileFacts:
 
 
 def seal_files(folder: str | Path, names: Iterable[str]) -> dict[str, FileFacts]:
-    """`seal_file` of many, some at a time: {name: facts}, names relative to `folder`.
+    """Seal several files, some at a time; returns {name: facts}. Names are relative to `folder`.
 
     Raises:
         OSError: as `seal_file`.
@@ -198,7 +198,7 @@ def step_of(name: str) -> int | None:
 
 
 def steps_in(root: str | Path) -> list[int]:
-    """The steps that have a folder in `root`, in order; whether they are good is not looked at."""
+    """The steps that have a folder in `root`, in order; whether they are good is not checked."""
     root = Path(root)
     if not root.is_dir():
         return []
@@ -207,7 +207,7 @@ def steps_in(root: str | Path) -> list[int]:
 
 
 def read_checkpoint(folder: str | Path) -> Checkpoint:
-    """The checkpoint in a folder, whose files are not looked at (see `find_damage`).
+    """The checkpoint in a folder, whose files are not checked (see `find_damage`).
 
     Raises:
         ValueError: the folder has no manifest, or one that is not as it was written.
@@ -225,7 +225,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """The manifest that a file `name` has as its content.
+    """The manifest in the content of the file `name`.
 
     Raises:
         ValueError: it is not as it was written, of a later version, or names files outside of its folder.
@@ -287,7 +287,7 @@ def find_damage(checkpoint: Checkpoint, *, hashes: bool, console: Console | None
 
 
 def difference(found: FileFacts, written: FileFacts) -> str | None:
-    """The present state of a file that was `written`, in words; None: the same."""
+    """How a file `found` differs from the file that was `written`, in words; None: not at all."""
     if found.bytes != written.bytes:
         return f"has {found.bytes} bytes instead of {written.bytes}"
     return None if found == written else "has another SHA-256 than when it was written"

@@ -49,9 +49,9 @@ class Mirror:
         self._files, self._path = _open(url)
         self._damaged: set[int] = set()  # at the remote, found by `download`
         self._there: dict[int, bytes | None] | None = (
-            None  # as `_remote_manifests` says; None: not looked yet
+            None  # as `_remote_manifests` returns them; None: not read yet
         )
-        self._state: bytes | None = None  # of the state file at the remote, as far as it is known
+        self._state: bytes | None = None  # content of the state file at the remote, if this process wrote it
         self._sent: set[tuple[int, str, str]] = set()  # (step, file, SHA-256) of a copy that is not finished
         self._ignored: frozenset[int] = frozenset()  # of the local steps
         self._abandoned_after: int | None = None
@@ -87,7 +87,7 @@ class Mirror:
         return manifest
 
     def best(self) -> int | None:
-        """The step of the best checkpoint, as the remote has it; None: it does not say.
+        """The step of the best checkpoint by the state file at the remote; None: not known.
 
         Raises:
             OSError: the remote cannot be read.
@@ -107,7 +107,7 @@ class Mirror:
         """Copy the files of a checkpoint into `folder`, flushed to the disk.
 
         Returns:
-            Changes since the files were written, file by file in words.
+            The changes of files since they were written, in words, one text for each changed file.
 
         Raises:
             OSError: the remote cannot be read, or this disk cannot be written to.
@@ -131,16 +131,16 @@ class Mirror:
         return damage
 
     def abandon_later(self, step: int, ignored: frozenset[int]) -> None:
-        """The remote's checkpoints after `step` count no more, and are removed once there is something new to copy.
+        """The remote's checkpoints after `step` no longer count, and are removed once there is something new to copy.
 
         Args:
-            ignored: the local steps that count no more either.
+            ignored: the local steps that no longer count either.
         """
         self._abandoned_after = step
         self._ignored = ignored
 
     def notify(self, ignored: frozenset[int]) -> None:
-        """Copy, in the background, new checkpoints of the local folder, but for the steps `ignored`."""
+        """Copy, in the background, new checkpoints of the local folder, except the steps `ignored`."""
         self._ignored = ignored
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint-mirror", daemon=True)
@@ -169,7 +169,7 @@ class Mirror:
             try:
                 self._copy_all()
             except (OSError, ValueError) as error:  # ValueError: a manifest that was damaged just now
-                self._there = None  # to be looked at again
+                self._there = None  # to be read again
                 again = "" if closing else "; it is tried again after the next checkpoint"
                 self._say(f"Warning: checkpoints are not copied: {error}{again}")
             finally:
@@ -184,7 +184,7 @@ class Mirror:
         while (step := self._choose(self._there)) is not None:
             self._upload(step, self._there)
         self._prune(self._there)
-        if self._abandoned_after == abandoned_after:  # not a later one that was asked for in between
+        if self._abandoned_after == abandoned_after:  # unless `abandon_later` was called in between
             self._abandoned_after = None
         state = self._root / STATE_FILE
         if state.exists() and (content := state.read_bytes()) != self._state:
@@ -241,7 +241,7 @@ class Mirror:
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             list(threads.map(put, manifest.files))
         if (folder / MANIFEST_FILE).read_bytes() != content:
-            return  # replaced in the meantime: files of both may be there, and it is chosen again
+            return  # replaced in the meantime: the remote may have files of both, and the step is chosen again
         self._write(f"{folder_name(step)}/{MANIFEST_FILE}", content)
         there[step] = content
         self._damaged.discard(step)

@@ -19,15 +19,15 @@ Reason = Literal["steps", "minutes", "deadline"]
 
 @dataclass
 class SaveSchedule:
-    """Asked after each step whether to save; told how long steps and saves took.
+    """Decides after each step whether to save; is told how long steps and saves took.
 
     Attributes:
         every_steps: save after each step whose number is a multiple; None: not for this reason.
-        every_minutes: save when so long was not saved; None: not for this reason.
+        every_minutes: save after so many minutes without a save; None: not for this reason.
         max_run_minutes: how long the job may run, the last save included; None: no limit.
-        margin: how many times the longest step and save so far must still fit in before that.
+        margin: how many times the longest step and save so far must fit into the time that is left.
         started: when the job's time began, by `clock`; None: now.
-        clock: seconds that pass evenly.
+        clock: returns seconds that pass evenly.
     """
 
     every_steps: int | None = None
@@ -45,22 +45,22 @@ class SaveSchedule:
         self._longest_step = self._longest_save = 0.0  # seconds
 
     def stepped(self, seconds: float) -> None:
-        """A step was done, without its save, in so many seconds."""
+        """Record a step that took so many seconds, without its save."""
         self._longest_step = max(self._longest_step, seconds)
 
     def saved(self, seconds: float) -> None:
-        """A save has ended that kept the run waiting for so many seconds."""
+        """Record the end of a save that took so many seconds."""
         self._longest_save = max(self._longest_save, seconds)
         self._saved_at = self.clock()
 
     def due(self, step: int) -> Reason | None:
-        """Why to save after `step`; None: not now. After a save for the deadline the run has to end."""
+        """The reason to save after `step`; None: not now. After a save for the deadline the run has to end."""
         reason: Reason | None = None
         if self.every_steps is not None and step % self.every_steps == 0:
             reason = "steps"
         elif self.every_minutes is not None and self.clock() - self._saved_at >= 60 * self.every_minutes:
             reason = "minutes"
-        # Until it is asked again: the save that is due now, if any, and a step. Then there must be time for a save.
+        # The next call comes after the save that is due now, if any, and a step. Then there must be time for a save.
         num_saves = 1 if reason is None else 2
         if self.seconds_left < self.margin * (self._longest_step + num_saves * self._longest_save):
             return "deadline"
@@ -68,13 +68,13 @@ class SaveSchedule:
 
     @property
     def seconds_left(self) -> float:
-        """Until the time of the job is over; infinite without a limit, negative afterwards."""
+        """Seconds until the time of the job is over; infinite without a limit, negative afterwards."""
         if self.max_run_minutes is None:
             return float("inf")
         return self._started + 60 * self.max_run_minutes - self.clock()
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run: how long steps and saves take. The time of a job is its own."""
+        """State for a resumed run: how long steps and saves take. Each job has a time limit of its own."""
         return {"longest_step": self._longest_step, "longest_save": self._longest_save}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True)
 class Keep:
-    """The checkpoints kept in addition to the newest, which always is.
+    """The checkpoints kept in addition to the newest, which is always kept.
 
     Attributes:
         last: how many of the newest, that one included; None: all.
@@ -129,7 +129,7 @@ def write_best(root: Path, step: int | None) -> None:
 
 
 def read_best(root: Path, say: Callable[[str], None]) -> int | None:
-    """The step that `write_best` wrote last; None: none yet, or the file is damaged, which is said."""
+    """The step that `write_best` wrote last; None: none yet, or the file is damaged, which `say` reports."""
     path = root / STATE_FILE
     if not path.exists():
         return None
@@ -144,7 +144,7 @@ def parse_best(content: bytes) -> int | None:
     """The best step of a state file's content; None: none is known.
 
     Raises:
-        ValueError: it is not as it was written.
+        ValueError: the content is not as `write_best` writes it.
     """
     document = json.loads(content)
     if not isinstance(document, dict) or not isinstance(document.get("best"), int | None):

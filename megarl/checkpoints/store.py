@@ -8,8 +8,8 @@ Guarantees, also when the process is killed at any moment:
   a time (`WriterLock`), and a process taken for dead notices before it would change anything that others see.
 
 A checkpoint is built in `.step-<n>.<token>-<k>.partial` and renamed. A checkpoint is renamed to `....pruned` before it is removed. A step
-that is there already is replaced by two renames, the old one's to `....replaced` and the new one's: Linux could exchange the two in one
-call (renameat2), but network file systems do not have it. A process that is killed between them leaves no `step-<n>`; the next
+that is there already is replaced by two renames, of the old folder to `....replaced` and of the new one to its place: Linux could exchange
+the two in one call (renameat2), but network file systems do not have it. A process that is killed between them leaves no `step-<n>`; the next
 writer renames the old one back.
 """
 
@@ -57,8 +57,8 @@ class CheckpointStore:
     Args:
         keep: which checkpoints stay when there are newer ones.
         remote: a URL (`s3://bucket/run`) to which checkpoints are copied in the background; None: nowhere.
-        say: called with one line each of messages for people; also from another thread.
-        console: shows progress where that takes a while; None: it is not shown.
+        say: called with messages for people, one line each; also from another thread.
+        console: shows the progress of work that takes a while; None: it is not shown.
 
     Raises:
         ValueError: another process writes there; the URL cannot be used.
@@ -80,7 +80,7 @@ class CheckpointStore:
         self._console = console
         self._num_hidden = 0
         self._damaged: set[int] = set()  # found by `newest_good` of this process
-        self._abandoned: set[int] = set()  # of a history that the run does not go on with
+        self._abandoned: set[int] = set()  # of a history that the run does not continue
         self._mirror = None if remote is None else Mirror(self.root, remote, keep, say)
         with naming(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ class CheckpointStore:
         """Make a folder of `building` the checkpoint of `step`, then prune.
 
         Args:
-            files: all files in `partial`, by their paths in it; the facts from `seal_file`, or None where it is yet to
-                be called, which is done here.
+            files: all files in `partial`, by their paths in it; the facts from `seal_file`, or None for a file
+                that is sealed here.
             facts: further facts for the manifest; JSON.
 
         Raises:
@@ -254,7 +254,7 @@ class CheckpointStore:
                 hidden.append(self._hidden(step, _PRUNED))
                 (self.root / folder_name(step)).rename(hidden[-1])
         self._abandoned -= superfluous - {copied}
-        flush_folder(self.root)  # or it could be back after a power cut, with some of its files
+        flush_folder(self.root)  # or a removed one could be back after a power cut, with some of its files
         for folder in hidden:
             _remove(folder)
 
@@ -311,7 +311,7 @@ class CheckpointStore:
         return None
 
     def _publish(self, partial: Path, manifest: Manifest) -> Checkpoint:
-        """The manifest into a folder whose files are on the disk, and the folder to its place."""
+        """Write the manifest into a folder whose files are on the disk, and rename the folder to its final name."""
         final = self.root / folder_name(manifest.step)
         with naming(final):
             write_flushed(partial / MANIFEST_FILE, manifest.to_bytes())
@@ -359,7 +359,7 @@ class CheckpointStore:
                 self._say(f"removed {path}, which an earlier run left unfinished")
 
     def _hidden(self, step: int, what: str) -> Path:
-        """An unused name: a rank that is late may still write into an earlier one."""
+        """A path that was never used: a rank that is late may still write into an earlier one."""
         self._num_hidden += 1
         return self.root / f".{folder_name(step)}.{self._lock.token}-{self._num_hidden}.{what}"
 

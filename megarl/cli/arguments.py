@@ -58,7 +58,7 @@ class _Command(argparse.ArgumentParser):
     """The parser of a command."""
 
     def recipe(self, text: str = RECIPE, nargs: str | None = None) -> None:
-        """The recipe, and keys over its own."""
+        """Add arguments for the recipe and for keys that override its own."""
         self.add_argument("recipe", nargs=nargs, help=text)
         self.overrides("the recipe's values")
 
@@ -300,7 +300,7 @@ def _plan_step(command: _Command) -> None:
 
 
 def _gpu(command: _Command, memory: str, default: float | None = None) -> None:
-    """The memory of a GPU, and the part of it that is not planned with; `memory`: the default in words."""
+    """Add options for a GPU's memory and the part of it that is left out of plans; `memory`: the default in words."""
     command.option("--gpu-memory", "GIB", f"of a GPU; default: {memory}", type=float, default=default)
     text = "of it that is not planned owner by owner: CUDA, NCCL, fragments; default: by what is on a GPU"
     command.option("--reserve", "GIB", text, type=float)

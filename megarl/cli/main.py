@@ -104,7 +104,7 @@ def _write_out() -> None:
 
 
 def _plain_words(error: Exception) -> str:
-    """The message; of a file's error such as "/data/run/metrics.jsonl: No space left on device"."""
+    """The message of an error; of a file's error such as "/data/run/metrics.jsonl: No space left on device"."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

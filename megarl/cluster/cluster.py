@@ -1,4 +1,4 @@
-"""Starts a Ray cluster on this machine, or joins one that runs; knows the servers whose end is its end.
+"""Starts a Ray cluster on this machine, or joins one that runs; knows the servers without which it ends.
 
 The cluster on this machine is lean (measured with Ray 2.60 on 2 cores: up in 1.5 to 3.6 s, 5 processes with 205 MiB
 of memory in all), listens on the loopback interface only and ends with the process that started it, however
@@ -182,7 +182,7 @@ def start_cluster(
         raise ValueError(f"a cluster needs at least one device, found num_devices={num_devices}")
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     if address is not None:
-        if address != "auto":  # which Ray looks up and treats so itself
+        if address != "auto":  # Ray looks "auto" up, and does the same itself
             _send_token_where_asked(address)
         with _own_handlers():
             context = ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -241,7 +241,7 @@ def stop_cluster(cluster: Cluster) -> None:
     """Disconnects; a cluster that this process started is gone when it returns, with all its processes."""
     node = ray._private.worker._global_node
     if cluster.mark is not None and node is not None:
-        # `ray.shutdown` gives each of them a second to end by SIGTERM, which they do not get.
+        # `ray.shutdown` would give each process a second to end by SIGTERM, which none gets.
         for processes in node.all_processes.values():
             for started in processes:
                 started.process.terminate = started.process.kill
@@ -254,7 +254,7 @@ def abandon_cluster(cluster: Cluster, ranks: Sequence[RankProcess] = ()) -> None
     """End a cluster that this process has started, with all of its processes, without asking its servers.
 
     For a cluster whose servers are gone or stopped, for which Ray would wait. In a cluster that this process has only joined, it ends
-    the run's own `ranks` on this machine. The raylets of other machines end theirs, once they have missed the GCS server for 60 s.
+    the run's own `ranks` on this machine. The raylets of other machines end the ranks there, once they have missed the GCS server for 60 s.
     """
     if cluster.mark is not None and cluster.temp_dir is not None:
         _end_at_once(cluster.mark, cluster.temp_dir)
@@ -347,7 +347,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 def _own_handlers() -> Iterator[None]:
     """Restore this process's own handler of SIGTERM, if it has one: Ray 2.60 replaces it by one that exits with status 15.
 
-    A signal that comes within the block is handled by the own handler, too. (To block the signal does not help where there are other
+    A signal that comes within the block is handled by that handler, too. (To block the signal does not help where there are other
     threads: the kernel delivers it to one of them, and Python runs the handler in the main one.)
     """
     before = signal.getsignal(signal.SIGTERM)
@@ -393,7 +393,7 @@ def _light_setup() -> Iterator[None]:
 
 @contextmanager
 def _fewer_servers() -> Iterator[None]:
-    """Lets `ray.init` start, within the block, three servers less: the dashboard's, of which `include_dashboard=False` leaves a part and which
+    """Lets `ray.init` start, within the block, three servers fewer: the dashboard's, of which `include_dashboard=False` leaves a part and which
     Ray (2.60) waits for; the autoscaler, which could add no machine; and the one that passes on what workers print, though `log_to_driver` is off.
     They take 2.3 s of a core and 175 MiB, and `ray.init` has no argument to leave them out.
     """

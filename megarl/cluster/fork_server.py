@@ -5,7 +5,7 @@ its few cores, and hundreds of MiB. So a cluster on this machine has a fork serv
 (`ProcessKind`). It makes the imports of that kind while the controller makes its own imports and reads data, and then waits to be copied.
 
 Ray starts its workers by a command of its own, whose interpreter a `runtime_env` may replace (`py_executable`). Ranks with a fork server
-get this file, run as a script, for an interpreter: it asks the fork server for a copy, which then runs Ray's command with the
+get this file, run as a script, as their interpreter: it asks the fork server for a copy, which then runs Ray's command with the
 script's arguments, environment, folder and files. Ray (2.60) accepts any process as its worker that registers with the token that it
 gave to the command. A fork server that is missing, or does not come up in time, costs time and nothing else: the script then becomes
 the process that Ray asked for.
@@ -28,7 +28,7 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 
-# Ray waits 60 s for a worker; after these it gets one that makes its imports itself.
+# Ray waits 60 s for a worker; after this time it gets a worker that makes its imports itself.
 WAIT_SECONDS = 30.0
 _READY = b"+"
 _LENGTH = 8  # bytes of a message's length

@@ -40,12 +40,12 @@ Call = ray.ObjectRef | RelayedAnswer
 class WorkerGroup:
     """`world_size` ranks of `parts` processes each, mostly one; each process has an object of `worker_class`.
 
-    `started` holds one call a process, which ends when its constructor has; pass them to `wait`. Several
-    groups can so start at the same time. Calls are executed in order, after the constructor.
+    `started` holds one call a process, which ends when its constructor has; pass them to `wait`. So several
+    groups can start at the same time. Calls are executed in order, after the constructor.
 
     Attributes:
         processes: rank by rank, and within a rank part by part.
-        devices: of each process, in its own order.
+        devices: the devices of each process, in the order in which it numbers them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerGroup:
                 `Class(rank_info, **init_kwargs)`.
             log_dir: rank r writes to `<log_dir>/<role>-rank<r>.log`.
             gpu_fraction: share of each device that is booked, so that other groups fit on it, too.
-            env: environment of the ranks, over the one that this room sets.
+            env: environment variables of the ranks, which override the ones that this room sets.
             devices_per_rank: GPUs (or slots) that each rank uses: an engine with tensor parallelism that starts its own
                 ranks takes several.
             parts: processes of each rank, which share its devices evenly, in their order; the devices of one process are on one
@@ -197,7 +197,7 @@ class WorkerGroup:
         self._end(old, _EXIT_SECONDS)
 
     def shutdown(self) -> None:
-        """Ends all processes with all that they started; may be called again, or after the group has failed.
+        """Ends all processes and their descendants; may be called again, or after the group has failed.
 
         On other machines the guards end the descendants and remove the scratch folders, within a second or so.
         """

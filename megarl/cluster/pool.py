@@ -92,7 +92,7 @@ class ResourcePool:
 
     def _reserve(self, timeout: float) -> list[PlacementGroup]:
         bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
-        # Ray offers no more than a hint: one node of the pool per machine, also where machines are larger.
+        # One node of the pool per machine, also where machines are larger: for this Ray offers no more than a hint.
         machines = sorted(
             (node for node in _living_nodes() if _fits(node["Resources"], bundle, self.devices_per_node)),
             key=lambda node: (_address_order(node["NodeManagerAddress"]), node["NodeID"]),
@@ -111,7 +111,7 @@ class ResourcePool:
 
         def are_reserved(seconds: float) -> bool:
             """Whether the devices are given within `seconds` of the beginning."""
-            # wait(), not ready(): the latter starts a worker process in each bundle.
+            # wait(), not ready(), which starts a worker process in each bundle.
             return all(
                 placement.wait(max(0.1, begun + seconds - time.monotonic())) for placement in placements
             )

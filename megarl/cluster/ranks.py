@@ -124,7 +124,7 @@ class Watched(Protocol):
 
     @property
     def watched(self) -> Sequence[RankProcess]:
-        """All processes that may not die: its ranks' processes and its relays."""
+        """All processes that must not die: its ranks' processes and its relays."""
         ...
 
 

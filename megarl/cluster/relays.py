@@ -65,7 +65,7 @@ class Relay:
 
 
 def _answers(pending: dict[ray.ObjectRef, int]) -> list[Any]:
-    """Wait for the ranks' answers, in their order; for a short time after the first error, in which its cause may come to light."""
+    """Wait for the ranks' answers, and return them in order; after a first error wait only a short time, in which its cause may show."""
     answers: dict[int, Any] = dict.fromkeys(pending.values())
     errors: dict[int, Exception] = {}
     deadline = None

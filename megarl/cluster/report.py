@@ -19,7 +19,7 @@ from megarl.util.files import whole_file
 
 _NODE_SECONDS = 15.0  # for a machine to answer
 _ANSWER_SECONDS = 1.0  # for a process to write its stacks
-_REST_SECONDS = 0.1  # without another line, after which they count as complete
+_REST_SECONDS = 0.1  # without another line, after which the stacks count as complete
 # Files whose functions wait for other ranks (torch 2.13, megatron-core 0.19).
 _WAITING = re.compile(
     r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py"

@@ -1,4 +1,4 @@
-"""What Ray runs first in the process of each worker of a cluster that megarl starts: it becomes the command of the worker.
+"""The script that Ray runs first in the process of each worker of a cluster that megarl starts: it becomes the worker's command.
 
 It stands in for Ray's own script of this name (ray/_private/workers, 2.60), which imports Ray for these few lines: a second of a core for each rank.
 
@@ -16,10 +16,10 @@ _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def command(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What a worker's process becomes, and the variables that its environment gets.
+    """The command that a worker's process becomes, and the variables that its environment gets.
 
     Args:
-        arguments: those that Ray gives to the script: the runtime environment as JSON, the language, and the worker's own.
+        arguments: of the script, as Ray gives them: the runtime environment as JSON, the language, and the worker's own.
     """
     own = [text for text in arguments if not text.startswith((_CONTEXT, _LANGUAGE))]
     given = {text.split("=", 1)[0] + "=": text.split("=", 1)[1] for text in arguments if text not in own}
@@ -35,7 +35,7 @@ def command(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _expanded(value: str) -> str:
-    """With the values of variables that it names; those that are not set are empty."""
+    """`value` with the values of the variables that it names; unset variables are empty."""
     return re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
 
 

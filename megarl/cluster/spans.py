@@ -72,8 +72,8 @@ def _time_of(node: str) -> tuple[int, int, int] | None:
 def clock_ahead(rounds: Sequence[tuple[int, int, int]]) -> int:
     """Nanoseconds that another clock is ahead, from questions: (sent, its time, answered); 0 without any.
 
-    By the quickest of them, whose answer is taken to be of the middle of its time (Cristian, "Probabilistic clock
-    synchronization", 1989): the error is at most half of that.
+    From the quickest question, which counts as answered in the middle of its time (Cristian, "Probabilistic clock
+    synchronization", 1989): the error is at most half of that time.
     """
     if not rounds:
         return 0

@@ -88,9 +88,9 @@ def wait(
         refs: calls, as `call` and `call_each` of these groups return them; empty: only check that all processes are well.
         timeout: seconds; None waits for ever (deaths still end it).
         watch: looks for processes that hang; None: no such check.
-        spares: those of the groups whose processes may be dead unless `refs` are calls of them.
+        spares: the ones of `groups` whose processes may be dead unless `refs` are calls of them.
         missing: called again and again with the processes that have not answered yet.
-        busy: marks of ranks that should be working also when they have answered: `watch` looks at them as at those that are waited for.
+        busy: marks of ranks that should be working also when they have answered: `watch` treats them as ranks that are waited for.
 
     Raises:
         WorkerDied: a process of `groups` died, or did before.
@@ -162,7 +162,7 @@ def _rank_of(process: RankProcess) -> tuple[str, int]:
 def _losses(
     processes: Processes, pending: Sequence[ray.ObjectRef], watch: Watch | None, busy: Collection[str] = ()
 ) -> Iterator[WorkerDied | WorkerHung]:
-    """The processes that are dead at the moment; where none is, the hang that `watch` sees, if it does."""
+    """The processes that are dead at the moment; where none is, the hang that `watch` finds, if any."""
     dead = [process for process in processes.values() if process.is_dead]
     for process in dead:
         yield _died(process, None, [f"{other} died, too" for other in dead if other is not process])
@@ -259,7 +259,7 @@ def _root_cause(
 def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
     """The ranks that did not come to a collective of `role`: they are in none, and still work on the call.
 
-    One whose call has ended, though its answer has not arrived, was there: it is named only if there is no other.
+    A rank whose call has ended, though its answer has not arrived, took part: it is named only if there is no other.
     """
     candidates = [process for process in pending if process.role == role]
     elsewhere = [
@@ -314,7 +314,7 @@ def _actor_id(source: ray.ObjectRef) -> Any:
 
 
 class MissingReporter:
-    """Called again and again with the processes that have not answered; passes a line to `say` each `every` seconds."""
+    """Called again and again with the processes that have not answered; passes a line to `say` once in `every` seconds."""
 
     def __init__(self, say: Callable[[str], None], what: str, of: int, every: float = 20.0) -> None:
         """`what`: the event that is awaited, as in "to come up"; `of`: the number of processes at the beginning."""

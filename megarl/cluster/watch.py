@@ -48,7 +48,7 @@ STOPPED_SECONDS = 20.0
 # Units of work a second below which a process idles: 2 % of a core, or 2 MiB read or written. A rank in a collective of gloo
 # takes 0.4 % of a core (Ray 2.60, torch 2.13).
 IDLE_WORK = 2.0
-# The part of the time above which a process that waits for a processor is at work: other programs take all of it.
+# A process that waits for a processor more than this part of the time counts as at work: other programs take the processor.
 STARVED = 0.5
 _IDLE_BURST = 5.0  # units at any time, since processor time is counted in units
 _BYTES_OF_UNIT = 1 << 20
@@ -132,7 +132,7 @@ def _work(pid: str, fields: list[str]) -> float:
 
 
 def _starved_seconds(pid: str) -> float:
-    """Of all threads of a process; 0 where the kernel does not count it (CONFIG_SCHED_INFO)."""
+    """Seconds in which threads of a process had no processor, added up; 0 where the kernel does not count them (CONFIG_SCHED_INFO)."""
     total = 0
     for thread in os.listdir(f"/proc/{pid}/task"):
         try:
@@ -161,7 +161,7 @@ class Watch:
         self._idle: dict[str, float] = {}
 
     def look(self, processes: Sequence[RankProcess], called: Collection[str]) -> Hang | None:
-        """Check if it is due; to be called often while the ranks with the marks `called` are waited for.
+        """Check the processes if a check is due; to be called often while the ranks with the marks `called` are waited for.
 
         Returns: the ranks that hang, if any do.
 

@@ -71,7 +71,7 @@ class Worker:
         print(f"--- {name}: process {os.getpid()} on {ray.util.get_node_ip_address()}, {time.ctime()}")
         faulthandler.enable()
         outlive_job_signals()
-        if os.getpgrp() != os.getpid():  # so unless the cluster was started with it disabled
+        if os.getpgrp() != os.getpid():  # it leads its group, unless the cluster has that disabled
             os.setpgid(0, 0)
         os.environ.update(KEEP_ENVIRON | env)
         nccl.complete(os.environ)
@@ -170,7 +170,7 @@ def _redirect_output(log_path: str) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    # New streams, as of `python -u`: Ray's own write to files of Ray's.
+    # New streams, as of `python -u`: the streams that Ray made write to Ray's files.
     sys.stdout = _unbuffered(1)
     sys.stderr = _unbuffered(2)
 
@@ -246,7 +246,7 @@ def _share(cpus: frozenset[int], num_gpus: int) -> int:
 
 
 def _gpus(root: Path) -> list[tuple[str, int | None]]:
-    """(UUID, NUMA node) of each GPU in the order of bus addresses, which is that of their numbers; None: unknown to Linux."""
+    """(UUID, NUMA node) of each GPU in the order of bus addresses, as GPUs are numbered; None: a node unknown to Linux."""
     found = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         uuid = re.search(r"^GPU UUID:\s*(\S+)", (folder / "information").read_text(), re.MULTILINE)

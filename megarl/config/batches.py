@@ -130,12 +130,12 @@ def resolve_batches(config: TrainConfig) -> BatchPlan: ...
 @overload
 def resolve_batches(config: TuningConfig) -> TuningBatchPlan: ...
 def resolve_batches(config: TrainConfig | TuningConfig) -> BatchPlan | TuningBatchPlan:
-    """The arithmetic of a resolved configuration; see the module."""
+    """The batch plan of a resolved configuration."""
     return _train_plan(config) if isinstance(config, TrainConfig) else _tuning_plan(config)
 
 
 def answered_prompts(config: TrainConfig) -> int:
-    """Prompts that the engines answer in a step, in the mean, and one at least: but for those whose responses are given."""
+    """The mean number of prompts a step that the engines answer, rounded up, at least 1: all but prompts with given responses."""
     data = config.data
     share = 1.0 if data.given_response_key is None else data.on_policy_share
     return max(1, math.ceil(data.train_batch_size * share))

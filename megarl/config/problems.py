@@ -14,7 +14,7 @@ from typing import Any
 from megarl.util.yaml_loader import safe_load
 
 NUM_SUGGESTIONS = 3
-ALIKE = 0.7  # of the last parts of keys, one of which may have been meant by the other
+ALIKE = 0.7  # least likeness of two keys' last parts, where one key may have been meant by the other
 
 
 @cache
@@ -82,7 +82,7 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """`; did you mean x?` where others call a choice so, or a choice is near in spelling; else nothing."""
+    """`; did you mean x?` where other trainers call a choice `value`, or a choice is near in spelling; else ""."""
     choices = list(choices)
     near = [name for name in aliases()["values"].get(value.lower(), ()) if name in choices]
     near = near or get_close_matches(value.lower(), choices, n=1, cutoff=0.5)
@@ -94,7 +94,7 @@ def _sorted_words(name: str) -> str:
 
 
 def _ratio(a: str, b: str, least: float = 0.0) -> float:
-    """How alike two names are, 0 to 1; 0 where a bound that is found sooner is below `least`."""
+    """How alike two names are, 0 to 1; 0 where a quick upper bound is below `least`."""
     if 2 * min(len(a), len(b)) < least * (len(a) + len(b)):
         return 0.0
     matcher = SequenceMatcher(None, a, b, autojunk=False)

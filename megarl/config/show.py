@@ -1,5 +1,5 @@
-"""What users are shown of a configuration: the resolved keys with the source of each value; notes on keys without effect, and on what such runs
-usually have; and docs/config.md, every key of every command."""
+"""What users are shown of a configuration: the resolved keys with the source of each value; notes on keys without effect, and on keys
+that such runs usually have; and docs/config.md, every key of every command."""
 
 import json
 import re
@@ -120,7 +120,7 @@ def yaml_text(keys: dict[str, tuple[Any, str]]) -> str:
 
 
 def source_of(key: str) -> str | None:
-    """Where a value comes from that `resolve` filled in or changed; None: it never does."""
+    """The source of a key's value that `resolve` filled in or changed; None: it never does."""
     return first_match(_SOURCES, key)
 
 
@@ -160,7 +160,7 @@ def _flat(config: Any) -> dict[str, Any]:
 def _scalar(value: Any) -> str:
     """A value on one line of YAML."""
     if isinstance(value, str) and "\n" in value:
-        return json.dumps(value, ensure_ascii=False)  # a text in double quotes means the same in both
+        return json.dumps(value, ensure_ascii=False)  # double quotes mean the same in JSON and YAML
     text = yaml.dump(
         value,
         Dumper=YamlDumper,
@@ -352,9 +352,9 @@ def reference() -> str:
 
 
 def _sections(schema: type, prefix: str, seen: dict[type, str]) -> Iterator[str]:
-    """The tables of a section and of those inside of it.
+    """The tables of a section and of the sections inside it.
 
-    `seen`: where each section's table stands that several sections share.
+    `seen`: section class -> the key at which its table stands, for sections that share it.
     """
     kinds = field_types(schema)
     rows, inner = [], []

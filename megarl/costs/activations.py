@@ -11,11 +11,11 @@ of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 
 - A norm that is part of a linear layer with adapters is computed again for these, in float32.
 - A layer that computes in float8 keeps its input quantised, along its columns; the output of attention and the input of shared experts, which
-  others keep too, as they are.
+  other modules keep too, are not quantised.
 
-Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs, and attention
-copies of its values, so that the fused tensor goes; without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
-values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
+Norms keep nothing but their input. With `fused` kernels (Transformer Engine's, on GPUs) gated units keep nothing but theirs, and attention
+keeps copies of its values, so that the fused tensor goes; without (megarl's modules in torch) both factors of the gated unit, attention's output
+sequence by sequence and the keys and values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
 """
 
 from dataclasses import dataclass, replace
@@ -103,12 +103,12 @@ def is_prediction(name: str) -> bool:
 
 
 def joined_bytes(run: RankPass) -> int:
-    """What a multi-token prediction layer keeps before the layer in it: the inputs of both norms, and their outputs side by side."""
+    """Bytes that a multi-token prediction layer keeps before the layer in it: the inputs of both norms, and their outputs side by side."""
     return 2 * (_norm(run, run.use.config.hidden_size, run.own) + run.hidden)
 
 
 def again_bytes(run: RankPass, name: str) -> int:
-    """Bytes of what a layer is computed again from: its input; of a multi-token prediction layer also the tokens' embeddings."""
+    """Bytes of the tensors from which a layer is computed again: its input; of a multi-token prediction layer also the tokens' embeddings."""
     return (2 if is_prediction(name) else 1) * run.hidden
 
 
@@ -129,12 +129,12 @@ def mlp_bytes(run: RankPass, name: str, is_moe: bool) -> int:
         if run.use.recomputes("shared_experts") and adapters:
             adapters -= _adapters(run, shared)
         return _experts(run, mlp) + adapters
-    # Computed again, it keeps its input, which is no one else's.
+    # Computed again, the MLP keeps its input, which nothing else keeps.
     return run.hidden if run.use.recomputes("mlp") else _dense(run, mlp) + _adapters(run, mlp)
 
 
 def complete(run: RankPass) -> RankPass:
-    """The same pass with layers that keep all tensors which their parts, computed again, have in the backward pass.
+    """The same pass, with layers that keep all tensors that their recomputed parts have in the backward pass.
 
     With attention alone computed again, a layer needs no more than it keeps at other times.
     """
@@ -162,7 +162,7 @@ def _norm(run: RankPass, width: int, tokens: int, *linears: str) -> int:
 
 
 def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
-    """Bytes that attention itself keeps: its output and a number for each head; of a token and a rank.
+    """Bytes that attention itself keeps of a token on a rank: its output and a number for each head.
 
     Args:
         trimmed: the rest of the output where it is cut before its projection, whose input is then a copy of it.
@@ -173,7 +173,7 @@ def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = 
     size = 0
     if not run.use.recomputes("core_attn"):
         size += out * run.use.itemsize + heads * FLOAT32
-        if not run.use.fused and run.keeps(proj):  # it is put together of sequences, in a new tensor
+        if not run.use.fused and run.keeps(proj):  # put together from sequences, in a new tensor
             size += out * run.use.itemsize
     elif run.keeps(proj):
         size += out * run.use.itemsize
@@ -181,20 +181,20 @@ def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = 
 
 
 def _chosen(run: RankPass, out: int, heads: int, proj: str) -> int:
-    """Bytes that attention to chosen keys keeps, as `_core`: its output, which its projection has, too, and a bit for each key of a text."""
+    """Bytes that attention to chosen keys keeps, as `_core`: its output, which its projection keeps, too, and a bit for each key of a text."""
     if run.use.recomputes("core_attn"):
         return out * run.use.itemsize * run.keeps(proj)
     return out * run.use.itemsize + heads * FLOAT32 + choice_bytes(run.use)
 
 
 def choice_bytes(use: ModelUse) -> int:
-    """Which keys a query of a layer attends to: a bit for each token of the longest text."""
+    """Bytes that tell which keys a query of a layer attends to: a bit for each token of the longest text."""
     return -(-use.longest // 8)
 
 
 def _taught(run: RankPass, name: str) -> int:
-    """What a layer's indexer keeps where it learns: the input of its queries, the keys before their norm in float32, and the gradients of queries,
-    weights and keys, the last of all context parallel ranks' tokens."""
+    """Bytes that a layer's indexer keeps where it learns: the input of its queries, the keys before their norm in float32, and the gradients of
+    queries, weights and keys (of keys for the tokens of all context parallel ranks)."""
     indexer, mla, item = run.use.config.indexer, run.use.config.mla, run.use.itemsize
     learns = any(tensor.name.startswith(name + "indexer.") for tensor in run.tensors.weights)
     if not (run.use.teaches and learns) or run.use.recomputes("core_attn"):
@@ -241,7 +241,7 @@ def _delta_net(run: RankPass, name: str) -> int:
 
 
 class DeltaNetShares(NamedTuple):
-    """What a rank has of a gated delta net: tokens, all of the context parallel ranks'; the widths of its key heads, of these repeated for
+    """A rank's share of a gated delta net: the tokens of all context parallel ranks; the widths of its key heads, of these repeated for
     each value head, and of its values; its value heads; elements of a chunk's states, for a token."""
 
     tokens: int
@@ -253,7 +253,7 @@ class DeltaNetShares(NamedTuple):
 
 
 def delta_net_shares(run: RankPass) -> DeltaNetShares:
-    """Context parallel ranks have a part of the heads each, of all tokens."""
+    """A rank's share: a part of the heads, for the tokens of all context parallel ranks."""
     net, ranks = run.use.config.delta_net, run.use.layout.tp * run.use.layout.cp
     assert net is not None
     heads = net.value_heads // ranks
@@ -263,16 +263,16 @@ def delta_net_shares(run: RankPass) -> DeltaNetShares:
 
 
 def delta_net_norm(run: RankPass, name: str) -> int:
-    """What the norm before a delta net's projection keeps."""
+    """Bytes that the norm before a delta net's projection keeps."""
     return _norm(run, run.use.config.hidden_size, run.own, name + "in_proj")
 
 
 def delta_net_inputs(run: RankPass) -> int:
-    """What a delta net keeps up to its rule, the rule's inputs included, but for its norm."""
+    """Bytes that a delta net keeps up to its rule, without its norm and with the rule's inputs."""
     net, item = run.use.config.delta_net, run.use.itemsize
     share = delta_net_shares(run)
     assert net is not None
-    each = item * (2 * share.keys + 2 * share.values + 2 * share.heads)  # what the convolution has
+    each = item * (2 * share.keys + 2 * share.values + 2 * share.heads)  # the fused projection
     each += (
         item * (2 * share.keys + 2 * share.repeated + share.values + share.heads) + FLOAT32 * 3 * share.heads
     )
@@ -284,7 +284,7 @@ def delta_net_inputs(run: RankPass) -> int:
 
 
 def _delta_net_outputs(run: RankPass, name: str) -> int:
-    """What a delta net keeps after its rule."""
+    """Bytes that a delta net keeps after its rule."""
     item, share = run.use.itemsize, delta_net_shares(run)
     each = (
         2 * item * share.values + FLOAT32 * share.heads
@@ -294,8 +294,8 @@ def _delta_net_outputs(run: RankPass, name: str) -> int:
 
 
 def _rule_again(run: RankPass) -> int:
-    """What the rule of a delta net keeps while megarl's modules compute it again, in its backward pass: in float32 the tensors from which its
-    matrix products and exponentials are derived. Chunks are taken for full."""
+    """Bytes that the rule of a delta net keeps while megarl's modules compute it again, in its backward pass: in float32 the tensors from which
+    its matrix products and exponentials are derived. Chunks are assumed to be full."""
     net, share = run.use.config.delta_net, delta_net_shares(run)
     assert net is not None
     return share.tokens * share.heads * FLOAT32 * (6 * net.key_dim + 3 * net.value_dim + 5 * CHUNK + 6)
@@ -307,7 +307,7 @@ def _latent_attention(run: RankPass, name: str) -> int:
     heads = config.num_attention_heads // run.use.layout.tp
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     parts = 1 if run.use.fused else run.use.layout.cp  # all keys and values of a sequence are copies
-    # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
+    # For packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
     padded = mla.v_head_dim != dim and not run.use.chooses
     if run.use.chooses:
         parts = run.use.layout.cp
@@ -315,7 +315,7 @@ def _latent_attention(run: RankPass, name: str) -> int:
     width = dim if padded and not attended else mla.v_head_dim
     if run.use.recomputes(
         "mla_up_proj"
-    ):  # what attention keeps of it alone: values that were padded, in a copy
+    ):  # of its tensors attention keeps the padded values alone, which are in a copy
         each = item * heads * dim * parts if padded and not attended else 0
     else:
         each = item * heads * (dim + (dim + width) * parts)
@@ -341,7 +341,7 @@ def _latent_attention(run: RankPass, name: str) -> int:
 
 def _gated(run: RankPass, tokens: int, width: int, fc2: str, weighted: bool = False) -> int:
     """Gate and up, and their product. `weighted`: by the router's probabilities. Where gate and up are clamped, they are kept before and
-    after that; in plain torch gate's sigmoid, too."""
+    after that; in plain torch the gate's sigmoid is kept, too."""
     size = tokens * width * run.use.itemsize
     if weighted and run.use.recomputes("moe_act"):
         return 2 * size
@@ -359,7 +359,7 @@ def _dense(run: RankPass, name: str) -> int:
 def _experts(run: RankPass, name: str) -> int:
     """Norm, router, routed experts, shared experts."""
     config, moe = run.use.config, run.use.config.moe
-    # The router keeps its input, a layer of experts that is computed again, too.
+    # The router keeps its input, and so does a layer of experts that is computed again.
     size = _norm(run, config.hidden_size, run.own)
     size += 0 if run.use.recomputes("layernorm") else run.hidden
     if run.use.recomputes("moe"):
@@ -377,19 +377,19 @@ def _experts(run: RankPass, name: str) -> int:
 
 
 def router_bytes(run: RankPass) -> int:
-    """The scores of a layer's router and what follows from them."""
+    """Bytes of the scores of a layer's router and of the tensors made from them."""
     moe = run.use.config.moe
     assert moe is not None
     if (
         run.use.fused
-    ):  # the map of who goes where, and two rows for each expert by which tokens are sorted and put back
+    ):  # the map of tokens to experts, and two rows for each expert by which tokens are sorted and put back
         return run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
     scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
     return run.own * FLOAT32 * (scores + 2 * moe.top_k)
 
 
 class _Terms(NamedTuple):
-    """Bytes for each token of a rank, for each of its own part of them, for each that its experts have, and of none."""
+    """Bytes for each token of a rank, for each of its own part, for each that its experts have, and bytes that depend on no token."""
 
     tokens: int
     own: int
@@ -445,7 +445,7 @@ def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> 
     """
     layers = stage_layers(run, stage)
     at_head = head_bytes(run) if stage == run.use.layout.pp - 1 else 0
-    # A layer is computed again when the head's tensors are gone, and the rule of a delta net when those of all that follows it are.
+    # A layer is computed again when the head's tensors are gone, and the rule of a delta net when the tensors of everything after it are.
     again, later, full = 0, 0, run.use.recompute == "full"
     whole = complete(run)
     for layer in reversed(layers):
@@ -470,7 +470,7 @@ class Layer(NamedTuple):
 
 
 def stage_layers(run: RankPass, stage: int) -> list[Layer]:
-    """The layers of a stage, in their order; those of multi-token prediction after the last one."""
+    """The layers of a stage, in their order; layers of multi-token prediction come after the last one."""
     use, moe, found = run.use, run.use.config.moe, list[Layer]()
     for chunk, layers in enumerate(layers_of(use.layout, use.config.num_layers, stage)):
         named = [

@@ -44,10 +44,10 @@ _PADDING_TOKENS = 1  # of the cache, where padding is written: a page
 def engine_weight_bytes(
     config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, fp8_block: Block | None = None
 ) -> int:
-    """Parameters of an engine's first rank, which has as much as any.
+    """Bytes of the parameters of an engine's first rank, which has as many as any other.
 
-    Of latent attention SGLang 0.5.21 keeps kv_b_proj a second time, as the two factors that it multiplies into queries and
-    outputs; of a norm that multiplies by 1 + weight also this factor.
+    With latent attention SGLang 0.5.21 keeps kv_b_proj a second time, as the two factors that it multiplies into queries and
+    outputs; with norms that multiply by 1 + weight it also keeps this factor.
     """
     layout = sglang_layout(config, replace(engines, num_engines=1))
     shapes = {} if fp8_block is None else logical_tensors(config, mtp=engines.draft)
@@ -61,7 +61,7 @@ def engine_weight_bytes(
         return kind.itemsize + copied * dtype.itemsize
 
     def weights(layers: Sequence[int], draft: bool = False) -> int:
-        """Of some layers, and of the ends."""
+        """Bytes of some layers, and of the ends."""
         place = engines.place(0)
         shard = Shard((0,), lambda: sglang_pieces(config, place, draft=draft, layers=layers))
         held = Layout(layout.name, 1, (shard,))
@@ -77,7 +77,7 @@ def engine_weight_bytes(
 def engine_adapter_bytes(
     config: ModelConfig, engines: EngineLayout, lora: LoraConfig, dtype: torch.dtype
 ) -> int:
-    """Adapters that an engine's first rank serves in addition to its weights, of all layers of the kinds that have any."""
+    """Bytes of the adapters that an engine's first rank serves in addition to its weights, of all layers of the kinds that have any."""
     pieces, weights = sglang_pieces(config, engines.place(0)), adapted_weights(config, lora)
     found = sum(piece.box.numel for piece in sglang_adapters(pieces, weights, lora.rank))
     padding = sglang_adapter_padding(pieces, weights, lora.rank)
@@ -85,7 +85,7 @@ def engine_adapter_bytes(
 
 
 def rotary_bytes(config: ModelConfig, context: int) -> int:
-    """The table of cosines and sines, which all layers share, and which is released with the weights; in float32, as on GPUs.
+    """Bytes of the table of cosines and sines, which all layers share, and which is released with the weights; in float32, as on GPUs.
 
     Args:
         context: the most tokens of a request.
@@ -108,11 +108,11 @@ def cache_bytes(
     context: int,
     device: str = "cuda",
 ) -> int:
-    """The cache of `tokens` in an engine's rank, and the table of where in it the tokens of each request are.
+    """Bytes of the cache of `tokens` on an engine's rank, and of the table that tells where in it the tokens of each request are.
 
     Args:
         dtype: of the cache.
-        requests: of the engine that run at once; a rank has those of its group. context: the most tokens of each.
+        requests: requests of the engine that run at once; a rank has its group's. context: the most tokens of each.
     """
     table = torch.int32.itemsize * (requests // engines.dp + 1) * (context + _TABLE_MARGIN)
     return (tokens + _PADDING_TOKENS) * token_bytes(config, engines, dtype, device) + table
@@ -121,9 +121,9 @@ def cache_bytes(
 def token_bytes(
     config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, device: str = "cuda", more: int = 0
 ) -> int:
-    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; those of a
-    draft too, and of `more` layers of the same kind. On GPUs indexers have keys in float8, with a scale in float32 for 128 elements; on CPUs
-    those of the model itself have keys in the cache's type."""
+    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has; with the
+    layers of a draft, and `more` layers of the same kind. On GPUs indexers have keys in float8, with a scale in float32 for 128 elements; on
+    CPUs the indexers of the model itself have keys in the cache's type."""
     layers = config.num_layers + (config.num_mtp_layers if engines.draft else 0) + more
     if config.delta_net is not None:
         layers -= len(config.delta_net.layers)
@@ -149,10 +149,10 @@ def state_bytes(
     device: str,
     checked: int = 0,
 ) -> int:
-    """The states of gated delta nets on an engine's rank: of each slot a matrix of a head in float32, and the convolution's last inputs.
+    """Bytes of gated delta nets' states on an engine's rank: for each slot a matrix of each head in float32, and the convolution's last inputs.
 
     Args:
-        dtype: of the latter. requests: of the engine that run at once. device: "cpu" or "cuda".
+        dtype: of these inputs. requests: requests of the engine that run at once. device: "cpu" or "cuda".
         checked: tokens of a request that a pass checks where tokens are drafted, the newest among them: SGLang (0.5.21, MambaPool) keeps the
             state after each one, and the convolution's inputs of all.
     """
@@ -207,7 +207,7 @@ class ServedModel:
     Attributes:
         draft: how tokens are drafted.
         leaves_out: whether tokens are drawn from a part of the vocabulary.
-        weights: bytes of them. token: bytes of one in its cache.
+        weights: bytes of the weights. token: bytes of a token in its cache.
         itemsize: bytes of an activation, and of unquantised weights. quantized: whether linear layers are in float8.
     """
 
@@ -232,9 +232,9 @@ class ServedModel:
         """Bytes that a rank reads in a step of `batch` texts, which have `context` tokens on average: weights that every token passes,
         experts, the cache of its group's share of the texts, and their states, which are written, too.
 
-        Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
-        an embedding that is no head a row for each token. Layers with a window read the cache of that alone, with sparse
-        attention of the chosen tokens.
+        Experts count if any of the tokens takes them, where each takes `top_k` at random: 1 - (1 - k / n)^batch; an embedding that
+        is no head counts with a row for each token. Layers with a window read the cache of the window alone, layers with sparse
+        attention the cache of the chosen tokens.
         """
         config, tp = self.config, self.layout.tp
         experts = sum(layer.experts for layer in self.flops.layers) / tp
@@ -287,9 +287,9 @@ class ServedModel:
         return computed + self._sent(prompts * length, waits=False)
 
     def _sent(self, tokens: float, waits: bool) -> float:
-        """Two sums over all ranks in each layer; `waits`: with the latency of each.
+        """Seconds of two sums over all ranks in each layer; `waits`: with the latency of each.
 
-        With data parallel attention its sum is over the ranks of a group; the other is a gather of all groups' tokens, and a scatter.
+        With data parallel attention, attention's sum is over the ranks of a group; the other is a gather of all groups' tokens, and a scatter.
         """
         tp, dp = self.layout.tp, self.layout.dp
         if tp == 1:
@@ -323,7 +323,7 @@ class EngineLoad(NamedTuple):
     """An engine's share of a step's texts.
 
     Attributes:
-        texts: with `mean` response tokens, none with more than `longest`. prompts: of `prompt` tokens, that they answer.
+        texts: with `mean` response tokens, none with more than `longest`. prompts: prompts of `prompt` tokens that the texts answer.
         running: most texts at a time.
     """
 
@@ -353,7 +353,7 @@ def _batches(
 ) -> Iterator[tuple[float, float, float]]:
     """(tokens of each, texts at a time, mean response tokens that these have): with texts that wait, then without.
 
-    A text that has not ended has as many tokens before it as a new one, however long it is, so that the last `running` texts
+    A text that has not ended has as many tokens still to come as a new one, however long it is, so that the last `running` texts
     are as they would be if all began together.
     """
     if texts > running:
@@ -367,7 +367,7 @@ def _batches(
 
 
 def _scale(mean: float, longest: float) -> float | None:
-    """The mean that responses would have without an end: `mean` is scale (1 - exp(-longest / scale)). None: all are the longest."""
+    """The mean that responses would have without a limit: `mean` is scale (1 - exp(-longest / scale)). None: all are the longest."""
     if mean >= 0.999 * longest:
         return None
     low, high = 1e-3, 1e3  # longest / scale; the mean falls with it

@@ -1,8 +1,8 @@
 """Bytes of training in float8: quantised tensors, and the copies of weights that a pass keeps.
 
 As Transformer Engine 2.18 makes them (pytorch/tensor/float8_blockwise_tensor.py): a byte an element, and a scale in float32 for each 128
-neighbours of a row, or of a column in the transposed copy that a weight's gradient needs; of a weight for each block of 128 x 128. A weight
-has both copies where a backward pass follows, else its rows'; they are there from the first micro-batch of a pass to its end.
+neighbours of a row, or of a column in the transposed copy that a weight's gradient needs; in a weight, for each block of 128 x 128. A weight
+has both copies where a backward pass follows, else only the one by rows; they are there from the first micro-batch of a pass to its end.
 """
 
 from collections.abc import Iterable

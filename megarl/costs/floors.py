@@ -4,7 +4,7 @@ A floor is bytes over a bandwidth or operations over the peak of bfloat16 (or fl
 layout, batch and mean lengths ask for: every weight that a token needs is read, every operation of the model is done once, spread evenly
 over the ranks. Parts of the peaks that are assumed do not enter. Not counted are recomputation, padding, stages that wait, launches,
 latencies, the messages between ranks within a pass, tails of lengths, and work of the controller. So no run of the same job is faster, and
-what lies between a floor and a measured time is the most that a better program could win.
+the difference between a floor and a measured time is the most that a better program could gain.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -47,7 +47,7 @@ def generation_floor(served: ServedModel, load: EngineLoad) -> Generation:
 
 
 def pass_floor(passes: Passes, rows: float, prompt: float, response: float, updates: int = 1) -> float:
-    """Seconds of `updates` times over `rows` texts, over all ranks; of a trained model with its optimizer steps.
+    """Seconds of `updates` passes over `rows` texts, over all ranks; for a trained model with its optimizer steps.
 
     Gradients may be summed over ranks while others are computed; the optimizer begins when all are there.
 

@@ -6,7 +6,7 @@ arXiv:2104.04473, appendix). A gated delta net takes the products of its chunks 
 takes 2 (query and key width + value width) for each head and each pair of a query and a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
 
 Indexers of sparse attention compute in texts of more tokens than they choose keys, forward alone: their projections, and 2 query width for each of
-their heads and each key that a query chooses from. Attention then takes what it takes with all keys, as the trainer computes it.
+their heads and each key that a query chooses from. Attention then takes as many as with all keys, as the trainer computes it.
 Where indexers are trained, their loss takes these scores again, for all keys before each query, and twice as much for the gradients of queries and
 keys; and their projections once more for the gradients of their weights (`LayerFlops.learning`).
 """
@@ -29,12 +29,12 @@ class LayerFlops:
     """A layer with all its parts.
 
     Attributes:
-        dense: weights of all matrices but routed experts. experts: all routed experts'. active: the ones of a token.
+        dense: weights of all matrices but routed experts. experts: weights of all routed experts. active: weights of a token's routed experts.
         pair: operations of attention for a query and a key. decode_pair: the same when a token is generated, where latent
             attention works on the latent keys and values themselves.
         is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.
         state: operations of a gated delta net for a token, other than those of its matrices.
-        mlp: weights of these or of that, which are among the dense ones; up: of latent attention's projections to heads, likewise.
+        mlp: weights of the shared experts or the MLP, a part of the dense ones; up: of latent attention's projections to heads, likewise.
         window: tokens, itself among them, that a token attends to; None: all before it.
         index: weights of an indexer's matrices. index_pair: its operations for a query and a key. topk: keys that a query attends to, chosen by the
             layer's indexer or an earlier one's; None: all.
@@ -66,7 +66,7 @@ class LayerFlops:
         return self.decode_pair * self.decoded(context) + indexing
 
     def indexing(self, pairs: float) -> float:
-        """Operations of a token's choice of keys, on the average of a text in which it would attend to `pairs`."""
+        """Operations of a token's choice of keys, averaged over a text in which it would attend to `pairs` tokens."""
         length = 2 * pairs - 1
         if self.topk is None or length <= self.topk:
             return 0.0
@@ -74,20 +74,20 @@ class LayerFlops:
         return 2 * self.index + self.index_pair * chosen_from
 
     def learning(self, pairs: float) -> float:
-        """Operations of a token for the loss and the gradients of the layer's indexer, on the average of a text as `indexing` has it."""
+        """Operations of a token for the loss and the gradients of the layer's indexer, averaged over a text as in `indexing`."""
         if not self.index or self.topk is None or 2 * pairs - 1 <= self.topk:
             return 0.0
         return 2 * self.index + 3 * self.index_pair * pairs
 
     def attended(self, pairs: float) -> float:
-        """Tokens that a token attends to in this layer, on the average of a text in which it would be `pairs` (`causal_pairs`)."""
+        """Tokens that a token attends to in this layer, averaged over a text; without a window they would be `pairs` (`causal_pairs`)."""
         length, window = 2 * pairs - 1, self.window
         if window is None or length <= window:
             return pairs
         return window - window * (window - 1) / (2 * length)
 
     def forward(self, pairs: float) -> float:
-        """Operations of a token that attends to `pairs` tokens, where no window ends before."""
+        """Operations of a token that attends to `pairs` tokens, or to fewer within a window."""
         computed = 2 * (self.dense + self.active) + self.state + self.pair * self.attended(pairs)
         return computed + self.indexing(pairs)
 
@@ -145,7 +145,7 @@ class _Weights:
 
 
 def _weights(config: ModelConfig, shapes: Shapes) -> _Weights:
-    """Of the tensors of a layer, by their names in it."""
+    """The weights of a layer, from its tensors' shapes by their names in it."""
     dense = experts = mlp = up = index = 0
     for name, shape in shapes.items():
         if len(shape) != 2:
@@ -180,8 +180,8 @@ def _layer(config: ModelConfig, layer: int, weights: _Weights) -> LayerFlops:
 
 
 def _of_state(config: ModelConfig) -> int:
-    """Of a token: keys and queries with the chunk's keys, what its values and keys write, what is read within the chunk, and three products
-    with the state, one of which changes it."""
+    """A token's operations: keys and queries with the chunk's keys, the writes of its values and keys, the reads within the chunk, and three
+    products with the state, one of which changes it."""
     net = config.delta_net
     assert net is not None
     within = _CHUNK * (2 * 2 * net.key_dim + 2 * (net.key_dim + net.value_dim) + 2 * net.value_dim)
@@ -189,7 +189,7 @@ def _of_state(config: ModelConfig) -> int:
 
 
 def causal_pairs(length: float) -> float:
-    """Tokens that a token attends to, on the average of a sequence of `length`."""
+    """Tokens that a token attends to, averaged over a sequence of `length` tokens."""
     return (length + 1) / 2
 
 

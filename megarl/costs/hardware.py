@@ -133,7 +133,7 @@ def find_hardware(name: str) -> Hardware:
     return TABLE[name.upper()]
 
 
-# Of the cards in BF16 those that TABLE's rows describe in everything: their names by the driver.
+# The cards of BF16 that TABLE's rows describe in everything, by the driver's names.
 _DRIVERS = {
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H200": "H200",
@@ -149,10 +149,10 @@ def hardware_of_card(name: str) -> Hardware | None:
 
 
 def read_assumptions(texts: Sequence[str]) -> Assumptions:
-    """ "name=value" over the defaults.
+    """The assumptions of texts "name=value", over the defaults.
 
     Raises:
-        ValueError: an unknown name, no number, or one that cannot be.
+        ValueError: an unknown name, a value that is no number, or a number out of range.
     """
     names, found = [field.name for field in fields(Assumptions)], Assumptions()
     for text in texts:
@@ -211,7 +211,7 @@ def peak_bf16(name: str) -> float | None:
 # Measured over planned seconds of published runs: the accuracy of a planned number of seconds.
 
 LOW, HIGH = 0.86, 1.46
-"""Eight of ten public runs took between so many times as long as planned (`benchmarks/published.py`, all of its rows; a test holds them)."""
+"""Eight of ten public runs took LOW to HIGH times as long as planned (`benchmarks/published.py`, all of its rows; a test holds them)."""
 
 
 def likely(seconds: float) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def quantising_bytes(config: ModelConfig, layer: LayerFlops, trained: bool) -> f
 
 
 def quantising_launches(config: ModelConfig, layer: LayerFlops, local_experts: int) -> float:
-    """Kernel launches from Python that it takes in a layer's forward pass."""
+    """Kernel launches from Python that quantising takes in a layer's forward pass."""
     count = _LAUNCHES["attention"] + (_LAUNCHES["latent"] if config.mla is not None else 0)
     count += _LAUNCHES["mlp"] * layer.shared
     return count + (_LAUNCHES["experts"] + _EXPERT * local_experts if layer.is_moe else 0.0)

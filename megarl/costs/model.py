@@ -45,11 +45,11 @@ from megarl.models.table import kind_of_layer
 from megarl.util.once import Once
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
-# Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
 COMPARED_TOKENS = (
     1024  # of a chunk while two heads are compared (`megarl.megatron.heads.log_probs.CHUNK_TOKENS`)
 )
 HEAD_TOKEN = 36  # bytes of a token in the head: four statistics, three norms, two outputs
+# Bytes of a token in a micro-batch and the next one: its id, target and position, numbers of its loss; and the results.
 MICRO_BATCH = 136
 
 
@@ -125,7 +125,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
 
 
 def _updating(use: ModelUse, tensors: StageTensors) -> int:
-    """Bytes of an optimizer's step in addition to its states, when the passes' are gone."""
+    """Bytes of an optimizer's step in addition to its states, when the passes' tensors are gone."""
     if use.muon is None:
         return 0
     matrices = [tensor.matrix for tensor in tensors.trained if tensor.matrix is not None]
@@ -145,7 +145,7 @@ def orthogonalising(use: ModelUse, once: Once | None = None) -> list[tuple[float
 
 
 def _peak(run: RankPass, stage: int) -> int:
-    """The most that a pass with gradients has at a time, activations included: the largest of the moments below, of which each has
+    """The most bytes that a pass with gradients has at a time, activations included: the largest of the moments below, each of which has
     the tensors that exist together.
 
     Layers and head take turns: with full recomputation the inputs of layers wait, and one layer is computed again when the head's
@@ -154,7 +154,7 @@ def _peak(run: RankPass, stage: int) -> int:
     """
     use, waiting = run.use, waiting_bytes(run, stage)
     last, full = stage == use.layout.pp - 1, use.recompute == "full"
-    # Until the next ones are there, a stage has the gradient that it sent for the micro-batch before, and in a forward pass its input.
+    # Until the next ones arrive, a stage has the gradient that it sent for the previous micro-batch, and in a forward pass its input.
     received = run.hidden * (stage > 0)
     at_head, moments = [0], []
     if last:
@@ -165,7 +165,7 @@ def _peak(run: RankPass, stage: int) -> int:
     layers = stage_layers(run, stage)
     mixtures = {layer.name: layer.is_moe for layer in layers}
     for layer in _turns(run, layers, full):
-        # What it and those after it keep, or were computed from, is gone.
+        # The tensors that this layer and later ones keep, or were computed again from, are gone.
         gone = (layer.name, *layer.later)
         before = waiting + received
         before -= sum(
@@ -173,7 +173,7 @@ def _peak(run: RankPass, stage: int) -> int:
         )
         if is_prediction(layer.name):  # with the gradient of the model's last states, which waits
             before += joined_bytes(run) + run.hidden
-        whole = complete(run)  # with what its parts have when they are computed again
+        whole = complete(run)  # with the tensors that its parts have when they are computed again
         moments += [before + received + extra for extra in _adapter_moments(whole, layer)]
         # While linear layers compute, their weights are made of a base in float8.
         moments += [before + received + extra + _exact(run) for extra in _forward_moments(whole, layer)]
@@ -186,8 +186,8 @@ def _peak(run: RankPass, stage: int) -> int:
 
 
 def _unreduced(run: RankPass, stage: int) -> tuple[int, int, int]:
-    """Gradients that wait to be summed over data parallel ranks by Megatron-FSDP: at the head; the most of layers, less what they have
-    freed by then; and at the embedding, with the gradient that autograd makes of it."""
+    """Bytes of gradients that wait to be summed over data parallel ranks by Megatron-FSDP: at the head; the most while layers compute, less
+    the activations freed by then; and at the embedding, with the gradient that autograd makes of it."""
     layers = {layer.name: layer for layer in stage_layers(run, stage)}
     waiting = unreduced_bytes(run.use, run.tensors)
     if not waiting:
@@ -201,7 +201,7 @@ def _unreduced(run: RankPass, stage: int) -> tuple[int, int, int]:
 
 
 def _turns(run: RankPass, layers: list[Layer], full: bool) -> Iterator[Layer]:
-    """The layers whose backward pass may have the most: the last one of the stage, and its last delta net; of those that are computed again,
+    """The layers whose backward pass may have the most: the last one of the stage, and its last delta net; where all are computed again,
     the last of each kind."""
     kinds = {(layer.is_moe, run.is_delta_net(layer.name)): layer for layer in layers}
     if full:
@@ -256,7 +256,7 @@ def _float8_backward(run: RankPass, layer: Layer, whole: int) -> Iterator[int]:
         )
         around = (1 + _shared_experts(run)) * run.hidden
         kept = run.input_bytes(product, layer.name + "mlp.experts.linear_fc2")
-        # The outputs' gradient, filled up and quantised, and that of the product; then those of gate and up, and of the input.
+        # The gradients of the outputs, filled up and quantised, and of the product; then the gradients of gate and up, and of the input.
         yield whole + 2 * hidden * item + 2 * quantised(hidden) + product * item + around
         yield whole - kept + 2 * quantised(2 * product) + 2 * hidden * item + around
         return
@@ -305,7 +305,7 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
         yield whole - kept + 3 * product  # of the product, and of gate and up
         yield (
             whole - kept + run.gathered * run.keeps(linear) + outputs
-        )  # of the first linear layer's input, beside this
+        )  # of the first linear layer's input, beside the input itself
     if run.is_delta_net(layer.name):
         yield from (attention + 2 * run.hidden + extra for extra in _delta_net_backward(run, layer))
         return
@@ -322,7 +322,8 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
 
 
 def _scores(run: RankPass) -> tuple[int, int]:
-    """Bytes of the scores that attention to chosen keys has at one time, and of those of an indexer's heads: of a sequence's queries, or a part of them."""
+    """Bytes of the scores that attention to chosen keys has at one time, and of the scores of an indexer's heads: for a sequence's
+    queries, or a part of them."""
     indexer, longest, cp = run.use.config.indexer, run.use.longest, run.use.layout.cp
     assert indexer is not None
     # A context parallel rank has two parts of each sequence.
@@ -336,12 +337,12 @@ def _scores(run: RankPass) -> tuple[int, int]:
 
 
 def _choice_again(run: RankPass) -> int:
-    """Which keys were chosen, where attention is computed again: its part of what a layer keeps does not have it."""
+    """Bytes that tell which keys were chosen, where attention is computed again: the bytes that a layer keeps do not include them."""
     return run.tokens * choice_bytes(run.use) if run.use.recomputes("core_attn") else 0
 
 
 def _choosing(run: RankPass, teaches: bool = False) -> int:
-    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before, an indexer's.
+    """Working memory of attention to chosen keys in a forward pass: scores, and their exponentials in the model's type; before these, an indexer's.
 
     Where it learns (`megarl.megatron.sparse.learning`), the scores of its heads beside attention's, and matrices of one head's size: attention's
     probabilities, then five while the divergence is computed, or three beside the heads' gradients in the model's type; and the gradient of its keys
@@ -369,7 +370,7 @@ def _chosen_backward(run: RankPass) -> int:
     heads = run.use.config.num_attention_heads // layout.tp
     scores = _scores(run)[0]
     gradients = run.tokens * heads * widths * (item + layout.cp * FLOAT32)
-    if run.use.teaches:  # those of an indexer's queries and keys wait
+    if run.use.teaches:  # the gradients of an indexer's queries and keys wait
         indexer = run.use.config.indexer
         assert indexer is not None
         gradients += item * indexer.head_dim * (run.own * indexer.heads + run.tokens * layout.cp)
@@ -383,8 +384,8 @@ def _delta_net_backward(run: RankPass, layer: Layer) -> Iterator[int]:
     share, item = delta_net_shares(run), run.use.itemsize
     # Gradients of the gates' product in float32, and of its factors.
     yield share.tokens * share.values * (3 * FLOAT32 + item)
-    # What was kept after the rule is gone. Of the rule (fla's): gradients of gates and output; what keys and values write, twice for values,
-    # and the gradients of these; those of queries and keys; states and their gradients.
+    # The tensors kept after the rule are gone. The rule (fla's) has gradients of gates and output; the writes of keys and values, twice for
+    # values, and their gradients; gradients of queries and keys; states and their gradients.
     name = f"{layer.name}self_attention."
     kept = attention_bytes(run, layer.name) - delta_net_inputs(run) - delta_net_norm(run, name)
     yield share.tokens * item * (6 * share.values + 5 * share.repeated + 2 * share.states) - kept
@@ -407,8 +408,8 @@ def _compared(run: RankPass) -> int:
 
 
 def divergence_bytes(kind: str | None, beta: float) -> int:
-    """For each logit of a chunk: of the whole vocabulary ("full") both heads' in float32 and a third tensor, for mixtures two more
-    (`heads.divergence`); of the most likely tokens ("top_k") one, and the product that it is made of (`heads.top_tokens`)."""
+    """Bytes for each logit of a chunk: over the whole vocabulary ("full") both heads' logits in float32 and a third tensor, for mixtures two
+    more (`heads.divergence`); over the most likely tokens ("top_k") one tensor, and the product that it is made of (`heads.top_tokens`)."""
     if kind == "full":
         return 3 * FLOAT32 if beta in (0.0, 1.0) else 5 * FLOAT32
     return 6 if kind == "top_k" else 0
@@ -430,8 +431,8 @@ def _evaluating(run: RankPass, stage: int) -> int:
     hidden, names = run.hidden, [tensor.name for tensor in run.tensors.weights]
     parts: list[int] = []  # while linear layers compute, whose weights are made of a base in float8
     others, head = list[int](), 0
-    # The layer's input and the sum after its attention; of several layers the first one's input; what the stage sent last, and
-    # from a middle stage what that was made of; with virtual stages the next input, and on the last stage one more.
+    # The layer's input and the sum after its attention; with several layers the first one's input; the tensor that the stage sent last,
+    # and on a middle stage the tensor that it was made of; with virtual stages the next input, and on the last stage one more.
     several = any(".layers.1." in name for name in names)
     last = stage == layout.pp - 1
     virtual = (1 + last) * (layout.vpp is not None)
@@ -478,21 +479,21 @@ def _with_biases(run: RankPass) -> int:
 
 
 def _shared_experts(run: RankPass) -> int:
-    """Outputs of shared experts, which exist while routed experts compute, as hidden states."""
+    """How many outputs of shared experts, each as large as the hidden states, exist while routed experts compute: 1 or 0."""
     moe = run.use.config.moe
     return int(moe is not None and moe.shared_ffn_hidden_size > 0)
 
 
 def _evaluated_attention(run: RankPass) -> int:
     """Projected queries, keys and values, the same after their norms and their rotation, attention's output; and the projected output.
-    Where keys are chosen, the choice and the scores in its place, or it where it takes more."""
+    Where keys are chosen, the choice and the scores in place of the projected output, unless that takes more."""
     config, tp, mla = run.use.config, run.use.layout.tp, run.use.config.mla
     heads = config.num_attention_heads // tp
     if mla is None:
         queries, keys = heads * config.head_dim, config.num_query_groups // tp * config.head_dim
         if (
             run.use.fused and run.use.layout.cp > 1
-        ):  # keys and values of two ranks, and outputs of each, beside copies of the own
+        ):  # keys and values of two ranks, and outputs of each, beside copies of the rank's own
             return run.tokens * run.use.itemsize * (5 * queries + 9 * keys)
         each = (3 + config.qk_norm) * (queries + keys)
         return run.tokens * run.use.itemsize * (each + config.hidden_size)
@@ -510,8 +511,8 @@ def _evaluated_attention(run: RankPass) -> int:
 
 
 def _evaluated_delta_net(run: RankPass) -> int:
-    """The projection, the convolution's output, queries and keys for each value head, values and gates; what keys and values write, of which
-    values have another, products of the chunk's keys, states; the output (fla's)."""
+    """The projection, the convolution's output, queries and keys for each value head, values and gates; the writes of keys and values, twice for
+    values, products of the chunk's keys, states; the output (fla's)."""
     share, item = delta_net_shares(run), run.use.itemsize
     each = 4 * share.keys + 3 * share.values + 2 * share.heads + 2 * share.repeated + 2 * share.values
     each += share.repeated + 3 * share.values + CHUNK * share.heads + share.states
@@ -539,7 +540,7 @@ def _vocabulary_share(run: RankPass) -> int:
 
 
 def _exact(run: RankPass) -> int:
-    """The largest layer that is made of a base in float8: the projections of one linear layer, of all its experts where it has some."""
+    """Bytes of the largest layer that is made of a base in float8: the projections of one linear layer, of all its experts where it has some."""
     return 0 if run.use.base_block is None else run.tensors.linear_elements * run.use.itemsize
 
 

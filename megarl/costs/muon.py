@@ -1,6 +1,6 @@
 """What Muon adds to the costs of a step: its buffers, where full matrices lie, its products, and their memory.
 
-Megatron-core 0.19.2 (layer_wise_optimizer.py) gives each data parallel rank full matrices: those of a bucket, the largest first, to the
+Megatron-core 0.19.2 (layer_wise_optimizer.py) gives each data parallel rank full matrices: a bucket's matrices go, the largest first, to the
 rank that has the fewest elements so far; every rank's part of the bucket is as long as the longest.
 """
 
@@ -10,13 +10,13 @@ from math import lcm
 from megarl.config.schema.models import MuonConfig
 
 MOMENTUM = 4  # bytes of an element
-FILLED = 0.9  # of a bucket that one large matrix would leave empty, the part that others fill before it ends
+FILLED = 0.9  # the part of a bucket, with room for its largest matrix on each rank, that matrices fill before it ends
 ALIGNMENT, PADDING = 64, 128  # elements: of a matrix's start, of a bucket's end
 _OTHERS = (
     "embedding.word_embeddings.weight",
     "output_layer.weight",
     "value_head.weight",
-)  # matrices that are AdamW's
+)  # matrices that AdamW updates
 _BY_ROWS = (
     "linear_qkv",
     "linear_fc1",
@@ -33,7 +33,7 @@ Matrix = tuple[str, tuple[int, ...], bool]
 
 
 def is_muons(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon has a weight, rather than AdamW. `name`: "<chunk>:<parameter>"."""
+    """Whether Muon updates a weight, rather than AdamW. `name`: "<chunk>:<parameter>"."""
     return len(shape) == 2 and not name.endswith(_OTHERS)
 
 
@@ -110,7 +110,7 @@ def operations(matrix: Matrix, muon: MuonConfig, tp: int, etp: int) -> float:
 def gathered(matrix: Matrix, muon: MuonConfig, tp: int, etp: int) -> float:
     """Bytes that a rank receives from its tensor parallel peers for a step of a matrix.
 
-    Together computed ones: the squares' sums, each of which goes around once and once more."""
+    In mode "distributed": the squares' sums, each of which goes around twice."""
     (rows, columns), cut, ranks = _full(matrix, tp, etp)
     if cut is None or ranks == 1 or muon.tp_mode == "blockwise":
         return 0.0

@@ -50,8 +50,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """The parts that each phase uses: NEEDS; those of several teachers, all at once; for the exact KL in the actor's loss also the reference; for a critic that
-    shares the actor's model this model."""
+    """The parts that each phase uses: NEEDS; with several teachers all their weights at once; with the exact KL in the actor's loss also the
+    reference; with a critic that shares the actor's model also this model."""
     needs = dict(NEEDS)
     needs["evaluate_models"] += tuple(f"{role}_weights" for role in references(config) if role != "ref")
     if full_kl_in_loss(config):
@@ -84,7 +84,7 @@ def leaves(config: TrainConfig, switch: bool | None, pool: str, gpus: Collection
     """Whether a pool's data leaves its devices in phases that do not use it.
 
     Args:
-        switch: the key that says so; null: where they are GPUs that the engines use, too.
+        switch: the value of the key for it; null: it leaves where the devices are GPUs that the engines use, too.
         gpus: as in `frees_engines`.
     """
     return _with_engines(config, pool, gpus) if switch is None else switch

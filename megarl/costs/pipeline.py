@@ -34,7 +34,7 @@ class PassTime:
     Attributes:
         seconds: of all of them, without `reduce` and `adam`. micro_batches: of one of `updates` mini-batches, on a rank.
         bubble: part of the seconds that stages wait for each other, if they take equally long.
-        reduce, adam: gradients and weights between data parallel ranks, optimizer.
+        reduce, adam: seconds of gradients and weights between data parallel ranks, and of the optimizer.
     """
 
     seconds: float
@@ -52,7 +52,7 @@ class PassTime:
 def pass_time(
     passes: Passes, rows: float, length: float, most: int | None, most_rows: int | None, updates: int = 1
 ) -> PassTime:
-    """`updates` times over a mini-batch.
+    """The time of `updates` passes over a mini-batch.
 
     Args:
         rows: texts of a mini-batch, over all ranks, of `length` tokens each.

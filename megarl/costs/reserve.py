@@ -1,7 +1,7 @@
 """GPU memory other than planned tensors: one term for each cause. None of it was measured by megarl.
 
 - A process's CUDA context, with the kernels that torch and the libraries load: 0.4 to 0.6 GiB on an H100 (torch 2, CUDA 12 and 13, as
-  `nvidia-smi` shows it of a process that holds one tensor).
+  `nvidia-smi` shows it for a process that holds one tensor).
 - A communicator of NCCL: the buffers that each of its channels receives into, of all three protocols: NCCL_BUFFSIZE (4 MiB), LL128
   (4.7 MiB) and LL (0.5 MiB; NCCL's src/include/device.h), for the 24 channels of a ring over NVLink on nodes of eight H100s (NVIDIA/nccl,
   src/graph; its documentation of NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS). Rings between nodes have fewer channels, trees have two
@@ -22,8 +22,8 @@
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
 - Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
 
-The communicator of weight syncs counts as the others do: what NCCL keeps for each of its peers (`megarl plan sync` counts them) beyond that
-was measured by nobody.
+The communicator of weight syncs counts as the others do: the further memory that NCCL keeps for each of its peers (`megarl plan sync`
+counts them) has not been measured.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def reserved(
     """Bytes by cause, of a GPU with a process for each of `models`, and one for a rank of an engine.
 
     Args:
-        exchanges: processes among them that exchange weights with others' (weight_sync/exchange.py).
+        exchanges: processes among them that exchange weights with other processes (weight_sync/exchange.py).
     """
     processes, groups = len(models), sum(map(communicators, models)) + exchanges
     workspaces = len(models) * (CUBLAS + TRAINER_WORKSPACE)

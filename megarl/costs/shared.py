@@ -15,11 +15,11 @@ from megarl.costs.tensors import (
 HEAD, EMBEDDING = (
     "head",
     "",
-)  # of a backward pass: what is behind the last layer, and what is before the first one
+)  # places in a backward pass: behind the last layer, and before the first one
 
 
 def gathered_bytes(use: ModelUse, tensors: StageTensors) -> tuple[int, int]:
-    """Weights that a pass gathers at most at a time: while the head computes those in no layer; with them a layer's and the next one's."""
+    """The most bytes of gathered weights in a pass: at the head, the weights in no layer; in layers, also a layer's and the next one's."""
     if use.fsdp != FULL:
         return 0, 0
     outside, layers = 0, dict[str, int]()
@@ -32,7 +32,7 @@ def gathered_bytes(use: ModelUse, tensors: StageTensors) -> tuple[int, int]:
 
 
 def whole_bytes(use: ModelUse, tensors: StageTensors) -> int:
-    """All weights, as they are gathered for a weight sync; 0: they are whole in any case."""
+    """Bytes of all weights, as they are gathered for a weight sync; 0: no ranks share them."""
     if use.fsdp != FULL:
         return 0
     return use.itemsize * sum(bucket.numel for bucket in shared_buckets(use, tensors))
@@ -54,7 +54,7 @@ def unreduced_bytes(use: ModelUse, tensors: StageTensors) -> dict[str, int]:
     for tensor in tensors.weights:
         layer = _layer(tensor.name)
         layers[layer] = layers.get(layer, 0) + tensor.numel * bool(layer)
-    # In the order in which their gradients come: the head's, those of layers, the embedding's.
+    # In the order in which their gradients come: the head's, the layers', the embedding's.
     order = [tensor.name for tensor in reversed(tensors.weights)]
     missing = {number: len(bucket.tensors) for number, bucket in enumerate(buckets)}
     there, sent, most = set[int](), list[int](), dict[str, int]()
@@ -78,7 +78,7 @@ def unreduced_bytes(use: ModelUse, tensors: StageTensors) -> dict[str, int]:
 
 
 def _elements(bucket: SharedBucket) -> int:
-    """Beside those that a rank keeps: Megatron-FSDP has buckets of a single rank in place."""
+    """Elements of a gathered bucket, in addition to the rank's own part; 0 for a single rank, whose buckets Megatron-FSDP has in place."""
     return bucket.numel if bucket.ranks > 1 else 0
 
 

@@ -105,7 +105,7 @@ class Passes:
     Attributes:
         trained: one of TRAINED, None where it is only evaluated. recompute, recompute_modules: as megatron's.
         itemsize: bytes of a weight and of an activation.
-        on_host: whether optimizer states are there, and pass through the device.
+        on_host: whether optimizer states are on the host, and pass through the device.
         fsdp: what data and context parallel ranks share by Megatron-FSDP, as megatron's; None: optimizer states alone.
         fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
         float8, bf16_ends: as in `ModelUse`.
@@ -197,7 +197,7 @@ class Passes:
         self, layer: LayerFlops, forward: LayerSeconds, dense: float, experts: float, tokens: float
     ) -> float:
         """Seconds of the parts of a layer that are computed again: their matrices, and with an MLP of tensor parallel parts and with experts
-        also their messages; of norms, gated units and rotations at most all that is between matrices.
+        also their messages; of norms, gated units and rotations at most the seconds of everything between matrices.
 
         Args:
             forward: the layer's. dense, experts: seconds of its matrices.
@@ -289,7 +289,7 @@ class Passes:
         return found
 
     def _head_seconds(self, tokens: float, learns: bool) -> float:
-        """Logits and their losses, once more in the backward pass but for a chunk's; or a value, which is next to nothing.
+        """Seconds of logits and their losses, once more in the backward pass except for one chunk; or of a value, which takes next to none.
 
         learns: whether the head's weight has a gradient.
         """
@@ -314,12 +314,12 @@ class Passes:
         return layer.forward + self._backward(layer)
 
     def _backward(self, layer: LayerSeconds) -> float:
-        """With recomputation; 0 of a model that is not trained."""
+        """Seconds of the backward pass, with recomputation; 0 for a model that is not trained."""
         if self.trained is None:
             return 0.0
         computed = (self.times - 1) * layer.matrices + layer.backward * layer.attention
         computed += 2 * layer.between + layer.summed
-        # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
+        # Autograd launches twice as many kernels, from C++: in about the time that the forward pass's take from Python.
         return max(computed, layer.launched) + layer.sent + layer.again + layer.learnt
 
     def _shared_seconds(self, layers: list[LayerSeconds], head: float) -> float:
@@ -339,8 +339,8 @@ class Passes:
         return _in_turn(forward, gathered, len(layers)) + backward
 
     def reduce_seconds(self) -> float:
-        """Gradients of an optimizer step to the ranks that own their states, and the weights back (fully trained ones); with Megatron-FSDP
-        gradients travel with each micro-batch, and shared weights do, too."""
+        """Seconds in which an optimizer step's gradients travel to the ranks that own their states, and the weights back (fully trained ones);
+        with Megatron-FSDP gradients travel with each micro-batch, and shared weights do, too."""
         if self.fsdp == FULL:
             return 0.0
         return self._between_replicas(self.itemsize + (GRADIENT if self.fsdp is None else 0))
@@ -359,8 +359,9 @@ class Passes:
         return total
 
     def adam_seconds(self) -> float:
-        """Gradients and states read, states and weights written, of a rank's part; where these are on the host, at least as
-        long as they take to come, while others go back. Of Muon its products too, and what tensor parallel ranks gather for them."""
+        """Seconds in which a rank reads the gradients and states of its part and writes states and weights; where states are on the host, at
+        least as long as they take to come, while others go back. Muon's products are added, and the
+        data that tensor parallel ranks gather for them."""
         layout = self.layout
         dense = max(self.stage_weights[0]) / layout.tp / (layout.dp * layout.cp)
         experts = max(self.stage_weights[1]) / (layout.ep * layout.etp * layout.expert_dp)

@@ -91,13 +91,13 @@ class ModelUse:
         base_block: rows and columns of a block of projections in float8; None: they are not.
         fsdp: what data parallel ranks share by Megatron-FSDP (`megarl.megatron.fsdp`); None: without it.
         distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets.
-        on_host: whether optimizer states are there (`optimizer_cpu_offload`).
-        muon: what updates matrices; None: AdamW does.
+        on_host: whether optimizer states are on the host (`optimizer_cpu_offload`).
+        muon: the settings of Muon, which updates matrices; None: AdamW does.
         recompute: None, "selective" or "full". recompute_modules: of "selective".
         fused: whether Transformer Engine's kernels are there.
-        float8: whether linear layers compute in float8; bf16_ends: the first and the last layers of which that do not.
-        chunk_tokens: whose logits exist at one time; None: as `head_chunk_tokens` says.
-        longest: tokens of the longest text; 0: of no more than an indexer chooses keys.
+        float8: whether linear layers compute in float8; bf16_ends: how many of the first and of the last layers do not.
+        chunk_tokens: tokens whose logits exist at one time; None: as `head_chunk_tokens` says.
+        longest: tokens of the longest text; 0: no more than the keys that an indexer chooses.
         compared: bytes for each logit of a chunk while the divergence from another head is computed (`divergence_bytes`); 0: none is.
         mtp: whether it has its multi-token prediction layers.
         indexers: whether indexers are trained.
@@ -140,7 +140,7 @@ class ModelUse:
         return self.indexers and self.chooses
 
     def computes_in_float8(self, layer: int) -> bool:
-        """Whether the layer of this number in the model does."""
+        """Whether the layer of this number in the model computes in float8."""
         first, last = self.bf16_ends
         return self.float8 and first <= layer < self.config.num_layers - last
 
@@ -179,7 +179,7 @@ class LocalTensor(NamedTuple):
 
     @property
     def matrix(self) -> Matrix | None:
-        """As Muon has it; None: it has not."""
+        """The tensor as costs of Muon take it; None: Muon does not update it."""
         return (self.name, self.shape, self.expert) if is_muons(self.name, self.shape) else None
 
 
@@ -210,17 +210,17 @@ class StageTensors:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of the model's own parameters."""
+        """Names of the model's own parameters."""
         return frozenset(tensor.name for tensor in self.weights)
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """Of the model's own parameters, by name."""
+        """Rows of the model's own parameters, by name."""
         return {tensor.name: tensor.shape[0] for tensor in self.weights}
 
     @cached_property
     def slots_by_layer(self) -> dict[str, list[tuple[AdapterSlot, str | None]]]:
-        """By `in_layer`."""
+        """The slots by `in_layer`."""
         found: dict[str, list[tuple[AdapterSlot, str | None]]] = defaultdict(list)
         for slot, cut in self.slots:
             found[in_layer(slot.module)].append((slot, cut))
@@ -228,7 +228,7 @@ class StageTensors:
 
     @cached_property
     def linear_elements(self) -> int:
-        """Of the largest linear layer: all its projections, and all its experts' where it has some."""
+        """Elements of the largest linear layer: of all its projections, and of all its experts' where it has some."""
         sizes: dict[str, int] = defaultdict(int)
         for tensor in self.weights:
             if tensor.projection:
@@ -328,7 +328,7 @@ def _numbered(tensors: list[LocalTensor], layer: str) -> list[LocalTensor]:
 
 
 def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
-    """The tensors of each part and layer in Megatron's order; layers, and tensors in none, stay where they are in a part."""
+    """The tensors of each part and layer in Megatron's order; layers, and tensors in no layer, stay where they are in a part."""
     places: dict[str, int] = {}
 
     def key(tensor: LocalTensor) -> tuple[int, ...]:
@@ -383,7 +383,7 @@ def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, block: int | Non
 
 
 def _as_expert(name: str, layout: ParallelLayout) -> bool:
-    """As Megatron marks them: where an expert's replicas coincide with a dense weight's, it counts as one."""
+    """Whether Megatron marks a tensor as an expert's: one whose replicas coincide with a dense weight's counts as dense."""
     return _EXPERTS in name and not (layout.ep == 1 and layout.etp == layout.tp)
 
 
@@ -420,7 +420,7 @@ class TrainingBytes:
 
     Attributes:
         weights: frozen and trained ones, without adapters.
-        adapters: trained, as far as they are in buffers with the padding of these.
+        adapters: trained ones, with the padding of their buffers.
         gradients: of trained parameters alone.
         optimizer: float32 copies of trained parameters that are not float32, and Adam's moments; or the slots for these.
         host: the part of these on the host (without alignment).
@@ -439,8 +439,8 @@ def training_bytes(
     """Bytes of a rank of the stage.
 
     Args:
-        replica: which of the ranks that share a dense weight's states (over data and context parallel ranks), and an
-            expert's, it is.
+        replica: the rank's number among the ranks that share a dense weight's states (over data and context parallel ranks),
+            and among the ranks that share an expert's.
     """
     itemsize, trained = use.itemsize, tensors.trained
     if use.fsdp is not None:
@@ -461,7 +461,7 @@ def training_bytes(
         own_copies = sum(own for own, buffer in zip(owned, buffers, strict=True) if buffer.float32)
         orthogonalised = sum(own for own, buffer in zip(owned, buffers, strict=True) if buffer.muon)
     own = buffered = itemsize * elements + (4 - itemsize) * wide  # trained parameters, with their padding
-    copied = (_state(itemsize) - MOMENTS) * own_copies  # what those in float32 have no need of
+    copied = (_state(itemsize) - MOMENTS) * own_copies  # copies that float32 parameters do not need
     if tensors.adapters:
         own = weight_bytes([tensor for tensor in tensors.weights if tensor.trained], itemsize)  # a value head
     return TrainingBytes(
@@ -495,8 +495,8 @@ class SharedBucket:
 def shared_buckets(use: ModelUse, tensors: StageTensors) -> list[SharedBucket]:
     """The buckets of a model that Megatron-FSDP wraps (param_and_grad_buffer.py of megatron-core 0.19.2).
 
-    With shared weights those of a layer, and of all that is in no layer; else of all parameters in their order, cut where they are
-    large. Experts have their own. Within a bucket a tensor of several rows begins at a multiple of the least common multiple of all
+    With shared weights a bucket for each layer, and one for the tensors in no layer; else all parameters in their order, cut where a
+    bucket is large. Experts have their own. Within a bucket a tensor of several rows begins at a multiple of the least common multiple of all
     rows' lengths, and small ones fill the gaps; the end is padded to a multiple of that and of the ranks.
     """
     grouped: dict[tuple[str, bool], list[LocalTensor]] = {}
@@ -530,7 +530,7 @@ def _bucket_numel(tensors: Sequence[LocalTensor], ranks: int) -> int:
 
 
 def _shared_bytes(use: ModelUse, tensors: StageTensors) -> TrainingBytes:
-    """Of a rank whose bytes Megatron-FSDP shares out; a part of a bucket counts with its padding."""
+    """Bytes of a rank with Megatron-FSDP; a part of a bucket counts with its padding."""
     buckets = shared_buckets(use, tensors)
     whole = sum(bucket.numel for bucket in buckets)
     share = sum(bucket.numel // bucket.ranks for bucket in buckets)
@@ -601,7 +601,7 @@ def _buffers(
 
 
 def _lay_out(tensors: Sequence[LocalTensor], ranks: int, limit: int | None) -> _Buffer:
-    """From the last parameter to the first; a bucket ends where it has `limit` elements, and around an embedding that
+    """A buffer, filled from the last parameter to the first; a bucket ends where it has `limit` elements, and around an embedding that
     another stage shares."""
     buckets: list[tuple[int, int]] = []
     spans: list[tuple[int, int]] = []

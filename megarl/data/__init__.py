@@ -1,4 +1,4 @@
-"""The data of training, and the trajectories of rollouts, as tables of rows of their own length.
+"""The data of training, and the trajectories of rollouts, as tables whose rows differ in length.
 
 Promises: prompts and SFT examples are read from files with every wrong row named by file and row number;
 loaders are deterministic and resume where they stopped; trajectories are Arrow tables with list columns,

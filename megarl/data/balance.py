@@ -33,9 +33,9 @@ import numpy.typing as npt
 MiniBatch = list[list[list[int]]]
 """[data parallel rank][micro-batch] -> row indices."""
 
-_LEVEL = 1e-3  # micro-batches that differ by less of their mean cost are level
+_LEVEL = 1e-3  # micro-batches that differ by a smaller part of their mean cost are level
 _FEW = 8  # parts that are put in their places one by one; more are sorted with all others
-_LEVEL_WITH = 4  # of the cheapest micro-batches the costliest one tries to exchange rows with
+_LEVEL_WITH = 4  # how many of the cheapest micro-batches the costliest one tries to exchange rows with
 
 _Bin = tuple[int, int, list[int]]  # (-sum of lengths, first item, items): sorts by falling sum, then by item
 
@@ -44,10 +44,10 @@ def sequence_costs(lengths: npt.ArrayLike, pair_share: float) -> npt.NDArray[np.
     """The cost of sequences of these lengths: L tokens through the matrices, L (L + 1) / 2 pairs through causal attention.
 
     Args:
-        pair_share: operations of attention for a pair of tokens, as a part of those of a token in all matrices.
+        pair_share: operations of attention for a pair of tokens, as a share of a token's operations in all matrices.
 
     Returns:
-        Thousandths of a token's matrices [rows].
+        Thousandths of a token's cost in all matrices [rows].
     """
     tokens = np.asarray(lengths, dtype=np.float64)
     return np.rint(1000 * (tokens + pair_share * tokens * (tokens + 1) / 2)).astype(np.int64)
@@ -70,8 +70,8 @@ def partition_balanced(lengths: Sequence[int] | np.ndarray, k: int, equal_size: 
     assert min(sizes) > 0, "lengths must be positive"
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     if equal_size:
-        # Each solution has one item in every part, so all parts grow alike; only that of the smallest items
-        # may have parts without one.
+        # Each solution has one item in every part, so all parts grow alike; only the solution of the smallest
+        # items may have parts without an item.
         groups = [order[start : start + k] for start in range(0, len(order), k)]
     else:
         groups = [[item] for item in order]
@@ -96,7 +96,7 @@ def _spread(solution: list[_Bin], k: int) -> int:
 def _merge(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
     """Merge two solutions, lists of their non-empty parts by falling sum: the fullest with the emptiest.
 
-    Neither of them is of use afterwards: the larger one becomes the result.
+    Neither of them may be used afterwards: the larger one becomes the result.
     """
     num_joined = max(0, len(first) + len(second) - k)
     few, many = sorted((first, second), key=len)
@@ -165,7 +165,7 @@ def _check_longest(lengths: np.ndarray, max_tokens: int) -> None:
 def _partition_within(
     sizes: np.ndarray, weights: np.ndarray, num: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Karmarkar-Karp by cost or, where that exceeds the budget, by tokens; None: so does that."""
+    """Karmarkar-Karp by cost or, where that exceeds the budget, by tokens; None: both exceed it."""
     for balanced in (weights,) if weights is sizes else (weights, sizes):
         bins = partition_balanced(balanced, num, equal_size=False)
         if max(int(sizes[part].sum()) for part in bins) <= max_tokens:
@@ -203,7 +203,7 @@ def _levelled(
 def _exchange(
     high: list[int], low: list[int], sizes: np.ndarray, weights: np.ndarray, gap: int, room: tuple[int, int]
 ) -> tuple[list[int], list[int]] | None:
-    """A row of `high` for one of `low`, or for none, that comes nearest to halving their gap of cost.
+    """The exchange of a row of `high` for one of `low`, or for none, that comes nearest to halving their gap of cost.
 
     Args:
         room: tokens that still fit into `low`, and into `high`.
@@ -244,7 +244,7 @@ def _first_fit_decreasing(sizes: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def _split_to(bins: list[list[int]], num: int) -> list[list[int]]:
-    """Split the bins of most rows in two until there are num; splitting keeps every bin within budget."""
+    """Split the bins with the most rows in two until there are num; splitting keeps every bin within budget."""
     bins = [sorted(part) for part in bins]
     while len(bins) < num:
         largest = max(range(len(bins)), key=lambda index: len(bins[index]))
@@ -277,8 +277,8 @@ def plan_mini_batches(
             order drawn from (seed, epoch) with `shuffle`; the last mini-batch of an epoch may be smaller.
         max_tokens: tokens of a micro-batch, at most. Exactly one of this and micro_batch_size is given.
         micro_batch_size: rows of a micro-batch, at most.
-        num_mini_batches: so many of about equal size, in place of mini_batch_size; their rows, which are as many as all ranks' micro-batches or
-            a multiple, are divided so that each can be planned.
+        num_mini_batches: how many there are, of about equal size, in place of mini_batch_size. The table's rows
+            must be a multiple of num_dp * multiple_of; so are the rows of each, so that each can be planned.
         epochs: how often all rows are gone through.
         multiple_of: number of micro-batches of a rank is a multiple of this.
         costs: the positive whole numbers to balance (`sequence_costs`); None: the lengths.
@@ -289,8 +289,8 @@ def plan_mini_batches(
         and the largest memory peak comes first.
 
     Raises:
-        ValueError: a row exceeds max_tokens, or a mini-batch has too few rows for one a micro-batch; numbers
-            named.
+        ValueError: a row exceeds max_tokens, or a mini-batch has fewer rows than micro-batches; names the
+            numbers.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     costs = lengths if costs is None else np.asarray(costs, dtype=np.int64)
@@ -302,7 +302,7 @@ def plan_mini_batches(
         "exactly one of max_tokens and micro_batch_size"
     )
     if max_tokens is not None:
-        _check_longest(lengths, max_tokens)  # in micro_batches the row would be that of the mini-batch
+        _check_longest(lengths, max_tokens)  # `micro_batches` would name a row of the mini-batch
     plan = []
     # Mini-batches are cut from the epoch's order first, then each is planned by itself.
     for epoch in range(epochs):
@@ -336,7 +336,7 @@ def _plan_one(
     micro_batch_size: int | None,
     multiple_of: int,
 ) -> MiniBatch:
-    """One mini-batch, in row numbers of its own."""
+    """The plan of one mini-batch, in row numbers of its own."""
     step = num_dp * multiple_of
     if len(lengths) < step:
         raise ValueError(
@@ -368,8 +368,8 @@ def aligned_lengths(
     """Packed tokens of each sequence of a micro-batch [rows], with the padding that gives ranks even shares.
 
     Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
-    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened. So it is for `multiple`, which divides the
-    tokens of each rank's part.
+    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened. It is lengthened for `multiple`, too, which
+    divides the tokens of each rank's part.
     """
     unit, total_unit = _units(tp, cp, sequence_parallel, multiple)
     aligned = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit
@@ -393,7 +393,7 @@ def aligned_total(
 
 
 def _units(tp: int, cp: int, sequence_parallel: bool, multiple: int) -> tuple[int, int]:
-    """The numbers of which the tokens of a sequence, and of a micro-batch, are multiples."""
+    """The units to which the tokens of a sequence, and of a micro-batch, are padded."""
     own = tp * multiple if sequence_parallel else multiple  # of a context parallel rank
     if cp == 1:
         return 1, own
@@ -406,7 +406,7 @@ def sums_of(values: np.ndarray, parts: Sequence[Sequence[int]]) -> np.ndarray:
     filled, starts = sizes > 0, np.cumsum(sizes) - sizes
     chosen = values[np.array([at for part in parts for at in part], dtype=np.int64)]
     sums = np.zeros(len(parts), values.dtype)
-    sums[filled] = np.add.reduceat(chosen, starts[filled])  # which has no empty parts
+    sums[filled] = np.add.reduceat(chosen, starts[filled])  # it gives no zero for an empty part
     return sums
 
 
@@ -426,7 +426,7 @@ class PlanFigures:
 
 
 def plan_figures(plan: Sequence[MiniBatch], costs: npt.ArrayLike) -> PlanFigures:
-    """Of a plan of at least one mini-batch; `costs`: of each row of the table."""
+    """The figures of a plan of at least one mini-batch; `costs`: of each row of the table."""
     costs, found = np.asarray(costs, dtype=np.float64), []
     for shares in plan:
         micros = [rows for share in shares for rows in share]
@@ -441,7 +441,7 @@ def shared_tokens(prompts: np.ndarray, lengths: npt.NDArray[np.int64]) -> npt.ND
 
     Args:
         prompts: the prompts' tokens, end to end.
-        lengths: [trajectories], their numbers, at least 1 each.
+        lengths: [trajectories], the tokens of each prompt, at least 1.
 
     Returns:
         [trajectories]; 0: it has all its tokens.
@@ -469,11 +469,11 @@ def plan_groups(
     multiple_of: int,
     **order: int | bool,
 ) -> list[MiniBatch] | None:
-    """As `plan_mini_batches`, with the trajectories of a prompt together; None: they cannot be.
+    """As `plan_mini_batches`, with the trajectories of a prompt together; None: they cannot be planned so.
 
     Args:
         lengths: tokens of each trajectory [rows].
-        shared: as `shared_tokens` has it.
+        shared: as `shared_tokens` returns it.
         pair_share: as in `sequence_costs`.
         order: epochs, shuffle, seed.
     """

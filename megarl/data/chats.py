@@ -51,7 +51,7 @@ class ChatKeywords:
 
     @property
     def needed(self) -> list[Column]:
-        """The columns that a Parquet file must have: that of the tools, if the configuration names it otherwise."""
+        """The columns that a Parquet file must have: the tools' column, if the configuration gives it another name."""
         if self.tools_key in (None, TOOLS_KEY):
             return []
         return [Column(self.tools_key, "data.tools_key (null: rows have none)", by_row=True)]
@@ -190,7 +190,7 @@ def lost_call(message: Mapping[str, Any], text: str) -> str | None:
 
 
 def check_calls_shown(message: Mapping[str, Any], text: str, name: str) -> None:
-    """ValueError: a call of the message `name`, which is to be learnt, is missing in its rendering."""
+    """Raise ValueError if a call of the message `name`, which is to be learnt, is missing in its rendering."""
     lost = lost_call(message, text)
     if lost is not None:
         raise ValueError(
@@ -227,8 +227,8 @@ class TemplateForms:
     Attributes:
         argument_objects: arguments of calls as objects; else as JSON texts.
         null_content: null as content; else an empty text.
-        content_text: content as a text; else as a list of parts alone.
-        content_parts: content as a list of parts; else as a text alone.
+        content_text: content as a text; else only as a list of parts.
+        content_parts: content as a list of parts; else only as a text.
     """
 
     argument_objects: bool

@@ -62,7 +62,7 @@ class DataFile:
 
 
 def _is_http(url: str) -> bool:
-    """Also with a cache before it: `simplecache::https://...`."""
+    """Whether a URL is of http, also with a cache before it: `simplecache::https://...`."""
     return url.rpartition("::")[2].startswith(("http://", "https://"))
 
 

@@ -29,12 +29,12 @@ class KeptTokens:
 
     @classmethod
     def none(cls, num_tokens: int) -> KeptTokens:
-        """Of tokens that were not drawn."""
+        """The kept tokens of tokens that were not drawn: none."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens, np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
-        """Of one text after the other."""
+        """The kept tokens of several texts, one text after the other."""
         none = cls.none(0)
         return cls(
             np.concatenate([none.ids, *(part.ids for part in parts)]),
@@ -42,11 +42,11 @@ class KeptTokens:
         )
 
     def first(self, num_tokens: int) -> KeptTokens:
-        """Of the first tokens alone."""
+        """The kept tokens of the first tokens alone."""
         counts = self.counts[:num_tokens]
         return KeptTokens(self.ids[: counts.sum(dtype=np.int64)], counts)
 
 
 def kept_of(kept: KeptTokens | None, num_tokens: int) -> KeptTokens:
-    """Of a text of so many tokens; None: they were not drawn."""
+    """The kept tokens of a text of so many tokens; `kept` None: they were not drawn."""
     return KeptTokens.none(num_tokens) if kept is None else kept

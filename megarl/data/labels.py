@@ -59,7 +59,7 @@ class LabelledKeys:
 
 
 def read_labelled(row: Mapping[str, Any], keys: LabelledKeys) -> list[tuple[Chat, bool]]:
-    """The chats of a row and whether each is desirable: of its response and label, or where it has none of `chosen` and `rejected`.
+    """The chats of a row and whether each is desirable: from its response and label or, without a response, from `chosen` and `rejected`.
 
     Raises:
         ValueError: a column is missing or of another form.
@@ -79,7 +79,7 @@ class LabelledChats:
     """All examples of some files, tokenised when the dataset is made.
 
     Attributes:
-        table: `LABELLED_SCHEMA`, rows in file order, with what `mismatched` adds.
+        table: `LABELLED_SCHEMA`, rows in file order, with the columns that `mismatched` adds.
         num_dropped: rows that were left out.
     """
 
@@ -103,7 +103,8 @@ class LabelledChats:
             tools_key: the column of a row's tools; None: no row has any.
 
         Raises:
-            ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows, most rows of one prompt.
+            ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows, or more than half of the
+                examples with one prompt.
         """
         keys = keys or LabelledKeys()
         keywords = ChatKeywords(tools_key, chat_template_kwargs)
@@ -142,8 +143,8 @@ class LabelledChats:
 def mismatched(table: pa.Table, max_length: int) -> pa.Table:
     """Examples, each with its prompt and the response to another prompt as `kl_input_ids` and `kl_loss_mask`.
 
-    Every response is used once. With the examples in the order of their prompts, each takes the response of the one as many places before it
-    as the most frequent prompt has examples; with a prompt an example, of the one before it.
+    Every response is used once. With the examples in the order of their prompts, each takes the response of the example n places before it,
+    where n is the number of examples of the most frequent prompt.
 
     Args:
         table: `LABELLED_SCHEMA`.
@@ -180,5 +181,5 @@ def mismatched(table: pa.Table, max_length: int) -> pa.Table:
 
 
 def mismatched_chats(table: pa.Table) -> pa.Table:
-    """Of examples each prompt with the response to another one: `input_ids`, `loss_mask`."""
+    """The prompt of each example with the response to another one: `input_ids`, `loss_mask`."""
     return pa.table({"input_ids": table["kl_input_ids"], "loss_mask": table["kl_loss_mask"]})

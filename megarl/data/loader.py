@@ -67,8 +67,8 @@ class BatchLoader:
     """Yields the batches of one epoch each time it is iterated, as tables.
 
     A batch counts as consumed once it is yielded: `state_dict()` taken while batch k is in use makes a new
-    loader continue with batch k + 1 (of the next epoch after the last one). `epoch` is the epoch that the
-    next batch is of, so that `for epoch in range(loader.epoch, total_epochs): for batch in loader: ...` is
+    loader continue with batch k + 1 (of the next epoch after the last one). `epoch` is the
+    next batch's epoch, so that `for epoch in range(loader.epoch, total_epochs): for batch in loader: ...` is
     right after a resume too.
     """
 
@@ -152,7 +152,7 @@ class BatchLoader:
 
 
 def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """ValueError: a position was saved where something was different."""
+    """Raise ValueError if a position was saved with other settings."""
     for key, value in identity.items():
         if state.get(key) != value:
             raise ValueError(
@@ -281,7 +281,7 @@ class Shares:
 
 
 class MixtureFeed:
-    """Rows of several feeds by weight (see Feed), as many an epoch as all have together.
+    """Rows of several feeds by weight (see Feed); an epoch has as many rows as all feeds together.
 
     Each feed has epochs of its own; a feed with too few rows left for a batch begins its next epoch with that batch.
     """
@@ -290,10 +290,10 @@ class MixtureFeed:
         """
         Args:
             feeds: by name; their rows' uids must differ.
-            batch_size: most rows that are taken at a time.
+            batch_size: the most rows that are taken at a time.
 
         Raises:
-            ValueError: a feed has fewer rows than a batch may need of it.
+            ValueError: a feed has fewer rows than a batch may need from it.
         """
         assert feeds and feeds.keys() == weights.keys(), (list(feeds), list(weights))
         self.num_rows = sum(feed.num_rows for feed in feeds.values())
@@ -304,7 +304,7 @@ class MixtureFeed:
         self._taken = 0  # of the epoch
         for name, feed, weight in zip(self._names, self._feeds, self._shares.weights, strict=True):
             share = Fraction(weight * batch_size, sum(self._shares.weights))
-            # two prefixes, each off by less than one
+            # a batch is the difference of two prefixes, each off by less than one
             most = batch_size if len(feeds) == 1 else min(batch_size, ceil(share + 2) - 1)
             if feed.num_rows < most:
                 raise ValueError(
@@ -322,7 +322,7 @@ class MixtureFeed:
             return None
         draws = np.array([self._shares.draw() for _ in range(count)])
         self._taken += count
-        tables = [self._take_of(index, int((draws == index).sum())) for index in range(len(self._feeds))]
+        tables = [self._take_of(index, int((draws == index).sum())) for index in np.unique(draws).tolist()]
         # Put each feed's rows in the places that were drawn for it.
         places = np.argsort(draws, kind="stable")
         rows = np.empty(count, dtype=np.int64)

@@ -241,7 +241,7 @@ class PreferenceDataset:
         return [{name: column for name, column in columns.items() if name in self._schema.names}]
 
     def _tokenised(self, chat: Chat, keywords: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        """Token ids, and which of them are learnt where the table says so."""
+        """Token ids of a chat, and which of them are learnt; empty where the table does not say."""
         return tokenize_whole_chat(self._tokenizer, chat, self._end_at_eos, keywords), []
 
 
@@ -312,7 +312,7 @@ def read_answers(
 
 
 def response_chat(prompt: Any, response: Any, key: str) -> Chat:
-    """Prompt (messages, a user's text, or None) and response (a text, the messages after the prompt, or all messages).
+    """The chat of a prompt (messages, a user's text, or None) and a response (a text, the messages after the prompt, or all messages).
 
     Args:
         key: the response's, for errors.

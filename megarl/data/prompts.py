@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowFields:
-    """What a row of a file has.
+    """The contents of a row of a file.
 
     Attributes:
         prompts: the messages of its prompts by the columns of their tokens.
@@ -117,11 +117,11 @@ class PromptReader:
             tokenizer: None: no tables are made, `fields` alone are read.
             max_prompt_length: tokens, chat template included.
             prompt_key: the column of the messages, or of a text, which is the user's message; may be dotted.
-            ref_prompt_key: the column of the prompt that the reference reads in its place, of the same form and as long at most.
-                None: there is none.
+            ref_prompt_key: the column of the prompt that the reference reads instead, of the same form and with the same
+                limit of tokens. None: there is none.
             given_response_key: the column of responses that are given: a text, the assistant's message, or several texts. None: there
                 are none.
-            max_response_length: tokens of such a response, of which a longer one is treated as a longer prompt is, but cut on the right
+            max_response_length: tokens of such a response; a longer one is treated as a longer prompt is, but cut on the right
                 alone.
             teachers: the name of the teacher for each value of the column `teacher_key` (None: of the data source); None: there are
                 not several teachers.
@@ -230,7 +230,7 @@ class PromptReader:
         return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
 
     def fields(self, row: Row) -> RowFields:
-        """What a row has.
+        """The contents of a row.
 
         Raises:
             ValueError: a column is missing or of another form.
@@ -307,8 +307,8 @@ class PromptReader:
         return self._teachers[value]
 
     def _ground_truth(self, row: dict[str, Any]) -> str:
-        """Strings as they are, other values (numbers, lists of accepted answers) as JSON. A row that a reward model scores
-        (`reward_model.style` is "model") may have none: empty text."""
+        """A row's ground truth: strings as they are, other values (numbers, lists of accepted answers) as JSON. A row that a
+        reward model scores (`reward_model.style` is "model") may have none: empty text."""
         if self._answer is None:
             return ""
         key = self._answer.name

@@ -16,7 +16,7 @@ ROUTED_EXPERTS = "routed_experts"
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What an entry consists of.
+    """The shape of an entry.
 
     Attributes:
         layers: how many layers of the model have experts.
@@ -30,12 +30,12 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of an expert's number."""
+        """The type of an expert's number."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else "<u2")
 
     @property
     def token_bytes(self) -> int:
-        """Of an entry."""
+        """The bytes of an entry."""
         return self.layers * self.top_k * self.dtype.itemsize
 
     def any_experts(self, num_tokens: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class RoutingShape:
 
 
 def routing_column(routings: Sequence[np.ndarray], shape: RoutingShape) -> pa.ListArray:
-    """The column of trajectories.
+    """The routings of trajectories as a column.
 
     Args:
         routings: one a trajectory, [tokens - 1, layers, top_k] of the shape's dtype.
@@ -54,7 +54,7 @@ def routing_column(routings: Sequence[np.ndarray], shape: RoutingShape) -> pa.Li
 
 
 def routing_values(routings: Sequence[np.ndarray], shape: RoutingShape) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of all trajectories, [total] of a void type, and the offsets of each trajectory's, int64 [trajectories + 1]."""
+    """The entries of all trajectories, [total] of a void type, and where each trajectory's begin, int64 [trajectories + 1]."""
     offsets = np.cumsum([0, *(len(routing) for routing in routings)])
     flat = np.concatenate([np.empty((0, shape.layers, shape.top_k), shape.dtype), *routings])
     assert flat.dtype == shape.dtype, (flat.dtype, shape)
@@ -88,7 +88,7 @@ def routings(
     """The entries of `rows` end to end, [total, len(layers), top_k], and how many each row has, int64 [rows].
 
     Args:
-        layers: numbers of the layers that are asked for, among those that have experts.
+        layers: the layers that are asked for, numbered among the layers that have experts.
 
     Raises:
         ValueError: there is no such column, or it is of another model.

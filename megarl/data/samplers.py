@@ -33,7 +33,7 @@ _EXTRA_INFO = "extra_info."
 
 
 class Sampler(ABC):
-    """The order of an epoch; a subclass that has an `update` is asked for it again after each."""
+    """The order of an epoch; a subclass that has an `update` is asked for the order again after each update."""
 
     def __init__(self, config: SamplerConfig) -> None:
         """`config`: section `data.sampler`; a sampler's own settings are its `options`."""
@@ -109,7 +109,7 @@ def sequential_order(table: pa.Table, seed: int, epoch: int) -> np.ndarray:
 
 @register_sampler("curriculum")
 class Curriculum(Sampler):
-    """Rows sorted by a number of each; rows of equal number, and all rows after warm_fraction, are shuffled."""
+    """Rows sorted by a number that each has; rows of equal number, and all rows after warm_fraction, are shuffled."""
 
     def order(self, table: pa.Table, seed: int, epoch: int) -> np.ndarray:
         """ValueError: a row has no such number; names its uid."""

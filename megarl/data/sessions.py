@@ -1,10 +1,10 @@
-"""Sessions: what an agent's requests have made of one request of the run, as one or several trajectories.
+"""Sessions: the trajectories, one or several, that an agent's requests have made of one request of the run.
 
 An agent may ask the policy in branches, and each path of its session is a trajectory (megarl/gateway/tree.py): rows "<request's uid>.0",
 "<request's uid>.1", ... in the order of their ends, neighbours in every table. Every other row is a session of its own.
 
-In self-play a session has several players, all of them the policy: its rows are "<request's uid>.0.<player>", ..., player by player. A session
-is what is counted: in groups, mini-batches, pass@k. A player of a session is what is compared, with the same player of the prompt's other
+In self-play a session has several players, all of them the policy: its rows are "<request's uid>.0.<player>", ..., player by player. Groups,
+mini-batches and pass@k count sessions. A player of a session is compared with the same player of the prompt's other
 sessions.
 
 Guarantees, each asserted by a test:
@@ -28,7 +28,7 @@ from megarl.data.trajectories import replace_column, take
 
 
 def trajectory_uid(request: str, number: int, player: str | None = None) -> str:
-    """The uid of a session's trajectory; `player`: of a session that has some."""
+    """The uid of a session's trajectory; `player`: None in a session without players."""
     return f"{request}.{number}" if player is None else f"{request}.{number}.{quote(player, safe='')}"
 
 
@@ -56,7 +56,7 @@ def last_rows(table: pa.Table) -> np.ndarray:
 
 
 def first_rows_of_players(table: pa.Table) -> np.ndarray:
-    """The number of the first row of each player of each session, a session without players being one of its own: int64 [players]."""
+    """The number of the first row of each player of each session, a session without players counting as one: int64 [players]."""
     return _starts([(request_of(uid), player_of(uid)) for uid in table["uid"].to_pylist()])
 
 
@@ -66,7 +66,7 @@ def last_rows_of_players(table: pa.Table) -> np.ndarray:
 
 
 def _starts(keys: Sequence[object]) -> np.ndarray:
-    """The rows whose key is another one than that of the row before."""
+    """The rows whose key differs from the key of the row before."""
     return np.array([row for row, key in enumerate(keys) if row == 0 or key != keys[row - 1]], dtype=np.int64)
 
 
@@ -80,7 +80,7 @@ def players(table: pa.Table) -> np.ndarray:
 
 
 def group_ids(table: pa.Table) -> list[str]:
-    """Of each row the group that it is compared in: the prompt's, and of sessions with players that of the prompt and the player."""
+    """The group in which each row is compared: its prompt or, in sessions with players, its prompt and player."""
     found = zip(table["prompt_uid"].to_pylist(), players(table).tolist(), strict=True)
     return [f"{prompt}\n{player}" if player else prompt for prompt, player in found]
 

@@ -1,6 +1,6 @@
 """Prompts that are read when they are needed: no more than a window of a data set is in memory.
 
-Files are cut into pieces: of Parquet a row group (or a part of it), of JSON lines as many lines. An epoch goes
+Files are cut into pieces: row groups of Parquet (or parts of them), and runs of JSON lines. An epoch goes
 through the pieces in a new order; pieces that follow each other in it make up a window, whose rows are shuffled
 among each other. Both orders depend on (seed, epoch) alone, so a position is a number of rows, and to resume there one
 window is read.
@@ -149,7 +149,7 @@ class StreamFeed:
         Args:
             shuffle: a new order each epoch; else file order.
             seed: non-negative.
-            window_rows: pieces are put together until they have as many rows.
+            window_rows: pieces are put together until they have this many rows.
             check: raises a ValueError for prompts that the run cannot use.
 
         Raises:

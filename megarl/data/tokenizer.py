@@ -80,7 +80,7 @@ def tokenizer_files(folder: Path) -> list[str]:
     """The TOKENIZER_FILES that a folder has.
 
     Raises:
-        ValueError: none.
+        ValueError: it has none of them.
     """
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
@@ -125,7 +125,7 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
 
     AutoTokenizer does not help: without a tokenizer_config.json transformers 5.12 builds a tokenizer from
     the SentencePiece pieces without the leading space ("▁") that the model was trained with. LlamaTokenizer
-    has it, but assumes the normalisation of Llama's own model, which is replaced by this file's.
+    has the space, but assumes the normalisation of Llama's own model, which is replaced by this file's.
     """
     import transformers
     from google.protobuf.message import DecodeError  # two packages that only such folders need
@@ -161,7 +161,7 @@ def render_text(
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Messages, in the forms that the tokenizer's chat template reads, as its text.
+    """The text that the tokenizer's chat template makes of messages, in the forms that the template reads.
 
     Args:
         messages: with all their fields (see `megarl.data.chats`).

@@ -12,7 +12,7 @@ Guarantees, each asserted by a test:
   that was made on it is left.
 
 The experts that tokens were routed to are a column where engines return them (routing.py): one entry for each token but the last. So are the
-tokens that each token of a response was drawn from (kept.py): two columns of lists, of which one has a number for each token of the response.
+tokens that each token of a response was drawn from (kept.py): two columns of lists, one with a number for each token of the response.
 
 A token of a response that the policy did not choose, an environment's, is false in `response_mask` and 0 in
 `rollout_log_probs`.
@@ -22,7 +22,7 @@ Later stages append columns: `score` (float32, one a row) and the lists (float32
 
 `gather_lists` copies rows in another order once, into memory that the next step uses again (`Blocks`): a step's columns are
 hundreds of MiB each. Memory that comes from the system is cleared page by page first, which takes longer than the copy, in a
-virtual machine many times as long, and allocators give such blocks back at once or, as Arrow's 26, after seconds.
+virtual machine many times as long, and allocators give such blocks back at once or, as Arrow 26's does, after seconds.
 """
 
 import itertools
@@ -93,7 +93,7 @@ class Blocks:
 def gather_lists(chunks: Sequence[pa.ListArray], rows: np.ndarray, blocks: Blocks | None) -> pa.ListArray:
     """Rows of a column of lists without nulls, in the given order, as one chunk.
 
-    Whole rows are copied, once, and neighbours at once, whatever chunks they lie in: Arrow 26 gathers lists value by value,
+    Whole rows are copied, once, and neighbours together, whatever chunks they lie in: Arrow 26 gathers lists value by value,
     ten times slower for rows of thousands.
 
     Args:
@@ -245,9 +245,9 @@ def build_trajectories(
     """Join requests (from `expand_prompts`) with their generations, which may come in any order.
 
     Args:
-        routing: what the generations say of experts; a trajectory that failed before the policy's first turn has any experts, since
-            no token of it counts. None: nothing.
-        keeps: whether the table has the columns of kept tokens; a generation without has none.
+        routing: the shape of the experts that the generations name; a trajectory that failed before the policy's first turn
+            has any experts, since no token of it counts. None: they name none.
+        keeps: whether the table has the columns of kept tokens; a generation without them has none.
 
     Returns:
         A table of `TRAJECTORY_SCHEMA`, validated, rows in the order of the requests.
@@ -347,7 +347,7 @@ def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
 
 
 def with_carried(table: pa.Table, source: pa.Table) -> pa.Table:
-    """`table` with the columns CARRIED of `source`, whose rows are the same, as far as that has them."""
+    """`table` with those columns of CARRIED that `source`, which has the same rows, has."""
     for name in CARRIED:
         if name in source.column_names:
             table = table.append_column(name, source[name])
@@ -358,7 +358,7 @@ def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
     """Check a trajectory table, appended columns included.
 
     Args:
-        finite: whether log-probs must be.
+        finite: whether log-probs must be finite.
 
     Raises:
         ValueError: a column is missing, of another type or has nulls; uids repeat; a prompt or response is
@@ -532,7 +532,7 @@ def write_trajectories(table: pa.Table, path: str | Path) -> Path:
 
 
 def read_trajectories(path: str | Path, *, finite: bool = True) -> pa.Table:
-    """Read a table that `write_trajectories` wrote; `finite`: whether its log-probs must be.
+    """Read a table that `write_trajectories` wrote; `finite`: whether its log-probs must be finite.
 
     Raises:
         ValueError: the file is missing, no Parquet, or no valid trajectory table.

@@ -11,7 +11,7 @@ Guarantees, each asserted by a test:
 
 A turn is found in one of two ways. Where the template keeps beginnings, the chat up to the turn and through it are
 rendered. Templates that write a message otherwise when others follow (Qwen3 drops earlier reasoning) are given the whole chat
-with marks in the turns' texts: if it is the same text but for the marks, they say where each turn is.
+with marks in the turns' texts: if the rendering is the same but for the marks, they say where each turn is.
 
 `TurnEnds` finds the tags that end and open an assistant's turn from the rendering of stand-ins.
 """
@@ -92,7 +92,7 @@ class TurnEnds:
 
     @cached_property
     def _openings(self) -> dict[str, str]:
-        """The tag with which a message of a role begins behind an answer."""
+        """By role, the tag with which a message begins behind an answer."""
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
         told = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": STAND_IN}
         found = {}
@@ -185,7 +185,7 @@ def find_turns(
         only_last: the last turn alone is looked for.
 
     Raises:
-        ValueError: the template refuses the messages; a turn cannot be found in its rendering, with the messages that can;
+        ValueError: the template refuses the messages; a turn cannot be found in its rendering (names the messages that can);
             the template does not show what a message says.
     """
 
@@ -343,7 +343,7 @@ def _by_marks(
         return None
     begin = whole.rfind(first[0], 0, own[0])
     shared = common_beginning(opening, whole[begin:]) if begin >= 0 else ""
-    # The first tag alone may be that of any message.
+    # The first tag alone may begin any message.
     if not shared or (shared == first[0] and shared != opening.strip()):
         return None
     start, limit = begin + len(shared), ends.next_message(whole, own[-1])
@@ -354,7 +354,7 @@ def _by_marks(
 
 
 def _check_shown(message: Message, text: str, number: int, is_last: bool) -> None:
-    """ValueError: a call is not in the text of its turn, or nothing of the message is."""
+    """Raise ValueError if a call is not in the text of its turn, or nothing of the message is."""
     check_calls_shown(message, text, f"message {number}")
     for name, said in _said(message):
         if said.strip() and said.strip().splitlines()[-1].strip() not in text:

@@ -1,7 +1,7 @@
 """Whether a model of a type that megarl has no family for (`megarl.models.alike`) computes what megarl would compute for it.
 
-Two small models with the same random weights, of transformers' class for the type and of its class for the architecture as which the type
-is read, have to give the same logits. It takes a second or two, before anything of a run starts.
+Two small models with the same random weights have to give the same logits: one of transformers' class for the type, and one of its class for
+the architecture as which the type is read. It takes a second or two, before anything of a run starts.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "s
 
 
 def check_computation(config: ModelConfig) -> None:
-    """Imports transformers, for such a type.
+    """Check a type that megarl has no family for; imports transformers for such a type.
 
     Raises:
         ValueError: names the model type; transformers does not know it, or computes something else.
@@ -76,7 +76,7 @@ def _small(config: ModelConfig) -> dict[str, Any]:
 
 
 def _class_of(config: ModelConfig) -> Callable[[dict[str, Any]], Any]:
-    """What makes transformers' model of the architecture as which a type is read."""
+    """The function that makes transformers' model of the architecture as which a type is read."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,

@@ -12,7 +12,7 @@ from megarl.trainer.run.facts import model_text
 
 
 def examine_model(path: str) -> list[Finding]:
-    """Findings about the model in the folder `path`, to the first one that is a failure."""
+    """Findings about the model in the folder `path`, up to the first failure."""
     found = []
     for finding in _findings(path):
         found.append(finding)

@@ -206,7 +206,8 @@ def _attention_problems(config: Config) -> Iterator[str]:
 
 
 def delta_net_problems(model: ModelConfig | None) -> Iterator[str]:
-    """Beside Transformer Engine's layers, gated delta nets have flash-linear-attention's kernels (`megarl.megatron.transformer_config`)."""
+    """Problems of gated delta nets, which beside Transformer Engine's layers have flash-linear-attention's kernels
+    (`megarl.megatron.transformer_config`)."""
     there = importlib.util.find_spec
     if model is None or model.delta_net is None or there("transformer_engine") is None or there("fla"):
         return

@@ -16,7 +16,8 @@ def stage_problems(
     reward_model: ModelConfig | None = None,
     teachers: Mapping[str, ModelConfig | None] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """Of a resolved configuration with valid layouts: stages that begin with a layer without an indexer, for texts that indexers choose from.
+    """Problems of a resolved configuration with valid layouts: stages that begin with a layer without an indexer, for texts that indexers
+    choose from.
 
     The models are as of `fit_problems`, but for `critic`, which is not the policy's where it is None.
     """
@@ -53,6 +54,8 @@ def _without_indexer(model: ModelConfig, megatron: MegatronConfig) -> Iterator[i
     assert model.indexer is not None
     pp = megatron.pipeline_model_parallel_size
     world = pp * megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    # Experts may be split over data parallel ranks. On any number of devices that fits the stages have the same layers.
+    world *= megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     layout = ParallelLayout.from_config(megatron, world)
     for stage in range(pp):
         for layers in layers_of(layout, model.num_layers, stage):

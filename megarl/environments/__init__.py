@@ -23,7 +23,7 @@ def find_environment(name: str, options: Mapping[str, Any]) -> type[Environment]
     """The class that a configuration names, once its `options` are known to fit. Users' plugins have been imported by then.
 
     Raises:
-        ValueError: an unknown name, an entry that is no class of environments, or options that the class does not take.
+        ValueError: an unknown name, an entry that is not an environment class, or options that the class does not take.
     """
     found = ENVIRONMENTS[name]
     if not (inspect.isclass(found) and issubclass(found, Environment)):

@@ -33,7 +33,7 @@ _BINARY: dict[type, Callable[[Number, Number], Number]] = {
 
 @register_environment("calculator")
 class Calculator(Environment):
-    """See above.
+    """The calculator that is described above.
 
     Args:
         role: role of the message with the value; the model's chat template must know it.
@@ -62,7 +62,7 @@ def show(number: Number) -> str:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression, of which only the operators above are executed.
+    """The value of an arithmetic expression; only the operators above are executed.
 
     Raises:
         ValueError: too long, no arithmetic, division by zero, or too large a number.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megarl.environments.environment import Environment, StepResult, Task, Turn, register_environment
@@ -25,11 +26,11 @@ class ServerError(Exception):
 
 @register_environment("openenv")
 class OpenEnv(Environment):
-    """See above. The score is the sum of the rewards of all steps.
+    """The server as described above. The score is the sum of the rewards of all steps.
 
     Args:
         base_url: of the server, such as http://127.0.0.1:8000.
-        action: the field of an action that has the policy's text; its other fields are those of `fields`.
+        action: the field of an action that has the policy's text; its other fields are `fields`.
         fields: further fields of each action.
         observation: the field of an observation that is told to the policy; None: the whole observation as JSON.
         reset: names of values of the row's `extra_info` with which an episode is reset, such as seed.
@@ -58,7 +59,7 @@ class OpenEnv(Environment):
         missing = [name for name in self._reset if name not in task.extra_info]
         if missing:
             raise ValueError(f"extra_info has no {', '.join(missing)}, with which the environment is reset")
-        # It comes with SGLang, which a machine that only plans or looks need not have.
+        # aiohttp comes with SGLang, which a machine without engines need not have.
         import aiohttp
 
         self._http = aiohttp.ClientSession()
@@ -76,7 +77,10 @@ class OpenEnv(Environment):
 
     async def close(self) -> None:
         if self._socket is not None and not self._socket.closed:
-            await self._socket.send_json({"type": "close"})
+            with suppress(
+                ConnectionResetError
+            ):  # the server has left before, as some do when an episode is done
+                await self._socket.send_json({"type": "close"})
             await self._socket.close()
         if self._http is not None:
             await self._http.close()

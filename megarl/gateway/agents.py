@@ -73,14 +73,14 @@ class AgentRunner:
         """
         Args:
             url: where the gateway listens, such as "http://127.0.0.1:8000".
-            logs: folder; gets "<uid>.log" of each task, what the command has printed.
+            logs: folder; gets "<uid>.log" of each task, with the command's output.
             seconds: that a command may take.
             concurrency: commands at a time.
             environment: further variables of the command's.
-            score: the rewards; None: those that the agents post.
+            score: the rewards; None: the scores that the agents post.
             keep_logs: false: logs of agents that did not fail are removed.
             sandbox: in which agents run.
-            forks: agents are its copies, in place of `command`.
+            forks: the fork server whose copies the agents are, in place of `command`.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
         self._keep_logs, self._sandbox, self._forks = keep_logs, sandbox, forks
@@ -96,7 +96,7 @@ class AgentRunner:
             sampling: of the session's requests; None: the gateway's.
 
         Raises:
-            EngineError: the engine has failed, or what agents are copies of: the task is to be played again by another one.
+            EngineError: the engine or the agents' fork server has failed: the task is to be played again by another engine.
         """
         async with self._places:
             session = self._gateway.begin(task.uid, sampling)

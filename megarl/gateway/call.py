@@ -48,7 +48,7 @@ def main() -> None:
 
 def call(file: str, function: str) -> None:
     """Call the agent with the task of this process, and post its score."""
-    # As for a script: what lies next to the file can be imported.
+    # As for a script: modules next to the file can be imported.
     sys.path.insert(0, str(Path(file).parent))
     agent = find_function(f"{file}:{function}", "agent")
     score = agent(json.loads(Path(os.environ["MEGARL_TASK"]).read_text(encoding="utf-8")))

@@ -18,7 +18,7 @@ from megarl.gateway.sandboxes.local import ROOT
 from megarl.gateway.sandboxes.processes import ended_within
 from megarl.rollout.engine import EngineError
 
-# Another Python has megarl's modules, and none of the packages that are installed next to it.
+# A Python other than the run's gets megarl's modules, but not the packages that are installed next to them.
 _BOOT = (
     "import sys; root = sys.argv.pop(1); sys.path.append(root); from megarl.gateway.{module} import main; "
     "sys.path.remove(root); main()"

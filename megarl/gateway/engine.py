@@ -27,5 +27,5 @@ class TokenEngine(Protocol):
         """One response, its end token included. A request whose coroutine is cancelled is aborted.
 
         Args:
-            experts_from: the first token of the prompt of which the generation has the experts, if the engine returns them.
+            experts_from: the first token of the prompt whose experts the generation has, if the engine returns them.
         """

@@ -1,4 +1,4 @@
-"""Fields of a request's JSON, checked; what is wrong is a RequestError that names the field."""
+"""Fields of a request's JSON, checked; a wrong field raises a RequestError that names it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def number(body: Mapping[str, Any], name: str, least: float, most: float, kind: 
     """A number within bounds; None if it is missing.
 
     Raises:
-        RequestError: it is none, or outside.
+        RequestError: it is no number, or outside the bounds.
     """
     value = field(body, name, kind)
     if value is not None and not least <= value <= most:

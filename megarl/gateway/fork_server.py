@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def serve(listener: socket.socket) -> Request:
-    """A copy of this process for each request, until standard input ends; returns in a copy alone: its request."""
+    """Fork a copy of this process for each request, until standard input ends; returns only in a copy, with its request."""
     waited, copies = select.poll(), dict[int, _Copy]()  # by both of their files
     for ready in (sys.stdin.fileno(), listener.fileno()):
         waited.register(ready, select.POLLIN)
@@ -100,7 +100,7 @@ def serve(listener: socket.socket) -> Request:
                     connection.close()
                     listener.close()
                     return request
-                with suppress(OSError):  # it has done so itself
+                with suppress(OSError):  # the copy has done so itself
                     os.setpgid(pid, pid)
                 copy = _Copy(pid, os.pidfd_open(pid), connection)
                 for file in (copy.end, connection.fileno()):
@@ -119,7 +119,7 @@ def serve(listener: socket.socket) -> Request:
 
 
 def _end(copy: _Copy, waited: select.poll, copies: dict[int, _Copy]) -> None:
-    _kill(copy)  # what it has left in its group, whose number is taken until it is waited for
+    _kill(copy)  # the processes left in its group, whose number stays taken until the copy is waited for
     code = os.waitstatus_to_exitcode(os.waitpid(copy.pid, 0)[1])
     for file in (copy.end, copy.connection.fileno()):
         if copies.pop(file, None) is not None:
@@ -136,7 +136,7 @@ def _kill(copy: _Copy) -> None:
 
 
 def _read(connection: socket.socket) -> Request | None:
-    """None: the client has gone before it said all."""
+    """The request on a connection; None: the client left before it had sent all of it."""
     data = b""
     while not data.endswith(b"\n"):
         more = connection.recv(1 << 16)
@@ -147,7 +147,7 @@ def _read(connection: socket.socket) -> Request | None:
 
 
 def _become(request: Request) -> None:
-    """The process that the request describes."""
+    """Turn this process into the one that the request describes."""
     os.setpgid(0, 0)
     for number, path, how in (
         (0, os.devnull, os.O_RDONLY),

@@ -1,7 +1,7 @@
 """Chat messages as the gateway keeps them, whichever API they came by: one form, so that they can be compared.
 
-A message has `role` ("system", "user", "assistant" or "tool") and `content`, a text; that of an assistant may be None. An assistant's
-may have `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text), a tool's has `tool_call_id`.
+A message has `role` ("system", "user", "assistant" or "tool") and `content`, a text; an assistant's may be None. An assistant's message
+may have `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text), a tool's message has `tool_call_id`.
 """
 
 import json
@@ -61,7 +61,7 @@ def _same_call(given: Mapping[str, Any], made: Mapping[str, Any]) -> bool:
 
 
 def _value(arguments: str) -> Any:
-    """The value of a JSON text; a text that is none, as it is."""
+    """The value of a JSON text; a text that is not JSON, as it is."""
     try:
         return json.loads(arguments)
     except ValueError:

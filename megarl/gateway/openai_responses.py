@@ -80,7 +80,7 @@ def _messages(items: Sequence[Any]) -> list[Message]:
         if not isinstance(item, dict):
             raise RequestError(f"{where} must be an object", param=where)
         kind = item.get("type") or "message"
-        # Of one message are reasoning, then text, then calls: what comes out of this order begins the next.
+        # A message has reasoning, then text, then calls: an item out of this order begins the next message.
         if kind == "reasoning":
             if text or calls:
                 close()
@@ -210,7 +210,7 @@ class Events:
             self._number += 1
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """There is nothing behind the answer."""
+        """Nothing follows the answer."""
         return iter(())
 
     def _events(self, event: Delta | Answer) -> Iterator[dict[str, Any]]:

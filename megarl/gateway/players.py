@@ -21,11 +21,11 @@ def is_finite_number(value: object) -> bool:
 def checked_scores(
     scores: Mapping[Any, object], known: Sequence[str], asked: Sequence[str | None]
 ) -> dict[str, float]:
-    """Scores by player.
+    """Check scores, and return them by player.
 
     Args:
         known: the players that there may be.
-        asked: those that have trajectories.
+        asked: the players that have trajectories.
 
     Raises:
         ValueError: there are no players, or no such one; one that has trajectories has no score; a score is no finite number.
@@ -46,7 +46,7 @@ def checked_scores(
 
 
 def refuse_missing(scores: Mapping[str, object], asked: Sequence[str | None]) -> None:
-    """ValueError: a player that has trajectories has no score, or requests of no player have some."""
+    """ValueError: a player that has trajectories has no score, or requests that called no player have trajectories."""
     if None in asked:
         raise ValueError(
             "some requests have called no player as their model, and have no score: give one number for all, or have each request call a player"

@@ -1,4 +1,4 @@
-"""A limit of requests per minute: a token bucket, which holds those of one minute."""
+"""A limit of requests per minute: a token bucket, which holds the requests of one minute."""
 
 from __future__ import annotations
 

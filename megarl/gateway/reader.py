@@ -48,7 +48,7 @@ class TurnReader:
         """Args: tool_parser, reasoning_parser: SGLang's names; None: text is content.
 
         Raises:
-            ValueError: SGLang has no such parser; names those that it has.
+            ValueError: SGLang has no such parser; names the parsers that it has.
         """
         self.tokenizer = tokenizer
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
@@ -92,7 +92,7 @@ class TurnReader:
         return "".join(letters[0] for letters in same)
 
     def text(self, ids: Sequence[int], to_end: bool = True) -> str:
-        """The text of tokens: with a parser with special ones, which it may need, but `to_end` for those at their end."""
+        """The text of tokens: where there is a parser, with special tokens, which it may need; with `to_end`, without those at the end."""
         end = len(ids)
         while to_end and end and ids[end - 1] in self._special:
             end -= 1
@@ -130,7 +130,7 @@ class TurnReader:
                 return Parts("", "")  # a format of its own
             found, rest = parser.parse_non_stream(text)
             reasoning, text = found or "", rest or ""
-            if not text:  # it may end here
+            if not text:  # the reasoning may end here
                 for mark in (detector.think_end_token, detector.tool_start_token):
                     reasoning = _before(reasoning, mark) if mark else reasoning
             elif not reasoning:
@@ -166,7 +166,7 @@ class TurnReader:
 
 
 class StreamedTurn:
-    """A turn while it is generated, and in the end.
+    """A turn while it is generated, and at its end.
 
     Args:
         forced: the text with which the turn begins, and which the policy did not write.
@@ -179,7 +179,7 @@ class StreamedTurn:
         self._in_reasoning = not forced and reader.opens_reasoning(prompt_ids)
         self._forced, self._num_prompt_tokens = forced, len(prompt_ids)
         self._call_mark = reader.call_mark(request)
-        self._text, self._ids = forced, list[int]()  # the text of all tokens but the last ones, which follow
+        self._text, self._ids = forced, list[int]()  # the text of all tokens but the last ones, and these
         self._told = Parts("", "")
 
     def heard(self, ids: Sequence[int]) -> list[Delta]:
@@ -190,7 +190,7 @@ class StreamedTurn:
             head = self._reader.text(self._ids[:_TAIL], to_end=False)
             if _BROKEN not in head and text.startswith(
                 head
-            ):  # else a token looks otherwise behind another one
+            ):  # else the text of a token depends on the token before it
                 self._text, self._ids, text = self._text + head, self._ids[_TAIL:], text[len(head) :]
         return self._tell(
             self._reader.settled(self._text + text, self._request.stop, self._call_mark, self._in_reasoning)

@@ -46,7 +46,7 @@ class Request:
         max_tokens: most tokens of an answer; None: as many as there is room for.
         stop: texts that end an answer and are not part of it.
         template_kwargs: of the chat template.
-        log_probs: whether the answer shall have its tokens.
+        log_probs: whether the answer has its tokens.
         player: whose request it is, where the policy has several names; None: it has one.
     """
 

@@ -72,7 +72,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def _limits(options: argparse.Namespace) -> Limits:
-    """Raises ValueError: one is below 1."""
+    """The limits of the options. Raises ValueError: one is below 1."""
     for name in ("max_new_tokens", "requests_per_minute"):
         value = getattr(options, name)
         if value is not None and value < 1:

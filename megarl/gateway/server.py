@@ -127,7 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: the address is taken, or is not this machine's.
     """
     listener = socket.create_server((host, port))
-    # Accepted sockets inherit it. asyncio sets it where the socket names its protocol alone, which these do not; and without it the second
+    # Accepted sockets inherit it. asyncio sets it only where the socket names its protocol, which these do not; and without it the second
     # part of an answer waits 40 ms for the client to acknowledge the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
@@ -192,7 +192,7 @@ class _Handlers:
                     gone.cancel()
                 return JSONResponse(api.answer(answers, body, identity, body["model"]))
             iterator = _until(events, gone)
-            try:  # what is wrong before the first token has a status of its own
+            try:  # an error before the first token has a status of its own
                 first = await anext(iterator)
             except BaseException:
                 gone.cancel()
@@ -360,7 +360,7 @@ async def _until(
     """Events until the client has left.
 
     Raises:
-        ClientLeft: it has; what was not answered is aborted.
+        ClientLeft: it has; choices that were not answered are aborted.
     """
     try:
         while True:
@@ -413,6 +413,6 @@ async def _stream(
 
 
 def _line(part: Mapping[str, Any]) -> str:
-    """A server-sent event; Anthropic's name their type, as do the events of OpenAI's Responses."""
+    """A server-sent event; the events of Anthropic and of OpenAI's Responses name their type."""
     head = f"event: {part['type']}\n" if isinstance(part.get("type"), str) else ""
     return f"{head}data: {json.dumps(part, ensure_ascii=False)}\n\n"

@@ -48,7 +48,7 @@ class Limits:
 
     Attributes:
         body_bytes: of a request.
-        in_flight: requests of a session at a time, each of n > 1 counted; more are refused, and clients try again.
+        in_flight: answers of a session at a time (a request for n of them counts n); more are refused, and clients try again.
         requests: of a session in all; None: any number.
         requests_per_minute: of a session, whatever they ask for; more are refused with the seconds to wait. None: any number.
         request_seconds: for an answer.
@@ -78,7 +78,7 @@ class Session:
         score: its reward, as it was posted, or each player's; None: none was.
         last_used: by `time.monotonic`.
         failure: of the engine, in one of its requests.
-        answers: conversations up to an answer, by its name, for the API that goes on by these.
+        answers: conversations up to an answer, by its name, for the API that continues conversations by names.
     """
 
     uid: str
@@ -102,7 +102,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Choice:
-    """An answer, what the tree keeps of it, and those of its parts that were not told before its end."""
+    """An answer, the generation that the tree keeps of it, and the parts that were not streamed before its end."""
 
     answer: Answer
     generation: Generation
@@ -129,11 +129,11 @@ class Gateway:
     ) -> None:
         """
         Args:
-            models: the names that requests may call it by.
+            models: the names by which requests may call the policy.
             players: other such names, each of them a player of the sessions' games.
             sampling: where a request says nothing.
             fixed_sampling: requests that say otherwise are sampled by `sampling` all the same, as training needs it.
-            stop_token_ids: those of the engine that are not the model's own ends.
+            stop_token_ids: stop tokens of the engine that are not the model's own end tokens.
         """
         self.models, self.players, self.limits = (*models, *players), tuple(players), limits or Limits()
         self._engine, self._reader, self._sampling = engine, reader, sampling
@@ -150,7 +150,7 @@ class Gateway:
             sampling: of its requests; None: the gateway's.
 
         Raises:
-            RequestError: there are as many as may be.
+            RequestError: there are as many sessions as there may be.
         """
         self.end_idle()
         if len(self._sessions) >= self.limits.sessions:
@@ -224,9 +224,9 @@ class Gateway:
     async def events(
         self, session: Session, request: Request, stream: bool = False
     ) -> AsyncIterator[Delta | Answer]:
-        """The answers to a request, of each choice one, and with `stream` their parts before.
+        """The answers to a request, one for each choice; with `stream`, their parts come first.
 
-        A caller that closes the iterator aborts what is not answered.
+        A caller that closes the iterator aborts the choices that are not answered.
 
         Raises:
             RequestError: the request cannot be answered.
@@ -269,6 +269,7 @@ class Gateway:
                     event.result()  # an error ends all
                     left -= 1
             choices = [task.result() for task in tasks]
+            # Only now, when all have ended: the tree gets all choices of a request or none, and before the client has all of them.
             for choice in choices:
                 session.tree.add(prompt, choice.generation, choice.answer.message, choice.ended)
             for choice in choices:

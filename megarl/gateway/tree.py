@@ -39,12 +39,12 @@ class Render(Protocol):
     def go_on(
         self, turn: "PolicyTurn", messages: Sequence[Message], keywords: Mapping[str, Any], forced: str
     ) -> list[int]:
-        """What follows a turn of the policy."""
+        """The ids that follow a turn of the policy."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """What the policy is given before a turn, beyond the path up to there.
+    """The messages and ids that the policy is given before a turn, beyond the path up to it.
 
     Attributes:
         parent: the turn that it continues; None: it is a root.
@@ -52,7 +52,7 @@ class Prompt:
         forced: a text with which the policy's turn must begin (the head of a call); its ids are the last ones of `ids`.
         ids: [tokens] beyond the parent's path.
         player: whose request it is, of several that the policy plays; None: there are none.
-        turns: the policy's, in the order of their ends: several for n > 1 and for retries.
+        turns: the policy's turns, in the order in which they ended: several for n > 1 and for retries.
     """
 
     parent: "PolicyTurn | None"
@@ -71,7 +71,7 @@ class Prompt:
             turn = turn.prompt.parent
 
     def all_ids(self) -> list[int]:
-        """All that the engine is given: the ids of the path and its own."""
+        """All ids that the engine is given: the path's and its own."""
         parts = [self.ids]
         for turn in self.path():
             parts += [tuple(turn.generation.response_ids), turn.prompt.ids]
@@ -92,7 +92,7 @@ class PolicyTurn:
         message: as the client was given it.
         generation: as the engine gave it; its experts are those of the tokens from `prompt.experts_from()` on.
         ended: whether its last token is an end token of the model.
-        number: its place among the session's turns, in the order of their ends.
+        number: its place among the session's turns, in the order in which they ended.
     """
 
     prompt: Prompt
@@ -104,7 +104,7 @@ class PolicyTurn:
 
 
 class SessionTree:
-    """The tree, without any input or output; one event loop's."""
+    """The tree, without any input or output; used by one event loop."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -113,12 +113,12 @@ class SessionTree:
 
     @property
     def turns(self) -> Sequence[PolicyTurn]:
-        """In the order of their ends."""
+        """The turns, in the order in which they ended."""
         return self._turns
 
     @property
     def players(self) -> list[str | None]:
-        """Those that have turns, in the order of their first ones."""
+        """The players that have turns, in the order of their first turns."""
         return list(dict.fromkeys(turn.prompt.player for turn in self._turns))
 
     def prompt(
@@ -162,7 +162,8 @@ class SessionTree:
         return turn
 
     def trajectories(self, uid: str) -> list[Generation]:
-        """One for each leaf, in the order of their ends, player by player; with uids by `trajectory_uid` and prompts of their own."""
+        """One trajectory for each leaf, in the order in which the leaves ended, player by player; with uids by `trajectory_uid` and
+        prompts of their own."""
         leaves = [turn for turn in self._turns if not any(prompt.turns for prompt in turn.prompts)]
         leaves.sort(key=lambda leaf: leaf.prompt.player or "")
         live_in: dict[int, PolicyTurn] = {}
@@ -176,12 +177,12 @@ class SessionTree:
 
 
 def _path(leaf: PolicyTurn) -> list[PolicyTurn]:
-    """From the root."""
+    """The turns from the root to a leaf."""
     return [*reversed([leaf, *leaf.prompt.path()])]
 
 
 def _continued(roots: Sequence[Prompt], messages: Sequence[Message]) -> tuple[PolicyTurn | None, int]:
-    """The turn that the messages continue, and how many of them it accounts for; (None, 0): there is none."""
+    """The turn that the messages continue, and how many messages it accounts for; (None, 0): there is no such turn."""
     best: tuple[int, int, PolicyTurn | None] = (0, -1, None)
     level: list[tuple[Sequence[Prompt], int]] = [(roots, 0)]
     while level:

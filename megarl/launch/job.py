@@ -100,7 +100,7 @@ def matched(key: str, value: str, pattern: str | re.Pattern[str], expected: str)
 
 
 def check_image(launch: LaunchConfig) -> None:
-    """Raises ValueError where the image is not the name of one."""
+    """Raises ValueError where `image` is not the name of an image."""
     if launch.image is not None:
         matched("image", launch.image, r"\S*", "the name of a container image")
 
@@ -152,7 +152,7 @@ def make_job(
 
 
 def name_of(recipe: str) -> str:
-    """A job's name from that of its recipe: "qwen2-5-72b-grpo" for recipes/qwen2.5_72B_grpo.yaml."""
+    """A job's name, from its recipe's name: "qwen2-5-72b-grpo" for recipes/qwen2.5_72B_grpo.yaml."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")
     return (name if name[:1].isalpha() else f"run-{name}")[:47].rstrip("-")
 

@@ -1,4 +1,4 @@
-"""Manifests for KubeRay: a RayJob, which is cluster and run, or a RayCluster alone, and their pods.
+"""Manifests for KubeRay: a RayJob (a cluster and its run) or a RayCluster alone, and their pods.
 
 The head has no device; the workers have all of them.
 

@@ -1,8 +1,8 @@
 """The copies that a shard of the target needs from shards of the source, and the ranks that send them.
 
-A `Flow` is worked out once, however many ranks hold the target shard. Its transfers are shared out among equally
-near holders so that, over the targets that they serve, no holder sends more than an equal share and the largest
-transfer for each of the targets that are left over when all holders have been given equally many (`share_out`).
+A `Flow` is worked out once, however many ranks hold the target shard. Equally near holders get equally many targets
+each; for each target that is left over they share out its transfers, so that no holder sends more than an equal share plus
+the largest transfer (`share_out`).
 
 All target ranks of a `Route` get the same transfers from the same senders: a sender reads a transfer once for all of them.
 """
@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a target's piece gets from one box of the source; the same for all pieces of tensors of a kind.
+    """The slices that a target's piece gets from one box of the source; the same for all pieces of tensors of a kind.
 
     Attributes:
         sources: the source shards that hold the box `held`.
@@ -136,7 +136,7 @@ def make_routes(
 def share_out(sizes: Sequence[int], num_senders: int) -> Share:
     """Transfers shared out among senders: the largest goes first, to the sender with the least load.
 
-    By Graham's bound no sender has more than an equal share and the largest transfer (R. L. Graham, 1969, "Bounds on
+    By Graham's bound no sender has more than an equal share plus the largest transfer (R. L. Graham, 1969, "Bounds on
     multiprocessing timing anomalies").
     """
     if num_senders == 1:

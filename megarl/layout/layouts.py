@@ -68,7 +68,7 @@ class Layout:
         return Holdings(self)
 
     def pieces(self, rank: int) -> list[Piece]:
-        """All that a rank holds."""
+        """All pieces that a rank holds."""
         return [piece for index in self.shards_of[rank] for piece in self.shards[index].pieces]
 
 
@@ -97,9 +97,9 @@ class Holdings:
                     boxes[piece.box] = [(index, piece)]
 
     def kind(self, tensor: str) -> int:
-        """The same number for tensors that the same shards hold alike: as equal boxes, at equal boxes of their local tensors.
+        """A number that tensors share if the same shards hold them alike: as equal boxes, at equal boxes of their local tensors.
 
-        A model has few kinds of them, and as many of a kind as it has layers that are alike in a stage.
+        A model has few kinds, each with as many tensors as a stage has layers that are alike.
         """
         kind = self._kind_of.get(tensor)
         if kind is None:
@@ -113,14 +113,14 @@ class Holdings:
         return kind
 
     def local_names(self, tensor: str, box: Box) -> list[str]:
-        """The local tensors in which the holders of `box` have it."""
+        """The local tensors in which the holders of `box` store it."""
         return [piece.local for _, piece in self._held[tensor][box]]
 
     def parts(self, piece: Piece, owner: str) -> list[tuple[Box, Holders]]:
         """The parts of a target's piece, disjoint and together all of it, each with its holders.
 
         Raises:
-            ValueError: not all of it is held, or some of its tensor by boxes that overlap; `owner` says whose it is.
+            ValueError: the layout does not hold all of it (the message names `owner`), or holds its tensor in boxes that overlap.
         """
         boxes = self._held.get(piece.tensor, {})
         if len(boxes) > 1 and piece.tensor not in self._disjoint:
@@ -141,7 +141,7 @@ class Holdings:
         return parts
 
     def _refuse_overlap(self, tensor: str, boxes: Iterable[Box]) -> None:
-        """A sweep along dimension 0, so that the many row shards of a tensor are not compared with each other all."""
+        """Refuse overlapping boxes, in a sweep along dimension 0 that does not compare every two of a tensor's many row shards."""
         active: list[Box] = []
         for box in sorted(boxes):
             active = [other for other in active if other.start[0] + other.size[0] > box.start[0]]

@@ -3,7 +3,7 @@
 The choice is limited to placements that processes can have. An engine has consecutive devices of the pool; a node's part of
 it is a process with consecutive ranks, which may have any order of that node's devices, and several engines
 within a node may share its devices out as they like. So ranks are assigned to the devices of a node, and the parts of an
-engine that spans several nodes to its nodes: assignment problems both, solved exactly.
+engine that spans several nodes to its nodes: both are assignment problems, solved exactly.
 """
 
 from collections import Counter, defaultdict
@@ -22,14 +22,14 @@ def place_engines(
     ranks_per_engine: int,
     itemsize: Callable[[str], int] = lambda tensor: 1,
 ) -> tuple[int, ...]:
-    """For each target rank the index in `devices` of the one that it gets.
+    """For each target rank the index of its device in `devices`.
 
-    The bytes that lie on the device already (in `source`, by its places) are the most possible, then the bytes
-    on the node; where it makes no difference rank r has device r.
+    As many bytes as possible lie on the device already (in `source`, by its places), then as many as possible on
+    the node; where it makes no difference rank r has device r.
 
     Args:
         target: all ranks of all engines, engine by engine; its own places do not matter.
-        devices: the pool's, each node's together; at least as many as ranks.
+        devices: of the pool, each node's next to each other; at least as many as ranks.
     """
     assert len(devices) >= target.num_ranks and target.num_ranks % ranks_per_engine == 0
     overlap = _Overlap(make_plan(source, target, itemsize), devices)
@@ -72,12 +72,12 @@ class _Overlap:
         held = max(
             (sum(there[None] for there in self._of(rank)) for rank in range(plan.target.num_ranks)), default=0
         )
-        # A byte on the device outweighs all that can be on the node, and that one all ranks that stay in place.
+        # A byte on the device outweighs all bytes that can be on the node, and one of these all ranks that stay in place.
         self._step = plan.target.num_ranks + 1
         self._local_weight = self._step * (held * plan.target.num_ranks + 1)
 
     def best_order(self, ranks: Sequence[int], devices: Sequence[int]) -> tuple[int, list[int]]:
-        """The devices (of one node, at least as many) that suit `ranks` best, in their order; and how well they do."""
+        """How well the best assignment of `devices` (of one node, at least as many) suits `ranks`, and the device of each rank."""
         values = [[self._value(rank, device) for device in devices] for rank in ranks]
         chosen = assign(values)
         return sum(row[at] for row, at in zip(values, chosen, strict=True)), [devices[at] for at in chosen]

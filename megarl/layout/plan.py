@@ -30,7 +30,7 @@ from megarl.layout.layouts import Layout
 from megarl.util.memory import collection_paused
 
 LINKS = ("local", "intra_node", "inter_node")
-# Of pieces of the target: their tensors' (`Holdings.kind`), bytes of an element, box and local box.
+# Of pieces of the target: their tensors' kind (`Holdings.kind`), bytes of an element, box and local box.
 _Kind = tuple[int, int, Box, Box]
 
 
@@ -301,17 +301,17 @@ class Plan:
         """All deliveries, cut so that in one bucket no rank receives, and none sends, more than `bucket_bytes`.
 
         A source rank's bytes count once, however many target ranks it sends them to: it has them in its memory once. All
-        senders send at an even pace, so that every bucket keeps as many of them busy as can be. A single delivery above
+        senders send at an even pace, so that every bucket keeps as many of them busy as possible. A single delivery above
         the limit is alone in its bucket at all its ends.
         """
         names = dict.fromkeys(piece.tensor for shard in self.target.shards for piece in shard.pieces)
         number = {name: index for index, name in enumerate(names)}
-        # Target by target the senders' lists would be done one after the other: tensor by tensor they are not.
+        # In the order of targets the senders' lists would follow one another; in the order of tensors they are mixed.
         deliveries = sorted(self.deliveries, key=lambda delivery: number[delivery.tensor])
         sources = [delivery.source_rank for delivery in deliveries]
         sizes = [self.bytes_of(delivery) for delivery in deliveries]
         order = even_pace(sources, sizes)
-        # The ranks of a chain receive the same: the room of its first one is that of all.
+        # The ranks of a chain receive the same: the room of the first stands for all.
         first = cache(lambda ranks: tuple(rank for rank in ranks if rank not in self.previous))
         numbers = fill_buckets(
             [sources[at] for at in order],
@@ -362,12 +362,12 @@ class Plan:
         return list(flows.values())
 
     def _kind(self, piece: Piece) -> _Kind:
-        """The same for pieces of the target that get the same parts."""
+        """A key that pieces of the target share if they get the same parts."""
         tensor, box, _, local_box = piece
         return self.source.holdings.kind(tensor), self._itemsize(tensor), box, local_box
 
     def _parts(self, kind: _Kind, piece: Piece, owner: str) -> list[Part]:
-        """The parts of the target's pieces of a kind, of which `piece` is one."""
+        """The parts of the target's pieces of a kind; `piece` is one of them."""
         known = self._parts_of.get(kind)
         if known is None:
             itemsize, known = self._itemsize(piece.tensor), []
@@ -478,7 +478,7 @@ def make_plan(
     most_senders: int | None = None,
     previous: Mapping[int, int] | None = None,
 ) -> Plan:
-    """The copies that fill `target` from `source`; worked out as far as it is asked for.
+    """The copies that fill `target` from `source`; each is worked out when it is asked for.
 
     Args:
         itemsize: bytes of an element of a logical tensor as it travels.

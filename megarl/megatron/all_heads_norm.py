@@ -1,8 +1,8 @@
-"""RMS norms of queries and keys over all heads together, of which tensor parallel ranks have parts (MiniMax-M2); in torch, on any machine.
+"""RMS norms of queries and keys over all heads together, which are spread over tensor parallel ranks (MiniMax-M2); in torch, on any machine.
 
-Megatron-core 0.19.2 norms each head by itself. Every rank has the complete weight and uses the rows of its heads: the gradient of the others
-is 0 there, and Megatron's sum over tensor parallel ranks (`finalize_model_grads`, of whatever is called `q_layernorm` or `k_layernorm`) is
-the gradient.
+Megatron-core 0.19.2 norms each head by itself. Every rank has the complete weight and uses the rows of its heads: the gradient of the
+other rows is 0, and Megatron's sum over tensor parallel ranks (`finalize_model_grads`, of parameters called `q_layernorm` or
+`k_layernorm`) is the gradient.
 """
 
 from functools import partial
@@ -66,7 +66,7 @@ class _AllHeadsNorm(torch.autograd.Function):
 
 
 def _mean(sums: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
-    """Of the ranks' sums; `weight`: of the elements that each of them has of a token."""
+    """The mean over all ranks' elements, from this rank's sums; `weight` has as many elements as a rank has of a token."""
     if group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
     return sums.div_(weight.numel() * group.size())

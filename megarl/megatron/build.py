@@ -68,15 +68,15 @@ def build_model(
         recompute_granularity: activations that backward computes again: None, "full" (each layer) or
             "selective" (`recompute_modules`; None: attention).
         overrides: further fields of Megatron's TransformerConfig.
-        base_block: linear layers' weights are in float8, in blocks of so many rows and columns that share a scale, and
-            frozen; zeros until they are loaded. None: in `dtype`.
-        mtp: "detached" or "attached": with its layers of multi-token prediction, whose loss has no gradient, or has one, for the rest of
-            the model; None: without them.
-        indexers: whether those of sparse attention are trained, by `megarl.megatron.sparse.learning`.
+        base_block: rows and columns of the blocks that share a scale where linear layers' weights are in float8: frozen, and zeros
+            until they are loaded. None: the weights are in `dtype`.
+        mtp: the model has its multi-token prediction layers, whose loss gives the rest of the model no gradient ("detached") or one
+            ("attached"); None: it is built without them.
+        indexers: whether the indexers of sparse attention are trained, by `megarl.megatron.sparse.learning`.
         seed: of the random start, which is meant to be overwritten by real weights.
 
     Raises:
-        ValueError: the model does not divide by the layout; names both. Ranks' parts cut blocks.
+        ValueError: the model does not divide by the layout (names both), or ranks' parts cut blocks.
     """
     assert head in ("lm", "value"), head
     assert not indexers or (config.indexer is not None and head == "lm" and base_block is None), (
@@ -126,14 +126,14 @@ def wrap_for_training(
     their old storage. Loading weights in place works before and after; with `fsdp` before alone.
 
     Args:
-        overlap_param_gather: whether the weights that an optimizer's step has changed are gathered while the next forward pass begins; who
-            reads them otherwise calls `gather_parameters` first.
+        overlap_param_gather: whether the weights that an optimizer's step has changed are gathered while the next forward pass begins; other
+            readers of weights call `gather_parameters` first.
         overrides: further fields of Megatron's DistributedDataParallelConfig.
-        fsdp: a level of `megarl.megatron.fsdp`: what data parallel ranks share, whatever the other arguments say; None: without it.
+        fsdp: a level of `megarl.megatron.fsdp`, which decides what data parallel ranks share, whatever the other arguments say; None: no FSDP.
         matrices: whether the optimizer updates full matrices (`megarl.megatron.muon.whole_matrices`).
 
     Raises:
-        ValueError: a distributed optimizer cannot have these weights so.
+        ValueError: as `matrix_layout`.
     """
     config = chunks[0].config
     if fsdp is not None:
@@ -155,9 +155,9 @@ def wrap_for_training(
         if use_distributed_optimizer:
             layouts = [matrix_layout(chunk, ddp_config, index > 0) for index, chunk in enumerate(chunks)]
     wrapped = [
-        # As in Megatron: only the first chunk's reduction is on the critical path and worth bucketing. A layout says so by itself: the
-        # switch would put its two buffers into one group of buckets, which Megatron takes for the first one's optimizer's (0.19.2), so
-        # that the other's weights would be gathered before they are updated.
+        # As in Megatron: only the first chunk's reduction is on the critical path and worth bucketing. A layout already says so: the
+        # switch would put its two buffers into one group of buckets, which Megatron gives to the first buffer's optimizer (0.19.2), so
+        # that the second buffer's weights would be gathered before they are updated.
         DistributedDataParallel(
             config,
             ddp_config,
@@ -183,7 +183,7 @@ def wrap_for_training(
 
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have all of the weights that an optimizer's step has changed on each rank, where `overlap_param_gather` has put it off.
+    """Gather on each rank all weights that an optimizer's step has changed, where `overlap_param_gather` has put this off.
 
     Megatron gathers before the forward pass of the module that has a weight. Code that reads weights elsewhere (heads, the weight
     sync, checkpoints, moves to the host) needs this first. Collective over data parallel ranks.
@@ -236,7 +236,7 @@ def local_parameters(chunks: list[DistributedDataParallel] | list[GPTModel]) -> 
     """ "<chunk>:<name>" -> its data: this rank's local tensors as weight tables name them.
 
     They are the parameters, and the buffers that are weights: the routers' `expert_bias` (float32 always), and frozen indexers. Weights that data
-    parallel ranks share have values while they are gathered alone (`megarl.megatron.fsdp.gather`).
+    parallel ranks share have values only while they are gathered (`megarl.megatron.fsdp.gather`).
     """
     tensors = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     for index, chunk in enumerate(unwrap(chunks)):

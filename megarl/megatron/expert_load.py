@@ -1,8 +1,8 @@
 """How routers spread tokens over experts: counted while a policy is trained, and evened out by the routers' biases.
 
-A bias is added to an expert's score for the choice alone. After each update that of an expert with more tokens than the mean is lowered
-by a fixed rate, that of one with fewer raised ("auxiliary-loss-free load balancing", arXiv:2408.15664, algorithm 1; DeepSeek-V3,
-arXiv:2412.19437, section 2.1.2). Gradients never reach it.
+A bias is added to an expert's score for the choice alone. After each update the bias of an expert with more tokens than the mean is lowered
+by a fixed rate, and that of an expert with fewer is raised ("auxiliary-loss-free load balancing", arXiv:2408.15664, algorithm 1;
+DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Gradients never reach it.
 
 Loads are integers, summed over all ranks: the same in every layout, and so are the biases.
 """

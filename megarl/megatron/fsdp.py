@@ -6,8 +6,8 @@ What a rank keeps, by Megatron's names of the levels (data and context parallel 
     optim_grads_params    all shared; a transformer layer's weights are gathered for its forward and its backward pass
 
 The level `optim` is Megatron's distributed optimizer without any of this, and left to it: with whole gradients Megatron-FSDP still asks
-Transformer Engine to overwrite them in each micro-batch (megatron_fsdp.py:511, `overwrite_main_grad`), so that on a GPU those of the
-last one alone would be left.
+Transformer Engine to overwrite them in each micro-batch (megatron_fsdp.py:511, `overwrite_main_grad`), so that on a GPU only the
+last one's would be left.
 
 Guarantees, with tests:
 - Gradients, norms and updates are those of every other layout: losses are sums, and nothing divides their gradients.
@@ -16,7 +16,7 @@ Guarantees, with tests:
 
 Megatron-FSDP (megatron-core 0.19.2) puts each layer's parameters end to end in a bucket, in any order, pads it and cuts it into equal
 shards: what a rank holds of a parameter is a range of its elements, in row-major order, or nothing. It makes its mesh of devices from
-all ranks without pipeline stages (mcore_fsdp_adapter.py, `_get_dp_tp_mesh`), so that it has none.
+all ranks, without pipeline stages (mcore_fsdp_adapter.py, `_get_dp_tp_mesh`), so a model with FSDP has none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Shard(NamedTuple):
 def wrap_sharded(chunk: GPTModel, level: str) -> FullyShardedDataParallel:
     """The model with its weights, gradients and states shared out; its weights must be loaded.
 
-    Gradients are summed over ranks in float32 while a backward pass runs, each micro-batch's.
+    The gradients of each micro-batch are summed over ranks in float32 while its backward pass runs.
     While this runs the whole model of this rank's tensor parallel share is on the device, and its shards as they are made.
 
     Args:
@@ -70,10 +70,10 @@ def wrap_sharded(chunk: GPTModel, level: str) -> FullyShardedDataParallel:
         megatron_fsdp_main_params_dtype=None if dtype == torch.float32 else torch.float32,
         megatron_fsdp_main_grads_dtype=torch.float32,
         suggested_communication_unit_size=largest_unit(chunk) - 1,
-        # In no layer there would else be one bucket, whose gradients are summed when the last one is there. With shared weights it
+        # Weights in no layer would else be one bucket, whose gradients are summed when the last one is there. With shared weights it
         # must be one: heads read the output layer's weight, which is gathered with the embedding.
         bucket_size=None if level == FULL else LARGEST_BUCKET,
-        # It would begin to gather before the optimizer's states have left.
+        # With it the gathering would begin before the optimizer's states have left.
         fsdp_all_gather_in_start_param_sync=False,
     )
     with numbered_device():
@@ -85,8 +85,8 @@ def wrap_sharded(chunk: GPTModel, level: str) -> FullyShardedDataParallel:
 def largest_unit(chunk: GPTModel) -> int:
     """Elements of the largest transformer layer.
 
-    With one less as the size of its communication Megatron-FSDP gathers the next layer ahead, and has one layer's gradients wait for
-    their sum, where its own default is half a billion weights and a billion gradients.
+    With one element less as its communication size Megatron-FSDP gathers one layer ahead, and lets one layer's gradients wait to be
+    summed; its own default is half a billion weights and a billion gradients.
     """
     sizes = (
         sum(parameter.numel() for parameter in module.parameters())
@@ -102,7 +102,7 @@ def is_sharded(chunk: torch.nn.Module) -> bool:
 
 
 def shares_weights(chunk: torch.nn.Module) -> bool:
-    """Whether a rank holds a share of its weights alone."""
+    """Whether a rank holds only a share of the chunk's weights."""
     return is_sharded(chunk) and chunk.ddp_config.data_parallel_sharding_strategy == FULL
 
 
@@ -123,7 +123,7 @@ def shards_of(chunk: FullyShardedDataParallel) -> Iterator[Shard]:
 
 
 def first_element(updated: Any) -> int:
-    """The first element of its parameter that an optimizer's tensor has, which is the shard's."""
+    """The first element of its parameter that an optimizer's tensor has: the start of the shard."""
     original = updated.orig_param
     buffer = updated._megatron_fsdp_model.param_and_grad_buffer
     weights = buffer.parameter_groups[buffer.param_to_param_group[original]].model_weight_buffer
@@ -131,7 +131,7 @@ def first_element(updated: Any) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of an optimizer's tensor, as it is, or of one that Megatron-FSDP shares out."""
+    """This rank's part of an optimizer's tensor: all of it, unless Megatron-FSDP shares it out."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -160,7 +160,7 @@ def gathered_bytes(chunk: FullyShardedDataParallel) -> int:
 
 @torch.no_grad()
 def gather(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have all weights of the model in its parameters, until `release` or the end of the next pass; all ranks call it."""
+    """Gather all weights of the model into its parameters, until `release` or the end of the next pass; all ranks call it."""
     for chunk in filter(shares_weights, chunks):
         pipeline = chunk.module.all_gather_pipeline
         pipeline.all_gather_params(list(parameters_of(chunk).values()), prefetch=False)

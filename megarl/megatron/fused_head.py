@@ -109,7 +109,7 @@ def chunks_of(tokens: int, chunk_tokens: int) -> list[slice]:
 
 
 def logits_buffer(hidden: Tensor, share: HeadShare) -> Tensor:
-    """Memory for the logits of the largest chunk, [tokens, rows and some to align the next]."""
+    """Memory for the logits of the largest chunk, [tokens, rows rounded up for alignment]."""
     unit = ALIGNED // hidden.element_size()
     return hidden.new_empty(min(share.chunk_tokens, hidden.shape[0]), -(-share.rows // unit) * unit)
 
@@ -176,9 +176,9 @@ def kernels() -> ModuleType:
 
 
 def gradient_sum(weight: Tensor) -> Tensor:
-    """Where products that are parts of a weight's gradient are added up in float32: its part of the gradient buffer, as Megatron's own layers
-    do it (megatron-core 0.19.2, tensor_parallel/layers.py), or zeros where it has none."""
-    # Megatron-FSDP makes buffers for each pass, and what a weight still names may be gone.
+    """The float32 tensor to which parts of a weight's gradient are added: its part of the gradient buffer, as in Megatron's own layers
+    (megatron-core 0.19.2, tensor_parallel/layers.py), or zeros where it has none."""
+    # Megatron-FSDP makes buffers for each pass, and the one that a weight still names may be gone.
     buffer = None if hasattr(weight, "__fsdp_param__") else getattr(weight, "main_grad", None)
     if buffer is None or buffer.dtype != torch.float32:
         return torch.zeros_like(weight, dtype=torch.float32)
@@ -197,11 +197,11 @@ def add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
 
 
 def given_gradient(weight: Tensor, total: Tensor) -> Tensor | None:
-    """What a backward pass gives autograd for a weight whose gradient is in `total` (`gradient_sum`).
+    """The gradient that a backward pass gives autograd for a weight whose gradient is in `total` (`gradient_sum`).
 
-    Of one that is in the gradient buffer already that is a tensor without values. Megatron's hook, which starts the reduction of a bucket, asks that there
-    be one and does not read it (`grad_added_to_main_grad`); but it does where the weight is the embedding's too
-    (`zero_out_wgrad`), whose own gradient then comes through autograd, and alone: None adds nothing to it.
+    Where `total` is in the gradient buffer, it is a tensor without values: Megatron's hook, which starts the reduction of a bucket, asks
+    for a gradient and does not read it (`grad_added_to_main_grad`). But the hook reads it where the weight is the embedding's too
+    (`zero_out_wgrad`): then the embedding's own gradient alone must come through autograd, and None adds nothing to it.
     """
     if total is not getattr(weight, "main_grad", None):
         return total.to(weight.dtype)

@@ -1,7 +1,7 @@
 """The Triton kernels of `fused_head`, which alone imports this file: without a GPU Triton is not installed.
 
-Logits are read in the model's type and computed with in float32. A token's numbers lie side by side, so that those of a chunk of tokens
-are a slice of those of all: of its statistics (maximum, sum, moment, the label's logit) and of its norms (maximum, logarithm of the sum, entropy).
+Logits are read in the model's type and computed with in float32. A token's statistics (maximum, sum, moment, the label's logit) lie side
+by side, and so do its norms (maximum, logarithm of the sum, entropy): the numbers of a chunk of tokens are a slice of all tokens' numbers.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 # Constants that kernels read have to be constexpr.
 STATISTICS = tl.constexpr(4)
 NORMS = tl.constexpr(3)
-# Below all logits, and finite: its difference to one, times the sum of no exponential, is 0 and not NaN.
+# Below all logits, and finite: its difference to a logit, times an empty sum of exponentials, is 0 and not NaN.
 LOWEST = tl.constexpr(-3.0e38)
-# Kernels are not compiled again for a chunk that begins elsewhere: of these they read a few numbers a token.
+# Kernels are not compiled again for a chunk that begins elsewhere: of these arguments they read a few numbers a token.
 BY_TOKEN = ("labels", "statistics", "norms", "gradients", "outputs")
 
 

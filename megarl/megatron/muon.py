@@ -69,7 +69,7 @@ def matrix_layout(
     """Where the weights of a chunk lie in the buffers of a distributed optimizer: matrices uncut, others anywhere.
 
     Raises:
-        ValueError: experts have parameters that are no matrices, which Megatron's distributed optimizer does not have next to Muon (0.19.2).
+        ValueError: experts have parameters that are no matrices, which Megatron's distributed optimizer does not support next to Muon (0.19.2).
     """
     trained = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     if any(not getattr(weight, "allreduce", True) and weight.dim() != 2 for weight in trained):
@@ -77,7 +77,7 @@ def matrix_layout(
             "optim.optimizer=muon goes without megatron.use_distributed_optimizer=true for a model whose experts have biases, where "
             "expert_model_parallel_size is greater than 1; give use_distributed_optimizer=false"
         )
-    # As the wrapper's own.
+    # As the wrapper computes it.
     size: int | None = ddp_config.bucket_size or max(
         40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size()
     )
@@ -97,7 +97,7 @@ def matrix_layout(
 
 
 class _LayerWise(LayerWiseDistributedOptimizer):
-    """Of float32 weights too: Megatron's own hands torch's bare optimizer to its step where there are no copies to make (0.19.2)."""
+    """The optimizer for float32 weights too: Megatron's own passes torch's bare optimizer to its step where there are no copies (0.19.2)."""
 
     def __init__(self, optimizers: list[Any], config: Any, *args: Any, **options: Any) -> None:
         if not config.bf16:
@@ -110,7 +110,7 @@ class _LayerWise(LayerWiseDistributedOptimizer):
 
 @contextlib.contextmanager
 def layer_wise() -> Iterator[None]:
-    """While an optimizer is made Megatron takes the class above for its own."""
+    """While this is active Megatron makes the class above in place of its own."""
     before = megatron.core.optimizer.LayerWiseDistributedOptimizer
     megatron.core.optimizer.LayerWiseDistributedOptimizer = _LayerWise
     try:

@@ -31,7 +31,7 @@ from megarl.megatron.host_adam import HostAdam, HostRoom
 from megarl.megatron.layer_spec import drop_dummy_gradients
 from megarl.megatron.sparse.indexer import indexers_of
 
-# Of a copy, so that on a CPU little more memory is taken than is needed while contents are in both places.
+# Bytes of a copy: on a CPU little more memory is then taken than is needed while contents are in both places.
 CHUNK_BYTES = 64 << 20
 
 Chunks = list[GPTModel] | list[DistributedDataParallel]
@@ -47,7 +47,7 @@ class Offloadable:
         constant: whether contents never change: the host's copies are then not written again.
         keeps: whether the host keeps its memory and its contents while the tensors are on the device: page-locked, on a GPU.
         host: by storage, its contents while it is empty, in chunks.
-        room: for them, if the host keeps it.
+        room: the memory of these copies, if the host keeps it.
     """
 
     tensors: Callable[[], Iterable[torch.Tensor]]
@@ -61,7 +61,7 @@ class Offloadable:
     def reserve(self) -> None:
         """Begin to make room on the host for the tensors that exist now, where it is kept; the process does not wait for it.
 
-        Tensors that are on the host have theirs, and their contents in it.
+        Tensors that are on the host already have room, with their contents in it.
         """
         if not self.resident or not self.keeps:
             return
@@ -109,7 +109,7 @@ class Offloadable:
         return sum(copy.numel() for copies in self.host.values() for copy in copies)
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """The tensors on the device, each once."""
+        """The storages of the tensors on the device, each once."""
         others = {tensor.untyped_storage()._cdata for tensor in self.excluded()}
         found = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage()
@@ -119,7 +119,7 @@ class Offloadable:
         return [storage for key, storage in found.items() if key not in others]
 
     def _make_room(self, storages: list[torch.UntypedStorage]) -> bool:
-        """Have `host` for these storages; False: it is that of the last time."""
+        """Prepare `host` for these storages; False: the copies of the last time fit."""
         sizes = {storage._cdata: [chunk.numel() for chunk in _chunks(storage)] for storage in storages}
         kept = {key: [copy.numel() for copy in copies] for key, copies in self.host.items()}
         if kept == sizes:
@@ -141,7 +141,7 @@ class Offloadable:
 
 @dataclass
 class SharedWeights(Offloadable):
-    """The weights of chunks whose data parallel ranks share something: those that a rank keeps, and, while they are there, gathered ones."""
+    """The weights of chunks that Megatron-FSDP shares out: a rank's own, and gathered ones while there are any."""
 
     chunks: Chunks = field(default_factory=list)
 
@@ -156,7 +156,7 @@ class SharedWeights(Offloadable):
 
 @dataclass
 class Gradients:
-    """The gradient buffers of chunks that are trained: dropped, and back as zeros, as every step begins with them."""
+    """The gradient buffers of chunks that are trained: dropped, and restored as zeros, with which every step begins."""
 
     chunks: list[DistributedDataParallel]
     resident: bool = True
@@ -267,8 +267,8 @@ def gradients_of(chunks: list[DistributedDataParallel]) -> Gradients:
 def optimizer_of(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> Offloadable | HostStates:
-    """Adam's states and the float32 copies of the parameters, if there are any: shards that are views of the
-    parameters are weights."""
+    """Adam's states and the float32 copies of the parameters, if there are any; shards that are views of the
+    parameters count as weights."""
     adams = [part.optimizer for part in parts_of(optimizer) if isinstance(part.optimizer, HostAdam)]
     if adams:
         return HostStates(adams)

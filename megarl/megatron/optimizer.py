@@ -35,12 +35,12 @@ def build_optimizer(
     num_steps: int | None = None,
     bucket: int = BUCKET,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW, or Muon with AdamW for what is no matrix, with decoupled weight decay, none on 1-D weights (norms, biases), and its schedule.
+    """The optimizer and its schedule: AdamW, or Muon with AdamW for non-matrices; weight decay is decoupled, none on 1-D weights (norms, biases).
 
     Whether it is distributed over data parallel ranks was decided in `wrap_for_training`, which also must know of Muon. With bfloat16
     or float16 parameters it keeps float32 copies, taken here: load weights before, or call
     `optimizer.reload_model_params()` after. With float16 it also has the chunks' losses scaled from now on.
-    With `optim.optimizer_cpu_offload` they go to the host; while this runs they are on the device in the gradients' place.
+    With `optim.optimizer_cpu_offload` the copies go to the host; while this runs they are on the device in the gradients' place.
 
     Args:
         num_steps: optimizer steps of the entire run, where `optim.lr_decay_steps` is null.
@@ -92,28 +92,28 @@ def build_optimizer(
 
 
 def _keep_on_host(optimizer: MegatronOptimizer, bucket: int) -> None:
-    """Have the states of all its parts on the host, with one set of slots."""
+    """Keep the states of all the optimizer's parts on the host, with one set of slots."""
     parts = parts_of(optimizer)
     found = [list(updated_by(part)) for part in parts]
     copied = any(main.dtype != parameter.dtype for own in found for parameter, _, main in own)
     slots = Slots(3 if copied else 2, bucket)
     for part, own in zip(parts, found, strict=True):
         host = part.optimizer = HostAdam(part.optimizer, own, slots)
-        # Copies and parameters meet in the buckets; Megatron's own would look for the copies on the device (0.19.2, which
-        # has no public way to leave these out).
+        # Parameters are written from their copies bucket by bucket; Megatron's own functions would look for the copies on the
+        # device (0.19.2, which has no public way to leave these out).
         part._copy_main_params_to_model_params = lambda: None
         part._copy_model_params_to_main_params = lambda state_dict=None, host=host: host.read_weights()
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> float | None:
-    """The present factor of losses; None where they have none (float32, bfloat16)."""
+    """The current loss scale; None where losses have none (float32, bfloat16)."""
     return float(optimizer.get_loss_scale()) if optimizer.config.fp16 else None
 
 
 def zero_gradients(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Start a new sum of gradients; before the first micro-batch of every step."""
     for chunk in chunks:
-        if not is_sharded(chunk):  # whose optimizer does it
+        if not is_sharded(chunk):  # its optimizer zeroes them
             chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
@@ -123,8 +123,8 @@ def optimizer_step(
 ) -> tuple[float, bool, float]:
     """Clip, update, advance the schedule by one step; every rank calls it.
 
-    Returns: (norm of the full gradient before clipping, but for detached multi-token prediction layers, whether the step was taken, the learning rate
-    that it had). With a gradient that is not finite nothing is changed, the schedule neither (but the loss scale);
+    Returns: (norm of the full gradient before clipping, without detached multi-token prediction layers, whether the step was taken, its
+    learning rate). With a gradient that is not finite nothing is changed but the loss scale, not even the schedule;
     the norm then is NaN or infinite.
     """
     learning_rate = float(get_canonical_lr_for_logging(optimizer.param_groups))
@@ -137,7 +137,7 @@ def optimizer_step(
         # megatron-core looks for them only in float16, and clipping would spread them over all weights.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
-        # Of detached multi-token prediction layers, which are clipped by a norm of their own.
+        # The norms of detached multi-token prediction layers, which are clipped by a norm of their own.
         others = map(float, optimizer._compute_grad_norms_by_group().values())
         grad_norm = next((norm for norm in others if not math.isfinite(norm)), grad_norm)
         taken = math.isfinite(grad_norm) and optimizer.step()[0]

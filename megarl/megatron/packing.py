@@ -39,7 +39,7 @@ from megarl.data.trajectories import POSITIONS
 
 @dataclass(frozen=True, eq=False)
 class OtherHead:
-    """The head of another model, for its logits at a batch's live positions, with the layout of the one that is run.
+    """The head of another model, for its logits at a batch's live positions, in the layout of the model that is run.
 
     Attributes:
         hidden: [live, hidden]; its last hidden states.
@@ -59,7 +59,7 @@ class LaterTokens:
     Attributes:
         ids: int64 [depth, tokens]; row k has the token k + 2 places later, 0 where the sequence has ended.
         live: int64 [sum of `counts`]; row by row, the positions whose token is of the sequence and counts in losses.
-        counts: of each row.
+        counts: how many positions of each row count.
     """
 
     ids: Tensor
@@ -78,7 +78,7 @@ class KeptVocabulary:
     Attributes:
         ids: int32 [sum of counts]; of one position after the other.
         counts: int64 [live].
-        bounds: int64 [live + 1]; where each position's begin in `ids`, on the host.
+        bounds: int64 [live + 1]; where each position's tokens begin in `ids`, on the host.
     """
 
     ids: Tensor
@@ -88,11 +88,19 @@ class KeptVocabulary:
 
 @dataclass
 class PackedBounds(PackedSeqParams):
-    """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
-    sequences, which layers would otherwise have to ask the device for; the prompts that sequences share (`PackedBatch.shared`); the
-    experts that routers are to choose (router_replay.py); the positions whose experts are counted (expert_load.py); the tokens that each
-    layer of multi-token prediction is given, [tokens] each, and the positions at which what it predicts counts; the true lengths of the sequences; and the
-    choices of keys that later layers take, by the number of the layer whose indexer made them (sparse/attention.py)."""
+    """Megatron's bounds of packed sequences, and the facts of a batch that layers need in addition.
+
+    Attributes:
+        live: this rank's positions that the last layer's MLP is asked for (`LiveLayer`); None: all.
+        lengths: of the aligned sequences, which layers would otherwise have to ask the device for.
+        shared: as `PackedBatch.shared`.
+        experts, is_routed: the experts that routers are to choose, and where (router_replay.py).
+        mask: the positions whose experts are counted (expert_load.py).
+        later, later_live: the tokens that each layer of multi-token prediction is given, [tokens] each, and the positions at which its
+            prediction counts.
+        texts: the true lengths of the sequences.
+        choices: of keys, which later layers take, by the number of the layer whose indexer made them (sparse/attention.py).
+    """
 
     live: Tensor | None = None
     lengths: list[int] | None = None
@@ -126,11 +134,11 @@ class PackedBatch:
         cp, cp_rank: context-parallel size and this rank in it.
         other: another model's head on the live positions, to be compared with; None: there is none.
         shared: int64 [sequences]; how many tokens before its own a sequence has in common with the nearest earlier one that
-            shares none, and only that one holds; None: all have all theirs.
+            shares none, which alone holds them; None: each sequence holds all its tokens.
         experts: uint8 or int16 [tokens, this rank's layers with experts, top_k]; the experts that routers are to choose; None: their own.
         is_routed: bool [tokens]; where `experts` has some. At others, such as a sequence's last token, routers choose themselves.
         later: what layers of multi-token prediction predict; None: they are not run.
-        kept: what the tokens at live positions were drawn from, in whose distributions their log-probs are; None: all tokens.
+        kept: the kept tokens of live positions, over which their log-probs are computed; None: all tokens.
     """
 
     input_ids: Tensor
@@ -169,7 +177,7 @@ class PackedBatch:
 
         Args:
             live_only: whether the last hidden states are asked for at the live positions alone. Where the last layer can do so
-                (`live_mlp`) they are then [live, 1, hidden], elsewhere [tokens, 1, hidden]: `live_rows` takes both.
+                (`LiveLayer`) they are then [live, 1, hidden], elsewhere [tokens, 1, hidden]: `live_rows` takes both.
         """
         # Aligned lengths serve as the true ones: attention then runs over the alignment tokens at each
         # end, which costs a few tokens and spares the kernels the case of gaps between sequences.
@@ -277,7 +285,7 @@ class HostBatch:
     Attributes:
         buffer: the bytes of all its tensors.
         tensors: start, type and shape of each, by name; fields are called "fields.<name>".
-        facts: the rest of it.
+        facts: its other attributes.
         later_counts: of its `LaterTokens`.
         kept_bounds: of its `KeptVocabulary`.
     """
@@ -289,7 +297,8 @@ class HostBatch:
     kept_bounds: np.ndarray | None = None
 
     def on_device(self, device: torch.device | None = None) -> PackedBatch:
-        """
+        """The batch, with its tensors on a device.
+
         Args:
             device: where the tensors are put; None: this process's device.
         """
@@ -352,7 +361,7 @@ class MicroBatches(Sequence[PackedBatch]):
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts of trajectories are packed: those of this rank's layers, by their numbers among the layers with experts."""
+    """Which layers' experts of trajectories are packed: this rank's layers, by their numbers among the layers with experts."""
 
     shape: RoutingShape
     layers: tuple[int, ...]
@@ -385,11 +394,11 @@ def arrange_trajectories(
     keeps: bool = False,
     **alignment: Unpack[Alignment],
 ) -> HostBatch:
-    """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
+    """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, and the response tokens are predicted.
 
     Args:
         table: columns `prompt_ids`, `response_ids`, `response_mask` and all in `fields`, one list a row.
-        fields: names of columns with one value a response token, a number or the bytes of some in float32.
+        fields: names of columns with one value a response token, a number or the bytes of several in float32.
         share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
         routing: which experts of the trajectories are packed; None: none.
         depth: rows of `LaterTokens`; 0: the batch has none.
@@ -404,6 +413,7 @@ def arrange_trajectories(
     _refuse_empty(prompt_lengths, rows, "prompt_ids")
     shared = None
     if share_prompts:
+        # The first sequence of a prompt holds all of it; the others keep the end that they do not share.
         shared = shared_tokens(prompts, prompt_lengths)
         ends = np.cumsum(prompt_lengths)
         prompt_lengths = prompt_lengths - shared
@@ -478,7 +488,7 @@ def arrange_sequences(
             f"row {rows[row]}: column 'loss_mask' has {mask_lengths[row]} values for {lengths[row]} input_ids"
         )
     _refuse_empty(lengths, rows, "input_ids")
-    # A sequence's first token is predicted by none: its value in the mask is the one that falls away.
+    # No position predicts a sequence's first token: its value in the mask is dropped.
     mask = np.delete(values, np.cumsum(lengths) - lengths)
     return _arrange(tokens, lengths, np.zeros_like(lengths), lengths - 1, mask, depth=depth, **alignment)
 
@@ -489,7 +499,7 @@ def arrange_texts(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alig
     last of them.
 
     Args:
-        table: column `input_ids`, one list a row; perhaps POSITIONS, ascending numbers of its tokens, at least one a row.
+        table: column `input_ids`, one list a row; optionally POSITIONS, ascending numbers of its tokens, at least one a row.
 
     Raises:
         ValueError: the column is missing or has nulls; an empty sequence.

@@ -1,8 +1,8 @@
 """Multi-token prediction (MTP): the layers after a model's last one, which predict tokens after the next one.
 
-DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. Layer k (from 1) makes a position's state of the one that layer k - 1 has
-there and of the embedding of the token k places later; the model's own head gives from it the probabilities of the token k + 1 places
-later. A state of layer 0 is the model's last one, after its final norm, as Megatron-core, SGLang and vLLM have it.
+DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. Layer k (from 1) computes a position's state from layer k - 1's state there
+and the embedding of the token k places later; from the new state the model's own head gives the probabilities of the token k + 1 places
+later. The state of layer 0 is the model's last one, after its final norm, as in Megatron-core, SGLang and vLLM.
 
 Written against megatron-core 0.19.2, whose layers these are. What is different here:
 
@@ -112,7 +112,7 @@ class _WithoutGradient(torch.autograd.Function):
     """Has the last stage's copy of the embedding take part in the backward pass, without adding to its gradient.
 
     Megatron reduces the gradients of a bucket when all of its weights have had theirs (`overlap_grad_reduce`), and this weight has no
-    other use. What autograd is given has no values, and is not read (`grad_added_to_main_grad`).
+    other use. The tensor that autograd is given has no values, and is not read (`grad_added_to_main_grad`).
     """
 
     @staticmethod

@@ -83,14 +83,14 @@ class RouterReplay:
 
 
 def routing_shape(config: ModelConfig) -> RoutingShape:
-    """What the model's trajectories say of experts."""
+    """The shape of the routings in the model's trajectories."""
     assert config.moe is not None
     layers = sum(is_mixture(config, layer) for layer in range(config.num_layers))
     return RoutingShape(layers, config.moe.top_k, config.moe.num_experts)
 
 
 def layers_of_stages(config: ModelConfig, layout: ParallelLayout) -> list[tuple[int, ...]]:
-    """By pipeline stage the numbers, among the layers with experts, of its own ones, chunk by chunk."""
+    """By pipeline stage, the numbers of its layers with experts among all such layers, chunk by chunk."""
     numbers = [layer for layer in range(config.num_layers) if is_mixture(config, layer)]
     return [
         tuple(

@@ -1,10 +1,10 @@
 """The router z-loss, which keeps the logits of routers small (ST-MoE, arXiv:2202.08906, equation 5).
 
-Large logits round coarsely, and small changes of them move whole experts. Of each layer with experts the mean over tokens of
+Large logits round coarsely, and small changes of them move whole experts. For each layer with experts the mean over tokens of
 logsumexp(logits)^2 is added to the loss, times a coefficient.
 
-Megatron-core 0.19.2 has it as a mean over a micro-batch's tokens, prompts and alignment among them, so that it depends on how a batch is cut.
-Here it is over the tokens that an update learns from, whatever layout and micro-batches: Megatron's routers are given this method for theirs.
+In Megatron-core 0.19.2 it is a mean over a micro-batch's tokens, prompts and alignment among them, so that it depends on how a batch is cut.
+Here it is over the tokens that an update learns from, whatever layout and micro-batches: `RouterZLoss` replaces the method of Megatron's routers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RouterZLoss:
         return total / count if count else 0.0
 
     def _add(self, router_pass: RouterPass, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """The logits, [this rank's tokens, experts], whose gradient has the loss's in addition."""
+        """The logits, [this rank's tokens, experts], to whose gradient the loss's is added."""
         if not (
             self._weight and torch.is_grad_enabled()
         ):  # as in the first pass of a layer that is computed again

@@ -1,7 +1,7 @@
 """Routers of a rank's layers, and the micro-batch that each of them computes on.
 
 What routers need of a micro-batch travels in the bounds that every layer is given (`PackedBounds`), so that a layer that is computed
-again in the backward pass has those of its own micro-batch. Where the MoE layer alone is computed again (`recompute_modules` has
+again in the backward pass has the bounds of its own micro-batch. Where the MoE layer alone is computed again (`recompute_modules` has
 moe), its router is called without the layer around it, while the pipeline has begun other micro-batches: the bounds of the first
 passes then wait for the second ones. Backward passes of a layer come in the order of its forward passes, in all of Megatron's schedules.
 """

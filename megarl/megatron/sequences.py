@@ -1,4 +1,4 @@
-"""Full sequences of a packed micro-batch, though context parallelism cuts each over several ranks: sums, and values at their ends."""
+"""Sums over full sequences of a packed micro-batch, and values at their ends, though context parallelism cuts them over ranks."""
 
 import numpy as np
 import torch

@@ -66,7 +66,7 @@ def attend_shared(
 
 
 def _attend_groups(attend: Attend, qkv: tuple[Tensor, ...], group: tuple[tuple[int, int], ...]) -> Tensor:
-    """Groups of one make. qkv: [groups, tokens, heads, dim] each -> the same as query."""
+    """Attention of groups with equal lengths. qkv: [groups, tokens, heads, dim] each -> the same as query."""
     runs = [(sequence, len(list(alike))) for sequence, alike in groupby(group[1:])]
     first = group[0][0]
     sizes = [first, *(length * count for (length, _), count in runs)]

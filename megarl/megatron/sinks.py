@@ -1,4 +1,4 @@
-"""Settings of attention with sinks and windows, and of layers that all have biases, as gpt-oss has them; what of these Megatron cannot have.
+"""Settings of attention with sinks and windows, and of layers that all have biases, as in gpt-oss; combinations that Megatron lacks are refused.
 
 Written against megatron-core 0.19.2 and Transformer Engine 2.18, which has sinks of packed sequences in cuDNN's attention from 9.18 on.
 """
@@ -15,7 +15,7 @@ from megarl.models import ModelConfig
 
 
 def check_sinks_and_biases(config: ModelConfig, layout: ParallelLayout, fused: bool) -> None:
-    """Refuse what would hold all scores of a sequence, cut what is not cut so far, or add a bias once a rank.
+    """Refuse layouts that hold all scores of a sequence, cut key/value heads that do not divide, or add a bias once a rank.
 
     Args:
         fused: whether Transformer Engine is there.
@@ -44,7 +44,7 @@ def check_sinks_and_biases(config: ModelConfig, layout: ParallelLayout, fused: b
 
 
 def attention_settings(config: ModelConfig, layout: ParallelLayout) -> dict[str, Any]:
-    """Of attention with sinks and windows."""
+    """Megatron's settings of attention with sinks and windows."""
     settings: dict[str, Any] = {}
     if config.window is not None:
         settings["window_size"] = (config.window - 1, 0)  # positions before a query's own, and after it
@@ -59,7 +59,7 @@ def attention_settings(config: ModelConfig, layout: ParallelLayout) -> dict[str,
 
 
 def bias_settings(config: ModelConfig) -> dict[str, Any]:
-    """Of linear layers that all have biases, and experts with a clamped gated unit."""
+    """Megatron's settings of linear layers that all have biases, and of experts with a clamped gated unit."""
     settings: dict[str, Any] = {}
     moe = config.moe
     if moe is not None and moe.biases:
@@ -75,9 +75,9 @@ def bias_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def settle_sinks(model: GPTModel) -> None:
-    """Have attention's sinks in the model's type, and said to be cut over tensor parallel ranks.
+    """Give attention's sinks the model's type, and mark them as cut over tensor parallel ranks.
 
-    Transformer Engine (2.18) makes them in float32 and says nothing; a gradient's norm would have those of the first rank alone.
+    Transformer Engine (2.18) makes them in float32 and without the mark; a gradient's norm would count the first rank's alone.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(".softmax_offset"):

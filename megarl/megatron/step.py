@@ -105,9 +105,9 @@ def train_step(
 
 
 def with_predictions(loss: Loss, depth: int, weight: float, prefix: str) -> Loss:
-    """A loss that adds that of MTP layers to another one, whose outputs theirs follow as the last columns.
+    """A loss that adds the loss of MTP layers to another one; MTP layers' outputs are the last columns.
 
-    It is weight / depth times the sum of -log p over the layers and the tokens that count: equations 24 and 25 of arXiv:2412.19437 where
+    The added loss is weight / depth times the sum of -log p over the layers and the tokens that count: equations 24 and 25 of arXiv:2412.19437 where
     `weight` is the coefficient over the number of these tokens.
 
     Args:

@@ -14,14 +14,14 @@ from megarl.models.float8 import Block
 
 @dataclass(frozen=True)
 class LowRankTerm:
-    """What adapters add to a weight [out, in]: factor * B A, and with DoRA (arXiv:2402.09353, equation 5) the factors of the sum's rows.
+    """The term that adapters add to a weight [out, in]: factor * B A, and with DoRA (arXiv:2402.09353, equation 5) the factors of the sum's rows.
 
     Attributes:
         a: [tensors * rank, in], or [rank, in] where all tensors of the weight share it.
         b: [adapted rows, rank].
         rows: int32 [out]: by row of the weight, its row of `b` (in the lower 24 bits) and the number of the part of `a` that is multiplied
             with it (above them); -1: it has no adapter.
-        parts: how many tensors share `a` among themselves; 1: all of it is everyone's.
+        parts: into how many parts `a` is divided, one for each tensor; 1: all tensors have all of it.
         magnitudes: [out]; None: 1.
     """
 

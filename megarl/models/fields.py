@@ -1,6 +1,6 @@
 """The fields of a JSON object from a user's file, each read as the type it must have: the one place where types are checked.
 
-A field that is null is one that is not there.
+A field that is null counts as absent.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Fields:
 
     @classmethod
     def read(cls, file: Path) -> "Fields":
-        """ValueError: names the file; it holds no JSON object. OSError: it cannot be read."""
+        """The fields of a file. ValueError: names the file; it holds no JSON object. OSError: it cannot be read."""
         return cls(read_json_object(file), str(file))
 
     def __contains__(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Weights in float8: blocks of rows and columns that share a scale, and which weights of a frozen model are held so.
+"""Weights in float8: blocks of rows and columns that share a scale, and which weights of a frozen model are held in float8.
 
 The format is that of DeepSeek-V3's checkpoints (arXiv:2412.19437, section 3.3.2): e4m3 values, for each block the float32
 scale amax / 448, and w = value * scale. A tensor's scales are named as there, with SCALES after its name.
@@ -43,7 +43,7 @@ def block_scales(values: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def in_blocks(shape: Iterable[int], block: Block) -> tuple[int, ...]:
-    """How many blocks a tensor of this shape has, begun ones counted."""
+    """How many blocks a tensor of this shape has, incomplete ones counted."""
     return tuple(-(-extent // step) for extent, step in zip(shape, block, strict=True))
 
 
@@ -134,7 +134,7 @@ def scale_at_once(
 def _spread(
     scales: torch.Tensor, block: Block, shape: torch.Size, start: tuple[int, int] = (0, 0)
 ) -> torch.Tensor:
-    """Scales a block -> scales an element, of the elements from `start` on."""
+    """The scale of each block -> the scale of each element from `start` on."""
     wide = scales.repeat_interleave(block[1], 1)[:, start[1] : start[1] + shape[1]]
     return wide.repeat_interleave(block[0], 0)[start[0] : start[0] + shape[0]]
 

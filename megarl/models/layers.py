@@ -78,7 +78,7 @@ def _grouped_attention(config: ModelConfig) -> list[Weight]:
 
 
 def _head_norms(config: ModelConfig, served: str) -> list[Weight]:
-    """The norms of queries and keys: of each head, or of all heads together. `served`: begins their names in SGLang."""
+    """The norms of queries and keys: of each head, or of all heads together. `served`: the beginning of their names in SGLang."""
     table = []
     for kind, heads in (("q", config.num_attention_heads), ("k", config.num_query_groups)):
         name, megatron = f"{kind}_norm.weight", f"self_attention.{kind}_layernorm.weight"
@@ -92,7 +92,7 @@ def _head_norms(config: ModelConfig, served: str) -> list[Weight]:
 
 
 def _output(hidden: int, columns: int, served: str = "self_attn.") -> Weight:
-    """The projection of attention's output. `served`: begins its name in SGLang."""
+    """The projection of attention's output. `served`: the beginning of its name in SGLang."""
     name = "o_proj.weight"
     return Weight(
         f"self_attn.{name}", (hidden, columns), COLUMNS, "self_attention.linear_proj.weight", served + name
@@ -243,7 +243,7 @@ def expert_projections(config: ModelConfig) -> tuple[str, str, str]:
 
 
 def name_in_files(config: ModelConfig, name: str) -> str:
-    """The logical name of what transformers 5 calls `name` in a model; they differ in MiniMax-M2's mixtures."""
+    """The logical name of the tensor or module that transformers 5 calls `name` in a model; they differ in MiniMax-M2's mixtures."""
     return name.replace(".mlp.", f".{_mixture_name(config)}") if config.moe is not None else name
 
 
@@ -298,7 +298,7 @@ def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[
 
 
 def _biases(projections: list[Weight]) -> Iterator[Weight]:
-    """The biases of an expert's projections; that of a projection that is cut by columns is whole on every rank."""
+    """The biases of an expert's projections; the bias of a projection that is cut by columns is complete on every rank."""
     for weight in projections:
         yield Weight(
             weight.name.removesuffix("weight") + "bias",

@@ -80,8 +80,8 @@ class Weight(NamedTuple):
             other, in the table's order.
         groups: query groups of attention. Megatron interleaves the tensors of a local tensor by these: first the rows of the first
             group of each, and so on.
-        replicated: whether ranks of an engine that are more than the groups share them (keys and values).
-        units: equal blocks of rows, one below the other in the tensor, which ranks share; 1: its rows are of one kind, or in sections.
+        replicated: whether the ranks of an engine share groups where there are fewer groups than ranks (keys and values).
+        units: equal blocks of rows, one below the other in the tensor, which are divided among ranks; 1: its rows are of one kind, or in sections.
         sections: rows of the parts of a unit. Megatron's local tensor has the first parts of all units of a rank, then their second parts,
             and so on; SGLang's has complete units, one below the other. The sections of a single unit are cut one by one in both.
         whole: whether each Megatron rank has all of it, though an engine's ranks cut it.

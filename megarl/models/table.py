@@ -5,9 +5,9 @@ of 64.
 
 Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
 checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's and Qwen3.5's has names of its own (`mtp.`) and repeats nothing. SGLang makes a second
-model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py, qwen3_next_mtp.py and qwen3_5_mtp.py); this has
-the model's own embedding and head, too.
+(`mtp_copies`), which Megatron shares with it instead. Qwen3-Next's and Qwen3.5's layer has names of its own (`mtp.`) and repeats nothing. SGLang
+makes a second model of it, which drafts tokens (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, glm4_moe_lite_nextn.py, qwen3_next_mtp.py
+and qwen3_5_mtp.py); this has the model's own embedding and head, too.
 """
 
 import re
@@ -44,7 +44,7 @@ VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token c
 VALUE_HEAD_BIAS = "score.bias"  # that a token classifier has beside it
 DRAFT = "draft:"  # begins the local names of what is in SGLang's second model
 BUFFERS = re.compile(r"\.router\.expert_bias$|\.self_attention\.indexer\.")
-"""Of Megatron's local names: the weights that are no parameters, indexers as long as they are not trained. Nothing trains them by a gradient."""
+"""Finds, by Megatron's local names, weights that are no parameters, indexers as long as they are not trained. Nothing trains them by a gradient."""
 _MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def kind_of_layer(config: ModelConfig, layer: int) -> tuple[bool, bool, bool]:
 
 
 def kinds_of_layers(config: ModelConfig, layers: Iterable[int] | None = None) -> list[list[int]]:
-    """Layers, those of a kind together. `layers`: None: all of the model."""
+    """Layers, grouped by their kind. `layers`: None: all of the model."""
     found: dict[tuple[bool, bool, bool], list[int]] = defaultdict(list)
     for layer in range(config.num_layers) if layers is None else layers:
         found[kind_of_layer(config, layer)].append(layer)
@@ -159,7 +159,7 @@ def head_chunk_tokens(rows: int, itemsize: int, configured: int | None) -> int:
     Larger chunks keep more logits for the backward pass, and pass over the output weight's gradient less often (eight bytes an
     element each time); at 1 GiB one takes a fifth of its product for that with 152,000 rows of width 3584, while 1,024 tokens took 70 %.
     Passes without gradients have the same chunks, though smaller ones would do: so their products have the shapes of the update's, and
-    log-probs differ by no choice of a kernel.
+    no choice of a kernel makes log-probs differ.
 
     Args:
         rows: of the output weight on a rank. itemsize: bytes of a logit, in the model's type.
@@ -204,7 +204,7 @@ def megatron_pieces(
 
 
 def _megatron_layer(config: ModelConfig, place: MegatronPlace, layer: int, part: str) -> list[Piece]:
-    """Names after the layer's, logical and local ones."""
+    """The pieces of a layer on a Megatron rank; logical and local names lack the layer's."""
     pieces: list[Piece] = []
     if part != "experts":
         for table in (attention_weights(config, layer), mlp_weights(config, layer)):
@@ -232,7 +232,7 @@ def _expert_shards(
 
 
 def _in_layer(pieces: list[Piece], name: str, local: str) -> list[Piece]:
-    """The pieces of a layer, by their names in it and how its names begin, logical and local ones."""
+    """The pieces of a layer with their full names: `name` begins the logical ones, `local` the local ones."""
     return [Piece(name + tensor, box, local + within, place) for tensor, box, within, place in pieces]
 
 
@@ -303,7 +303,7 @@ def sglang_pieces(
         layers: of the model's own only these; None: all.
 
     Raises:
-        ValueError: there is none.
+        ValueError: `draft` for a model that does not have exactly one multi-token prediction layer.
     """
     ends, attention = part != "experts", (place.attention_tp, place.attention_tp_rank)
     pieces: list[Piece] = []
@@ -335,7 +335,7 @@ def _sglang_draft(config: ModelConfig, place: SGLangPlace, part: str) -> list[Pi
 
 
 def _sglang_layer(config: ModelConfig, place: SGLangPlace, layer: int, part: str) -> list[Piece]:
-    """Names after the layer's, logical and local ones."""
+    """The pieces of a layer on a rank of an engine; logical and local names lack the layer's."""
     pieces: list[Piece] = []
     if part != "experts":
         attention = (place.attention_tp, place.attention_tp_rank)

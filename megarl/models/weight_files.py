@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: which tensors they hold, and whether all of that is there.
+"""The safetensors files of a model folder: which tensors they hold, and whether they are complete.
 
 Only headers, an index and sizes of files are read, without torch: so a damaged model is found in milliseconds, before any
 process is started. The format: eight bytes with the header's length (little-endian), the header (a JSON object: type, shape

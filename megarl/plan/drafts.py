@@ -15,12 +15,12 @@ from megarl.config import RolloutConfig
 from megarl.plan.inputs import precision
 
 KEY = "rollout.speculative.draft_path"
-_POSITIONS = 2048  # of transformers' LlamaConfig, where a folder names none
+_POSITIONS = 2048  # the default of transformers' LlamaConfig, for a folder that gives none
 
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """What a rank of an engine has of a draft model: bytes of weights and of rotary tables, and values in the cache for a token, of all its layers."""
+    """An engine rank's share of a draft model: bytes of weights and of rotary tables, and values in the cache for a token, over all layers."""
 
     num_layers: int = 0
     weights: int = 0
@@ -29,10 +29,10 @@ class DraftFolder:
 
 
 def draft_folder(rollout: RolloutConfig) -> DraftFolder:
-    """The draft model of a resolved section; nothing of it where there is none.
+    """An engine rank's share of the draft model of a resolved section; all 0 where there is no draft.
 
     As SGLang's LlamaForCausalLMEagle3 holds it (sglang 0.5.21): in the engine's type; heads, columns of the feed-forward layer and rows of
-    the head cut, norms and the projection of the model's hidden states whole; the embedding is the model's.
+    the head are cut, norms and the projection of the model's hidden states are not; the embedding is the model's.
 
     Raises:
         ValueError: the folder has no config.json with a model's sizes, or no weights.
@@ -72,7 +72,7 @@ def draft_folder(rollout: RolloutConfig) -> DraftFolder:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes in a file of weights, which are not read."""
+    """Names and shapes of the tensors in a file of weights, whose values are not read."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118

@@ -90,13 +90,13 @@ def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[
 def read_planned(
     recipe: str, overrides: list[str], command: str | None = None, check: bool = True
 ) -> tuple[TrainConfig | TuningConfig, PlanInputs]:
-    """`read_inputs`, also of the recipes of `megarl sft`, `rm` and `dpo`.
+    """As `read_inputs`, also for the recipes of `megarl sft`, `rm` and `dpo`.
 
     Args:
         command: the recipe's; None: the one that its keys belong to (`recipe_command`).
 
     Raises:
-        ValueError: as `load_config` and `check_config`, and if nothing says which command it is of.
+        ValueError: as `load_config` and `check_config`, and if nothing tells the recipe's command.
     """
     config = read_config(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
     return config, PlanInputs.read(config)
@@ -141,7 +141,7 @@ class RoleFacts:
         section: of the configuration; its `optim` exists if the role is trained.
         most: tokens, or texts, of a micro-batch; the one that is not given is None.
         longest: tokens of a text.
-        base_block: as in `ModelUse`; a reference's weights are held as the actor's are, but for a teacher's.
+        base_block: as in `ModelUse`; the reference's weights are held as the actor's are, a teacher's are not.
     """
 
     head: str
@@ -161,7 +161,7 @@ class RoleFacts:
 
 
 def role_facts(config: TrainConfig, inputs: PlanInputs, role: str) -> RoleFacts:
-    """`role`: actor, critic, one of `references` or reward_model."""
+    """The facts of a role: actor, critic, one of `references` or reward_model."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor, lora = policy.actor, policy.model.lora
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -253,7 +253,7 @@ def _compared(config: TrainConfig | TuningConfig) -> int:
 
 
 def _filled_up(tokens: int, unit: int) -> int:
-    """Tokens of a micro-batch whose ranks have equal parts for products in float8; else as they are."""
+    """Tokens of a micro-batch, filled up to a multiple of `unit`, so that ranks have equal parts for products in float8."""
     return -(-tokens // unit) * unit
 
 
@@ -284,5 +284,5 @@ def engine_layout(rollout: RolloutConfig) -> EngineLayout:
 
 
 def cache_dtype(rollout: RolloutConfig) -> torch.dtype:
-    """Of keys and values in the engines' cache on GPUs."""
+    """The type of keys and values in the engines' cache on GPUs."""
     return _CACHE_DTYPES.get(rollout.kv_cache_dtype or "", precision(rollout.dtype))

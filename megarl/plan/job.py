@@ -1,4 +1,4 @@
-"""All that is known of a job before it runs: memory by device, bytes of the weight sync, seconds by formulas."""
+"""The plan of a job before it runs: memory by device, bytes of the weight sync, seconds by formulas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assu
 
 
 def range_words(seconds: float) -> str:
-    """The reliability of an estimate."""
+    """The range in which an estimate likely lies, as text."""
     low, high = likely(seconds)
     return f"from {low:,.0f} to {high:,.0f} s" if low >= 10 else f"from {low:.1f} to {high:.1f} s"
 
@@ -145,7 +145,7 @@ def plan_job(
 
     Args:
         sync: whether the weight sync is planned, copy by copy; else, and where only adapters are sent, it is estimated.
-        fused: as that of `Passes`.
+        fused: as in `Passes`.
     """
     figures, seconds = None, sync_estimate(config, inputs, machine)
     peaks = at_peaks(machine)
@@ -161,12 +161,12 @@ def plan_job(
 
 
 def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, peers: bool = True) -> float:
-    """At most: all that a rank of the engines gets comes from other GPUs, of its node where that is the only one.
+    """The most seconds of a sync: an engine rank gets all its bytes from other GPUs, of its own node where that is the only one.
 
     Engines that serve adapters separately get these alone.
 
     Args:
-        peers: with the rounds in which ranks meet, which follow from the trainer's layout.
+        peers: whether to add the rounds in which ranks meet, which follow from the trainer's layout.
     """
     policy, pools = config.actor_rollout_ref, config.resource_pools
     rollout, size = policy.rollout, _sent_bytes(config, inputs)
@@ -210,7 +210,7 @@ def _adapters(config: TrainConfig, inputs: PlanInputs) -> LoraConfig | None:
 
 
 def as_json(job: JobPlan, advice: list[dict[str, object]]) -> dict[str, object]:
-    """Bytes, seconds."""
+    """The plan as JSON: bytes and seconds."""
     return {
         "note": NOTE,
         "hardware": asdict(job.machine.gpu),
@@ -268,7 +268,7 @@ def assumed_text(machine: Machine) -> str:
 
 
 def assumed_words(job: JobPlan) -> str:
-    """The assumptions of the seconds."""
+    """The assumptions behind the seconds, as text."""
     texts = lengths(job.config, job.machine)
     return (
         f"{assumed_text(job.machine)}; so prompts of {texts.prompt:,.0f} tokens, responses of {texts.response:,.0f}, the longest "
@@ -306,7 +306,7 @@ def _floor_cell(seconds: float) -> str:
 
 
 def pipeline_rows(job: JobPlan) -> list[list[str]]:
-    """By model's passes: the part of the time in which stages wait, the micro-batches, the optimizer steps (or passes)."""
+    """For each model's passes: the part of the time in which stages wait, the micro-batches, the optimizer steps (or passes)."""
     return [
         [name, f"{passes.bubble:.1%}", str(passes.micro_batches), str(passes.updates)]
         for name, passes in bubbles(job.phases).items()

@@ -1,7 +1,7 @@
 """Bytes that a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
 
-`megarl.costs.phases` defines owners and phases; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, on
-all devices and there all the time: there are no engines to make room for.
+`megarl.costs.phases` defines owners and phases; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, which
+is on all devices all the time: there are no engines to make room for.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Owner:
     Attributes:
         stages: bytes, by pipeline stage of the role (one entry where it has none).
         phases: in which it is there; None: in all.
-        host: bytes on the host in all phases, by stage; none where the owner is entirely on the device, or entirely not.
+        host: bytes on the host in all phases, by stage; empty where the owner is either entirely on the device or entirely off it.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Owner:
 
     @property
     def on_host(self) -> tuple[int, ...]:
-        """Page-locked memory of the host for it, which is kept: data that is there in all phases, or a copy of data that comes and goes.
+        """Page-locked host memory for the owner, kept in all phases: data that stays on the host, or a copy of data that comes and goes.
 
         Gradients and caches are dropped, and the engines' weights come anew.
         """
@@ -98,9 +98,9 @@ class MemoryPlan:
 
     Attributes:
         phases: of a step.
-        kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank that has it; kv_groups:
+        kv_tokens: tokens in an engine's cache, 0 where nothing is left for it; kv_token_bytes: of each, on a rank that has it; kv_groups:
             groups of an engine's ranks that each have an equal part of its tokens.
-        lacking: what the caches of engines that judge are too small for.
+        lacking: why trajectories do not fit the caches of engines that judge.
         limit: bytes of a device. reserve: the part of it that is not planned owner by owner; reserved: its causes, where they are known.
     """
 
@@ -136,7 +136,7 @@ class MemoryPlan:
         return max(self.total(phase, pool) for pool in self.pools)
 
     def without_engines(self) -> MemoryPlan:
-        """The same for engines that have devices of their own, which are not planned."""
+        """The same plan without the engines, which then have devices of their own."""
         owners = tuple(owner for owner in self.owners if owner.role not in ("rollout", EVAL))
         return replace(self, owners=owners, kv_tokens=self.longest, kv_token_bytes=0, kv_groups=1)
 
@@ -189,10 +189,10 @@ def plan_memory(
 
     Args:
         limit: bytes of a device.
-        reserve: bytes that are not planned with; None: by the processes on a GPU.
+        reserve: bytes that are left out of the plan; None: they follow from the processes on a GPU.
 
     Raises:
-        ValueError: a layout that cannot be.
+        ValueError: an impossible layout.
     """
     pools, needs = config.resource_pools, phase_needs(config)
     owners = [*_trained(config, inputs, "actor", needs)]
@@ -233,7 +233,7 @@ def _reserved(layouts: list[ParallelLayout], engine: EngineRank | None, exchange
 
 
 def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
-    """Of a GPU of a resource pool: the roles that have processes of their own on it, and a rank of an engine."""
+    """The reserve of a GPU of a resource pool, for the roles with processes of their own on it and a rank of an engine."""
     facts = [role_facts(config, inputs, role) for role in roles_of(config)]
     layouts = [
         layout_of(role.section.megatron, config.resource_pools[pool])
@@ -348,7 +348,7 @@ def _evaluated(
 def engine_owners(
     config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]], limit: int
 ) -> tuple[list[Owner], int, int]:
-    """The engines' owners, the tokens of an engine's cache in all its groups, and the bytes of one on a rank of its group."""
+    """The engines' owners, the tokens of an engine's cache in all its groups, and the bytes of a token on a rank of its group."""
     policy = config.actor_rollout_ref
     rollout, model = policy.rollout, inputs.model
     layout, dtype, pool = engine_layout(rollout), precision(rollout.dtype), rollout.resource_pool
@@ -395,7 +395,7 @@ def engine_owners(
 
 
 def served_bytes(rollout: RolloutConfig, inputs: PlanInputs, draft: bool = True) -> int:
-    """Weights that a rank of an engine holds, without adapters; `draft`: with those of the model's own layer that drafts tokens."""
+    """Weights that a rank of an engine holds, without adapters; `draft`: with the weights of the model's own layer that drafts tokens."""
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     layout = replace(layout, draft=draft and layout.draft)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
@@ -425,7 +425,7 @@ def _plan_supervised(
 
 
 MULTIPLES = (16, 8, 4, 2)  # candidates, as multiples of the least size of a micro-batch
-MOST_TOKENS = 65536  # more than fills a GPU makes it no faster
+MOST_TOKENS = 65536  # once a GPU is full, more tokens make it no faster
 
 
 def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -> int:
@@ -445,7 +445,7 @@ def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -
 
 
 def taken(config: TrainConfig | TuningConfig, inputs: PlanInputs, tokens: int, limit: int) -> int:
-    """Bytes of the fullest device in the phases of the models, if micro-batches have so many tokens, with the reserve."""
+    """Bytes of the fullest device in the phases of the models, with the reserve, if micro-batches have `tokens` tokens."""
     if isinstance(config, TrainConfig):
         policy = config.actor_rollout_ref
         actor = replace(policy.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=tokens)

@@ -90,7 +90,7 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
 
 
 def _fullest(job: JobPlan) -> dict[str, dict[str, int]]:
-    """By phase the bytes of each owner on the device that is fullest in it; of owners that hold any in some phase."""
+    """By phase, the bytes of each owner on the phase's fullest device; owners that hold nothing in any phase are left out."""
     devices = {phase: job.fullest(phase)[0] for phase in job.memory.phases}
     held = {phase: job.held(phase)[device.pool, device.number] for phase, device in devices.items()}
     names = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
@@ -111,7 +111,7 @@ def _bars(job: JobPlan, held: dict[str, dict[str, int]]) -> dict[str, Any]:
 
 
 def _memory_rows(held: dict[str, dict[str, int]]) -> Iterator[list[str]]:
-    """Owners by phase, on the device that is fullest in it."""
+    """Owners by phase, on the phase's fullest device."""
     for name in next(iter(held.values())):
         yield [name, *(f"{by[name] / GIB:.2f}" if by[name] else "-" for by in held.values())]
     yield ["all of these", *(f"{sum(by.values()) / GIB:.2f}" for by in held.values())]

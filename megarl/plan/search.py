@@ -1,7 +1,7 @@
 """Layouts for a recipe's model on its devices, by estimated seconds of a step among layouts that fit and are legal.
 
-Tried are tensor, pipeline, context and expert parallel sizes (data parallel is the rest), recomputation (of layers or parts), offloading of data that
-a phase does not use, and the engines' sizes. Roles without a layout of their own in the recipe
+The search tries tensor, pipeline, context and expert parallel sizes (data parallel is the rest), recomputation (of layers or parts), offloading
+of data that a phase does not use, and the engines' sizes. Roles without a layout of their own in the recipe
 follow the actor; all else stays as the recipe has it. Layouts that `check_config` and `check_models` refuse are not proposed.
 
 Layouts are ordered by their seconds without transfers to and from the host, which can only add to them: so the search
@@ -29,7 +29,7 @@ from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
 from megarl.plan.seconds import PhaseTime, generate, model_parts, step_phases, step_seconds
 from megarl.util.memory import collection_paused
 
-OFFLOAD = (None, False)  # where engines share the devices: leaves them, stays on them
+OFFLOAD = (None, False)  # where engines share the devices: data leaves them, or stays on them
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _ALWAYS = (
     "tensor_model_parallel_size",
@@ -69,7 +69,7 @@ class Proposal:
 
     @property
     def words(self) -> str:
-        """Such as "tp2 pp4 cp1 ep1 dp1, full recomputation, 4 engines of tp2"."""
+        """The layout in words, such as "tp2 pp4 cp1 ep1 dp1, full recomputation, 4 engines of tp2"."""
         policy = self.config.actor_rollout_ref
         actor, rollout = policy.actor.megatron, policy.rollout
         layout = layout_of(actor, self.config.resource_pools[policy.actor.resource_pool])
@@ -135,7 +135,7 @@ class Search:
 
     @collection_paused()
     def run(self, count: int) -> list[Proposal]:
-        """The `count` fastest that fit, of equally fast ones the first; fewer, where there are no more."""
+        """The `count` fastest proposals that fit, of equally fast ones the first; fewer where no more fit."""
         trainers, engines = self._trainers(), self._engines()
         pairs = [
             (step_seconds(self.recipe, _together(trainer.phases, engine.phases)), number, at)
@@ -153,7 +153,7 @@ class Search:
         return found
 
     def _configured(self, megatron: MegatronConfig, rollout: RolloutConfig) -> TrainConfig:
-        """The recipe with these, not resolved."""
+        """The recipe with these sections, not resolved."""
         policy = self.recipe.actor_rollout_ref
         model = replace(policy.model, enable_gradient_checkpointing=None)
         actor = replace(policy.actor, megatron=megatron)
@@ -189,18 +189,18 @@ class Search:
         return found
 
     def _offloads(self, megatron: MegatronConfig) -> list[MegatronConfig]:
-        """Offloading on the engines' devices: by default, and none; on other devices as the recipe has it."""
+        """The layout with default offloading and with none, on the engines' devices; on other devices as the recipe has it."""
         policy = self.full.actor_rollout_ref
         if policy.actor.resource_pool != policy.rollout.resource_pool:
             return [megatron]
-        slots = policy.actor.optim.optimizer_cpu_offload  # all that there is of the states: let them leave
+        slots = policy.actor.optim.optimizer_cpu_offload  # slots are all states on devices: let them leave
         return [
             replace(megatron, param_offload=off, grad_offload=off, optimizer_offload=None if slots else off)
             for off in OFFLOAD
         ]
 
     def _least_bytes(self, megatron: MegatronConfig, world: int) -> float:
-        """Less than the fullest rank of the actor holds while it is trained: the average of all stages, without padding."""
+        """A lower bound of the bytes that the actor's fullest rank holds while it is trained: the average of all stages, without padding."""
         layout, policy = ParallelLayout.from_config(megatron, world), self.recipe.actor_rollout_ref
         flops = self.inputs.flops_of(self.inputs.model, "lm")
         dense = sum(layer.dense for layer in flops.layers) / (layout.tp * layout.pp)
@@ -210,7 +210,7 @@ class Search:
         item = precision(megatron.dtype).itemsize
         states = STATES if item < 4 else STATES - 4
         if policy.actor.optim.optimizer == "muon":
-            states -= MOMENTUM  # one less, of nearly all weights
+            states -= MOMENTUM  # one state less for nearly all weights
         if policy.actor.optim.optimizer_cpu_offload:
             states = 0
         shared = (layout.dp * layout.cp, layout.expert_dp) if megatron.use_distributed_optimizer else (1, 1)
@@ -252,7 +252,7 @@ class Search:
                 try:
                     check_rollout_model(rollout, self.inputs.model)
                     _, tokens, _ = engine_owners(config, self.inputs, phase_needs(config), self.limit)
-                except ValueError:  # a size that the model, or its blocks, do not divide by
+                except ValueError:  # a size that does not divide the model, or its blocks
                     continue
                 if tokens // groups < longest:
                     continue
@@ -284,7 +284,7 @@ class Search:
             )
             self.planned += 1
             memory = plan_memory(config, self.inputs, self.limit, self.reserve)
-        except ValueError:  # a layout or a batch that cannot be
+        except ValueError:  # an impossible layout or batch
             return None
         if not memory.fits:
             return None
@@ -294,7 +294,7 @@ class Search:
         return Proposal(config, tuple(_keys(self.recipe, recipe)), memory, phases)
 
     def _first_stage_is_too_large(self, megatron: MegatronConfig, config: TrainConfig) -> bool:
-        """For the actor's update alone; worked out once for all sizes of engines, and whether or not anything leaves."""
+        """Whether the actor's update alone exceeds the limit; worked out once for all sizes of engines, with or without offloading."""
         key = replace(megatron, param_offload=None, grad_offload=None, optimizer_offload=None)
         if key not in self._too_large:
             try:
@@ -343,8 +343,8 @@ def _megatrons(
 
 
 def recomputations(model: ModelConfig) -> Iterator[tuple[str | None, tuple[str, ...] | None]]:
-    """What may be computed again, as (recompute_granularity, recompute_modules): nothing; parts that the model has, from those which take least
-    time to those which save most; whole layers.
+    """The choices of recomputation, as (recompute_granularity, recompute_modules): nothing; parts that the model has, from the ones that take
+    least time to the ones that save most; whole layers.
 
     Attention is not among the parts: flash kernels keep no scores, so that it saves nothing. Nor are whole blocks of experts: Megatron-core
     0.19.2 leaves their inputs, and gradients of these, on the device between updates, 1.9 GiB of a rank of Qwen3-30B-A3B (found in a shadow).

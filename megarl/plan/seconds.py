@@ -66,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step; `tokens`: the ones that it goes through or, generating, makes."""
+    """A phase of a step; `tokens`: tokens that it processes or, in generation, makes."""
 
     name: str
     parts: tuple[Part, ...]
@@ -91,7 +91,7 @@ class PhaseTime:
 
 def step_seconds(config: TrainConfig, phases: Mapping[str, float]) -> float:
     """Seconds of a step with these seconds by phase: their sum, or where models learn while others generate (`trainer.mode`) the sync and
-    the longer half."""
+    the longer of the two."""
     if config.trainer.mode in ("sync", "partial_rollouts"):
         return sum(phases.values())
     ahead = phases["generate"] + phases.get("score_model", 0.0)
@@ -132,7 +132,7 @@ def step_phases(
 
     Args:
         plan: its memory, from which the tokens of the engines' cache and the transfers between phases follow.
-        sync: seconds that the weights travel; sync_floor: the least. fused: as that of `Passes`.
+        sync: seconds that the weights travel; sync_floor: the least. fused: as in `Passes`.
     """
     texts, moves = lengths(config, machine), moved_seconds(plan, machine)
     count = resolve_batches(config).trajectories_per_step
@@ -202,7 +202,7 @@ def generate(
 
 
 def drafting(rollout: RolloutConfig, inputs: PlanInputs) -> Draft:
-    """How tokens are drafted; as if they were not where nothing is said of how many are accepted."""
+    """How tokens are drafted; as if none were where `accept_length` is not given."""
     speculative, model = rollout.speculative, inputs.model
     if speculative.algorithm is None or speculative.accept_length is None:
         return Draft()
@@ -233,7 +233,7 @@ def _muon(config: TrainConfig, inputs: PlanInputs, role: str) -> tuple[float, fl
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
-    """The work of Megatron's models, by phase. Of several teachers each is taken to judge an equal part of the trajectories."""
+    """The work of Megatron's models, by phase. Several teachers are assumed to judge equal parts of the trajectories."""
     batches, critic, judges = resolve_batches(config), config.critic, references(config)
 
     def part(role: str, update: UpdatePlan | None = None) -> Part:

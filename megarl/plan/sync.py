@@ -89,7 +89,7 @@ class PlanReport:
             extra memory of a double-buffered sync on either side.
         way: how weights reach the engines (`SyncPlan.way`).
         communicators: of each process, for the sync.
-        peers: most ranks with which a process exchanges data over the network, on average, and the most of any.
+        peers: ranks with which a process exchanges data over the network: the average, and the most of any process.
         chain: engines that pass the same packets on, one after the other.
     """
 
@@ -183,7 +183,7 @@ def full_gather(sync: SyncPlan) -> Account:
 
 
 def _full_tensors(sync: SyncPlan) -> Layout:
-    """All that travels, as one rank would have it."""
+    """The layout of one rank that holds every tensor that travels."""
     layout, block = hf_layout(sync.config), sync.fp8_block
     return layout if block is None else with_scales(layout, logical_tensors(sync.config), block)
 
@@ -217,7 +217,7 @@ _LAYOUT_OPTIONS = ("train", "rollout", "devices", "engines", "separate")
 
 
 def planned_sync(options: argparse.Namespace) -> tuple[SyncPlan, int]:
-    """The sync of a recipe, or of the layouts among the options; and what it has of a draft to verify only (`kept_draft`).
+    """The sync of a recipe, or of the layouts among the options; and the bytes of a draft that it only verifies (`kept_draft`).
 
     Raises:
         ValueError: names the option or key and a right value.

@@ -28,7 +28,7 @@ class Curves:
 
     Attributes:
         title, about: in the field's words; about: the meaning of the numbers, and their unit.
-        metrics: name -> label in this chart; a name that ends in "/" stands for all that begin so.
+        metrics: name -> label in this chart; a name that ends in "/" stands for all metrics whose names begin with it.
         unit: of UNITS; "share": in percent where all values are from 0 to 1.
     """
 
@@ -180,7 +180,7 @@ def charts_of(
 
 
 def _present(curves: Curves, runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
-    """(metric, its label) of the metrics of a chart that the runs have; for a prefix the metrics below it, if they are several."""
+    """(metric, its label) of the metrics of a chart that the runs have; for a prefix the metrics below it, if there are several."""
     there = {metric for run in runs for metric in run.columns}
     for name, label in curves.metrics.items():
         if name in there:
@@ -193,8 +193,8 @@ def _present(curves: Curves, runs: Sequence[RunRecord]) -> Iterator[tuple[str, s
 
 
 def series_of(runs: Sequence[RunRecord], charts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """By metric, for each run its points as [steps, values], and where they are not all [steps, values, means] with the mean
-    value of the neighbouring steps that each stands for; None for a value that is not finite, and for a run without the metric."""
+    """By metric, for each run its points as [steps, values], or, where points are left out, as [steps, values, means] with the
+    mean value of the neighbouring steps that each point stands for; None for a value that is not finite, and for a run without the metric."""
     drawn = {entry["metric"] for chart in charts for entry in chart.get("series", ()) if "metric" in entry}
     names = sorted({name for run in runs for name in run.columns} - {"step", "time"})
     return {name: [_columns(run.series(name), POINTS if name in drawn else OTHER_POINTS) for run in runs] for name in names}  # fmt: skip

@@ -48,7 +48,7 @@ class RunRecord:
         name: distinguishes it from the other runs of the page.
         facts: None: a run of a version that did not write them, or an evaluation.
         steps: the metrics of each step, in order, each step once.
-        lengths: by step whose trajectories were read, by column ("prompt", "response"), tokens of each.
+        lengths: by step whose trajectories were read, by column ("prompt", "response"), the tokens of each trajectory.
         findings: reports of health. failures: the first lines of each file in failures/, by key.
         reward_errors: how many rewards failed.
         timeline: None: the run has none.
@@ -113,7 +113,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """Read a run folder, also of a run that is still going, was killed, or failed before its first step ended.
 
     Raises:
-        ValueError: it is none; names its contents.
+        ValueError: it is not a run folder; names the missing folder or files.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")

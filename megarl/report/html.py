@@ -102,6 +102,6 @@ def _text(name: str) -> str:
 
 
 def _script_json(data: Mapping[str, Any]) -> str:
-    """Strict JSON that no text in it can end the script element of."""
+    """Strict JSON in which no text can end the script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

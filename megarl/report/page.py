@@ -70,7 +70,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures of a run: `failures`, a row of each with `keys`; `repeated`, steps made again after one."""
+    """Failures of a run: `failures`, a row of each with `keys`; `repeated`, steps made again after a failure."""
 
     keys: ClassVar = ("time", "step", "phase", "role", "rank", "error", "file")
     failures: list[list[str]]
@@ -139,7 +139,7 @@ def page(runs: Sequence[RunRecord], floors: Sequence[Floors] = ()) -> str:
 
 
 def _named(chart: dict[str, Any] | None, run: RunRecord, several: bool) -> dict[str, Any] | None:
-    """The chart of one run, which its title names where the page has several."""
+    """The chart of one run, with the run's name in the title where the page has several runs."""
     if chart is None or not several:
         return chart
     return chart | {"title": f"{chart['title']}: {run.name}"}
@@ -233,7 +233,7 @@ def _metrics(run: RunRecord) -> list[list[str]]:
 
 
 def _numbers(steps: Sequence[int]) -> str:
-    """Such as "3, 7, 9", of many the first ones."""
+    """Text such as "3, 7, 9"; of many steps the first ones."""
     return ", ".join(map(str, steps[:_SHOWN_STEPS])) + (", ..." if len(steps) > _SHOWN_STEPS else "")
 
 
@@ -241,7 +241,7 @@ FILE = "report.html"
 
 
 def run(options: argparse.Namespace, floors: Callable[[RunRecord], Floors]) -> None:
-    """Write the page, and say where it is: in the folder of a run, of several runs in the current folder.
+    """Write the page, and print its path: in the folder of a single run, or for several runs in the current folder.
 
     Args:
         floors: of a run.

@@ -15,7 +15,7 @@ from megarl.report.timeline import RecordedTimeline, Track, nested
 from megarl.trainer.run.timeline import CONTROLLER, STEP
 from megarl.util.spans import Span, busy
 
-# Phases of a step that are in no other one, and their labels; the rest of a step's seconds is OTHER.
+# Phases of a step that are in no other phase, and their labels; the rest of a step's seconds is OTHER.
 PHASES = {
     "generate": "generation",
     "reward": "rewards",
@@ -36,7 +36,7 @@ COLOURS = {  # of templates/style.css
 # The phase of a rank's call, by how the call's name begins. During a validation all of them are validation.
 _CALLS = (
     ("land", "generate"), ("score_texts", "score_model"), ("score", "reward"), ("compute_", "evaluate_models"),
-    ("token_log_probs", "evaluate_models"), ("update_", "update"), ("train_", "update"), ("begin_update", "sync"), ("receive_", "sync"),
+    ("token_log_probs", "evaluate_models"), ("judge", "evaluate_models"), ("update_", "update"), ("train_", "update"), ("begin_update", "sync"), ("receive_", "sync"),
     ("finish_update", "sync"), ("send_", "sync"), ("sum_losses", "validate"),
 )  # fmt: skip
 _COLUMNS = 150  # bars of a chart; of longer runs each bar is a mean of neighbouring steps
@@ -50,7 +50,7 @@ class Floors:
 
     Attributes:
         seconds: by phase; empty: not known.
-        words: the hardware that they are of, or why they are not known.
+        words: the hardware of these seconds, or why they are not known.
     """
 
     seconds: Mapping[str, float]
@@ -132,7 +132,7 @@ def busy_ranks(found: RecordedTimeline) -> dict[str, Any] | None:
 
 
 def last_step(found: RecordedTimeline) -> dict[str, Any] | None:
-    """The activity of all ranks in the newest step that all have reported: of a run that is still going not always the last."""
+    """The activity of all ranks in the newest step that all have reported, which need not be the last one of a run that is still going."""
     told = [span.end for track in found.tracks if track.role != CONTROLLER for span in track.spans]
     newest = max(told, default=0)
     step = max((step for step, (begin, _) in found.windows.items() if begin < newest), default=None)
@@ -171,7 +171,7 @@ def last_step(found: RecordedTimeline) -> dict[str, Any] | None:
 
 
 def phase_of(span: Span, validations: Sequence[tuple[int, int]]) -> str:
-    """The phase of a rank's call; OTHER: of none."""
+    """The phase of a rank's call; OTHER: it belongs to no phase."""
     middle = (span.begin + span.end) // 2
     if any(begin <= middle <= end for begin, end in validations):
         return "validate"

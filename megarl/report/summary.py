@@ -228,7 +228,7 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _defaults(schema: type) -> dict[str, Any]:
-    """By dotted key the default of each key that has one; the key of one that has none is there with _NOTHING."""
+    """By dotted key the default of each key; _NOTHING for a key that has no default."""
     found: dict[str, Any] = {}
     for key, member, _ in walk(schema):
         if member.default is not MISSING:

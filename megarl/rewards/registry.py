@@ -91,9 +91,9 @@ def register_reward(
 
 
 def rules_of(data_sources: Iterable[str]) -> dict[str, str]:
-    """Data source -> the name of its rule: that of its own name, else of the longest beginning.
+    """Data source -> the name of its rule: the rule of its own name, else of the longest beginning.
 
-    ValueError: names all that have none.
+    ValueError: names all data sources that have no rule.
     """
     rules = {source: _rule_of(source) for source in sorted(set(data_sources))}
     unknown = [source for source, rule in rules.items() if rule is None]
@@ -154,7 +154,7 @@ class RewardFunctions:
         self._of_source: dict[str, Reward] = {}
 
     def of(self, data_source: str) -> "Reward":
-        """ValueError: this data source has no rule."""
+        """The reward of a data source. ValueError: it has no rule."""
         if self._common is not None:
             return self._common
         if data_source not in self._of_source:
@@ -162,7 +162,7 @@ class RewardFunctions:
         return self._of_source[data_source]
 
     def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
-        """Whether every prompt (its uid, data source, ground truth) can be scored.
+        """Check that every prompt (its uid, data source, ground truth) can be scored.
 
         ValueError: names all data sources that have no rule, or a prompt without the ground truth that its rule compares with.
         """

@@ -72,7 +72,7 @@ def read_result(uid: str, result: Any, seconds: float, length: int | None = None
 
 
 def _steps(entries: Sequence[Any], length: int | None) -> tuple[tuple[int, float], ...]:
-    """Pairs of a step's end and its score, in order. ValueError: they are others."""
+    """Pairs of a step's end and its score, in order. ValueError: an entry is no such pair, or out of order."""
     steps: list[tuple[int, float]] = []
     for number, entry in enumerate(entries):
         pair = tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else ()

@@ -26,7 +26,7 @@ class Flight(Generic[Result]):
 
     @property
     def busy(self) -> float:
-        """Seconds so far in which a coroutine ran or waited, by results that the loop has seen."""
+        """Seconds so far in which a coroutine ran or waited; the end of one counts when the loop sees it."""
         return self._busy + (time.monotonic() - self._begun if self._running else 0.0)
 
     @property
@@ -50,7 +50,7 @@ class Flight(Generic[Result]):
 
     def wait(self, seconds: float, *, for_all: bool = False) -> bool:
         """Wait until a coroutine has ended since the last `take`, or with `for_all` until all have or one has failed, at most `seconds`;
-        returns whether it is so."""
+        returns whether that happened."""
         event = self._enough if for_all else self._some
         if not event.is_set():
             with suppress(TimeoutError):
@@ -93,7 +93,7 @@ def as_completed(
     timeout: float,
     last_sign: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[list[Result]]:
-    """Run all coroutines on a loop; yield the results of ended ones, each time that some have ended.
+    """Run all coroutines on a loop; yield the new results each time that some have ended.
 
     The loop runs while the next results are waited for, not while the caller works on the last ones. Coroutines
     that still run when one raises, or when this generator is closed, are cancelled and waited for.

@@ -35,8 +35,8 @@ class Continuation:
         """The token ids that follow the policy's turn: the observation, and for messages the opening of its next turn.
 
         Args:
-            ended: whether the turn's last token is an end token of the model. Then the template's own (which may be
-                another one) is left out; otherwise the template ends the turn.
+            ended: whether the turn's last token is an end token of the model. Then the template's own end token (which may
+                be another one) is left out; otherwise the template ends the turn.
             last_id: that token. Where a template ends turns with the role token of the next message (GLM-4.5), it may be the
                 observation's own first token, which is not written twice.
             calls: the turn's `tool_calls`, where the observation has tools' answers; some templates show none without the call.
@@ -59,7 +59,7 @@ class Continuation:
     def _following(
         self, observation: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str]:
-        """(how the template closes a turn, its text behind the turn's own, the closing included)."""
+        """(the template's closing of a turn, all template text after the turn's own text, closing included)."""
         past = [{"role": "user", "content": "?"}, _ANSWER]
         told = observation[0].get("content") if calls and observation[0]["role"] == "tool" else None
         try:
@@ -78,11 +78,11 @@ class Continuation:
         return closing, closing + text[len(before) :]
 
     def after_prompt(self, prompt_ids: Sequence[int], observation: Observation) -> list[int]:
-        """A prompt, which ends with the opening of the assistant's turn, and the observation before that (a text:
-        after it).
+        """The ids of a prompt with an observation put before the opening of the assistant's turn, with which the prompt ends (a text
+        is put after that opening).
 
         Raises:
-            ValueError: the template refuses the messages, or the prompt does not end so.
+            ValueError: the template refuses the messages, or the prompt does not end with that opening.
         """
         if isinstance(observation, str):
             return [*prompt_ids, *self._encode(observation)]

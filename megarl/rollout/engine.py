@@ -38,7 +38,7 @@ class AdapterConfig:
     Attributes:
         rank: rank of each adapter.
         scaling: factor of their outputs.
-        layers: the last parts of Hugging Face's names of the layers that may have one ("q_proj").
+        layers: last parts of the Hugging Face names of the layers that may have an adapter ("q_proj").
     """
 
     rank: int
@@ -48,12 +48,12 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How tokens are drafted, which the model then checks several at a time.
+    """How tokens are drafted; the model then checks several of them at a time.
 
     Attributes:
         algorithm: "ngram": from what followed the same tokens earlier; "mtp": by the model's own layers for further tokens; "eagle3": by
             a draft model.
-        num_draft_tokens: of a request in a pass, one after the other.
+        num_draft_tokens: drafted tokens of a request in a pass, one after the other.
         draft_path: Hugging Face folder of the draft model; None: there is none.
     """
 
@@ -68,11 +68,11 @@ class EngineConfig:
 
     Attributes:
         model_path: Hugging Face folder; with load_format "dummy" only its configs are read.
-        expert_parallel_size: parts that the experts of a mixture are dealt to; it divides `tensor_parallel_size`,
-            and the ranks of a part cut each of its experts.
+        expert_parallel_size: groups of ranks that share out a mixture's experts; it divides `tensor_parallel_size`,
+            and the ranks of a group cut each of its experts.
         attention_data_parallel_size: groups of ranks that each compute the attention of requests of their own, and have the keys and
             values of these; it divides `tensor_parallel_size`, and the ranks of a group cut the heads.
-        data_parallel_lm_head: whether each group has the whole output layer; without, all ranks cut it.
+        data_parallel_lm_head: whether each group has the whole output layer; if not, all ranks cut it.
         device: "cpu" or "cuda".
         dtype: "float32", "bfloat16" or "float16"; log-probs equal the trainer's to rounding in float32 only.
         fp8_block: rows and columns of a block of weights that share a scale, of an engine that holds its linear layers
@@ -86,23 +86,23 @@ class EngineConfig:
         enable_memory_saver: whether the memory of weights and KV cache can be released.
         gpu_memory_utilization: part of the GPU's memory for weights and KV cache.
         nodes: processes that own the engine, each on a node, with equally many TP ranks; they start at the same time.
-        node: which of them this is; the first answers for the engine.
-        address: "host:port" of the first one's node, at which all TP ranks meet; needed with several nodes.
+        node: this process's number among them; the first one answers for the engine.
+        address: "host:port" on the first process's node, at which all TP ranks meet; needed with several nodes.
         start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
         allow_unknown_version: start an SGLang of a version that megarl was not tried with.
         stop_token_ids: tokens that end a response, and are part of it, besides the model's end tokens.
         adapters: adapters that it serves on top of unmerged weights; None: none.
         deterministic: the bits of a response depend on weights, prompt and seed only, neither on other requests nor on the contents of
-            the cache. On a CPU in float32 only.
+            the cache. On a CPU: in float32 only.
         request_timeout: seconds within which an engine with requests must compute its next tokens, and calls end.
         return_routed_experts: whether answers have the experts that each token was routed to (`Generation.routed_experts`).
         most_kept: the most tokens that a request with `SamplingParams.return_kept` draws from; None: there are no such requests.
-        kv_cache_dtype: of keys and values on a GPU: "fp8_e4m3" or "fp8_e5m2"; None: `dtype`.
+        kv_cache_dtype: type of keys and values on a GPU: "fp8_e4m3" or "fp8_e5m2"; None: `dtype`.
         moe_runner_backend: kernels of experts on a GPU: "triton" or "deep_gemm"; None: deep_gemm with DeepEP, else triton.
         moe_a2a_backend: how tokens reach experts of other ranks on a GPU: "deepep"; None: every rank has all tokens.
         speculation: how tokens are drafted; None: each token takes a pass of the model.
-        judging_temperature: of the log-probs of texts that it judges (`sglang.judging`); None: it generates.
-        arguments: further ones of SGLang's server, which `rollout.engine_kwargs` has and `engine_option_problems` does not refuse.
+        judging_temperature: temperature of the log-probs of texts that the engine judges (`sglang.judging`); None: it generates.
+        arguments: further arguments of SGLang's server: those in `rollout.engine_kwargs`, which `engine_option_problems` does not refuse.
     """
 
     model_path: str
@@ -140,7 +140,7 @@ class EngineConfig:
 
     @property
     def ranks_per_node(self) -> int:
-        """TP ranks of each of its processes."""
+        """TP ranks of each of the engine's processes."""
         return self.tensor_parallel_size // self.nodes
 
 
@@ -154,9 +154,9 @@ class SamplingParams:
     Attributes:
         temperature: 0 is greedy.
         top_k: -1: all tokens.
-        min_p: tokens of less than this part of the most probable one's probability are left out.
-        repetition_penalty: divides the logits (multiplies negative ones) of tokens that occurred in the response (in SGLang not those of
-            the prompt).
+        min_p: tokens whose probability is less than this part of the most probable token's are left out.
+        repetition_penalty: divides the logits (multiplies negative ones) of tokens that occurred in the response (in SGLang the prompt's
+            tokens do not count).
         frequency_penalty, presence_penalty: subtracted from a token's logit for each of its occurrences in the response, and once if
             there are any.
         max_new_tokens: most tokens of a response, its end token included.
@@ -164,7 +164,7 @@ class SamplingParams:
             the most probable ones.
 
     A generation's log-probs are those of the distribution after temperature and penalties, and before top_p, top_k
-    and min_p cut it (temperature 0: at temperature 1); with `return_kept` after these, of the kept tokens alone.
+    and min_p cut it (temperature 0: at temperature 1); with `return_kept`, after these cuts, among the kept tokens alone.
     """
 
     temperature: float = 1.0
@@ -187,12 +187,12 @@ class SamplingParams:
 
 @dataclass
 class EngineCounts:
-    """What an engine's requests were, and what became of drafted tokens.
+    """Token counts of an engine's requests: of prompts, of the cache, and of drafting.
 
     Attributes:
-        prompt_tokens, cached_tokens: of all prompts, and those of them that were found in the cache; a turn's prompt is all that came before it.
-        passes: of the model, in each of which a request's drafted tokens were checked, over all requests.
-        tokens: that came of them: the drafted ones that were accepted, and one after these in each pass.
+        prompt_tokens, cached_tokens: tokens of all prompts, and how many were found in the cache; a turn's prompt is everything before the turn.
+        passes: passes of the model that checked a request's drafted tokens, over all requests.
+        tokens: tokens that these passes gave: the accepted drafted tokens, and one after them in each pass.
     """
 
     prompt_tokens: int = 0
@@ -203,7 +203,7 @@ class EngineCounts:
     def count(self, answer: Mapping[str, Any]) -> None:
         """Count an answer of SGLang's. The first token of each comes from the prompt's pass."""
         told = answer["meta_info"]
-        # SGLang tells neither of a request that was aborted before it had a place.
+        # SGLang reports neither number for a request that was aborted before it had a place.
         self.prompt_tokens += told.get("prompt_tokens", 0)
         self.cached_tokens += told.get("cached_tokens", 0)
         passes = told.get("spec_verify_ct", 0)
@@ -220,8 +220,8 @@ class EngineCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """perf/prefix_hits: the part of prompt tokens that was found in the cache; rollout/accept_length: tokens a pass. Each where there is
-        such a number."""
+        """perf/prefix_hits: the part of prompt tokens that was found in the cache; rollout/accept_length: tokens a pass. A figure is left
+        out where there is nothing to divide by."""
         found = {}
         if self.prompt_tokens:
             found["perf/prefix_hits"] = self.cached_tokens / self.prompt_tokens
@@ -232,7 +232,7 @@ class EngineCounts:
 
 @dataclass(frozen=True)
 class EngineCapacity:
-    """What an engine computes at a time: `requests`, and prompt and response `tokens` in its KV cache."""
+    """How much an engine computes at a time: `requests`, and prompt and response `tokens` in its KV cache."""
 
     requests: int
     tokens: int
@@ -245,7 +245,7 @@ class SyncReport:
     Attributes:
         bytes_written: by TP rank, bytes written into the engine's parameters.
         bytes_kept: by TP rank, bytes that had not changed since the last version and were not sent.
-        bytes_draft: by TP rank, bytes of a draft that are not sent and were found as they were loaded; 0: there is none.
+        bytes_draft: by TP rank, bytes of a draft that are not sent and are still as they were loaded; 0: there is none.
         buffer_bytes: by TP rank, the receiver's memory for packets.
         phase_seconds: by phase ("wait" for packets, "write", "verify"), by TP rank, seconds in the receiver.
         seconds: from `begin_update` to `finish_update`, in the engine's process.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Answer = Callable[[str, Sequence[int], SamplingParams, int], Awaitable[Generation]]
 """(uid, token ids, sampling, first token whose experts are asked for) -> the response: `SGLangEngine.answer`."""
-MAX_THREADS = 64  # of environments that are no coroutines, at a time
+MAX_THREADS = 64  # at a time, for environments whose methods are no coroutines
 
 
 def shorten(observation: Observation, most: int, side: str) -> Observation:
@@ -73,7 +73,7 @@ def _shorten_text(text: str, most: int, side: str) -> str:
 
 
 def state_of(told: Observation | None) -> str:
-    """A short text for what an environment says before a turn: equal ones for equal words."""
+    """A short hash of what an environment says before a turn: equal for equal words."""
     return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
@@ -102,7 +102,7 @@ class Player:
     async def play(
         self, task: Task, prompt_ids: Sequence[int], sampling: SamplingParams, weight_version: int
     ) -> Generation:
-        """Play one trajectory to its end. Exceptions of the engine are raised; those of the environment are recorded."""
+        """Play one trajectory to its end. The engine's exceptions are raised, the environment's are recorded."""
         keywords = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
         continuation = Continuation(self._tokenizer, keywords)
         draft = _Draft(task.uid, list(prompt_ids), len(prompt_ids) + sampling.max_new_tokens)
@@ -248,10 +248,10 @@ class _Draft:
         self.mask.extend([chosen] * len(ids))
 
     def note(self, result: StepResult) -> None:
-        """Score and numbers of a step.
+        """Record the score and numbers of a step.
 
         Raises:
-            EnvironmentFailed: it is no StepResult, or they are no finite numbers.
+            EnvironmentFailed: the result is no StepResult, or its score or a number is not finite.
         """
         if not isinstance(result, StepResult):
             raise EnvironmentFailed(f"step: it returned {result!r}, not a StepResult")
@@ -269,7 +269,7 @@ class _Draft:
 
         Args:
             request_ids: the prompt of the request.
-            weight_version: when it began; counts if the policy has had no turn.
+            weight_version: the version when the trajectory began; used if the policy has had no turn.
         """
         first, last = self.versions or (weight_version, weight_version)
         if error is not None:

@@ -64,8 +64,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             )
 
     def _plan_drafted(self, forward_batch) -> tuple[list[Group], list[Prefill]]:
-        """The attention of drafted tokens that are checked: as of new tokens of a prompt. They follow each other; where SGLang drafts
-        fewer than it checks, the others are never accepted, and it makes no difference what they attend to."""
+        """The plan for drafted tokens that are checked, as for new tokens of a prompt. They follow each other; where SGLang drafts
+        fewer than it checks, the fill-up tokens are never accepted, and it makes no difference what they attend to."""
         number = torch.full_like(forward_batch.seq_lens, forward_batch.spec_info.draft_token_num)
         return plan_prompts(
             forward_batch.seq_lens + number,
@@ -109,7 +109,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Tokens of the sequences that pad a batch of data parallel attention to the length of the other groups': one, of slot 0."""
+        """Tokens of each sequence that pads a batch of data parallel attention to the other groups' length: one, of slot 0."""
         return 1
 
     def forget(self) -> None:

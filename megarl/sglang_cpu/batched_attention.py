@@ -11,7 +11,7 @@ sizes, so these are chosen by the token's own position alone, or such that they 
 MKL 2024.2):
 
 - queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`). Queries of
-  decode do not where an engine may differ in bits (`same_bits`);
+  decode are not padded where an engine need not be deterministic (`same_bits`);
 - tokens at positions below 192 see up to 192 keys at once, later ones multiples of 512, which is the kernel's own block.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 TILE = 16  # keys
-SHORT = 192  # sums of products of up to this many terms are not cut: MKL does from 193 on with AVX2, from 385 with AVX-512
+SHORT = 192  # MKL does not cut sums of products of up to this many terms: it does from 193 on with AVX2, from 385 with AVX-512
 BLOCK = 512  # keys that torch's kernel takes at a time
 TOGETHER = 4096  # tokens of equally long prompts whose keys and values are copied at a time
 

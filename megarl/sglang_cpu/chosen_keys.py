@@ -46,7 +46,7 @@ def _of_prompts(index: Any, prompts: Prefill) -> torch.Tensor:
 
 
 def _once(index: Any, asked: Any, make: Any) -> torch.Tensor:
-    """What the first of the layers that take one choice has made."""
+    """The mask that the first of the layers with the same choice has made."""
     found = index.choices.get(id(asked))
     if found is None:
         found = index.choices[id(asked)] = make()

@@ -32,7 +32,7 @@ def convolve_prompts(
 
     Args:
         x: [channels, tokens] of all requests, end to end. weight: [channels, window].
-        conv_states: [slots, channels, window - 1]; those of the requests are filled.
+        conv_states: [slots, channels, window - 1]; the requests' slots are filled.
         has_initial_state: [requests], whether a request's tokens follow those in its slot. cache_indices: [requests], slots.
         query_start_loc: [requests + 1].
 
@@ -109,10 +109,10 @@ def rule_of_prompts(
 
     Args:
         q, k: [1, tokens, key heads, key_dim], before their norm. v: [1, tokens, heads, value_dim]. g, beta: as `gates` returns them.
-        initial_state: [slots, heads, value_dim, key_dim], float32; those of the requests go on from what they hold.
+        initial_state: [slots, heads, value_dim, key_dim], float32; the requests' states go on from what their slots hold.
         cu_seqlens: [requests + 1]. initial_state_indices: [requests], slots.
 
-    Returns: as v, and neither last states nor those between chunks.
+    Returns: as v; None for the last states and for the states between chunks.
     """
     out, slots = torch.empty_like(v), initial_state_indices.long()
     bounds = cu_seqlens.tolist()
@@ -148,7 +148,7 @@ def rule_of_next(
 
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """What `_step` is given of n tokens: q, k [n, key heads, key_dim]; v [n, heads, value_dim]; g, beta [n, heads]."""
+    """The inputs of `_step` for n tokens: q, k [n, key heads, key_dim]; v [n, heads, value_dim]; g, beta [n, heads]."""
     each = v.shape[1] // k.shape[1]
     q, k = (_normed(part.float()).repeat_interleave(each, 1)[:, :, None] for part in (q, k))
     decay = _alike(torch.exp, g.float())[..., None, None]
@@ -196,14 +196,15 @@ def norm_heads(
 def norm_gated_heads(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `norm_heads`, of queries that have their gates below them: [tokens, heads * 2 * head_dim]. The gates are the last result."""
+    """As `norm_heads`, of queries each of whose heads is followed by its gates: [tokens, heads * 2 * head_dim]. The gates are the last
+    result."""
     q, gate = q_gate.reshape(-1, 2 * head_dim).chunk(2, dim=-1)
     normed = norm_heads(q.contiguous(), k, q_weight, k_weight, eps, head_dim)
     return *normed, gate.contiguous()
 
 
 def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> None:
-    """x [tokens, width] times the sigmoids of gates as many, in its place."""
+    """Multiply x [tokens, width] in place by the sigmoids of as many gates."""
     x.copy_(x.float() * _alike(torch.sigmoid, gate.reshape(x.shape).float()))
 
 

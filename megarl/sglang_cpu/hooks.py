@@ -64,7 +64,7 @@ def on_scheduler_start() -> None:
 
 
 def _register(hooks: dict) -> None:
-    """By function of SGLang's: the kind of hook (a name of SGLang's HookType), and the hook."""
+    """Register hooks, given by function of SGLang's: the kind of hook (a name of SGLang's HookType), and the hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, (kind, hook) in hooks.items():
@@ -126,7 +126,7 @@ def _not_registered(buffer, registration_granularity_bytes=None) -> None:
 
 
 def _reduce_scatterv(group, input_, output=None, sizes=None):
-    """Rows of a sum, of which each rank gets as many as it has requests: SGLang has NCCL for them, and sums all rows over gloo only where
+    """Give each rank as many rows of a sum as it has requests: SGLang has NCCL for that, and sums all rows over gloo only where
     responses are deterministic (0.5.21)."""
     return group._deterministic_reduce_scatterv(input_, output, sizes)
 

@@ -152,7 +152,7 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _known_lean(model: Any) -> bool:
-    """Its `is_lean`, found at the first step, when adapters are in place."""
+    """The model's `is_lean`, found at the first step, when adapters are in place."""
     if not hasattr(model, KEPT_ANSWER):
         setattr(model, KEPT_ANSWER, is_lean(model))
     return getattr(model, KEPT_ANSWER)

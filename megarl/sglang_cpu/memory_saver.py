@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Hooks by which SGLang finds this where it looks for torch_memory_saver (0.5.21)."""
+    """Hooks by which SGLang finds a `CpuMemorySaver` where it looks for torch_memory_saver (0.5.21)."""
     saver = CpuMemorySaver()  # one a process: SGLang asks for an adapter in many places
 
     def create(original: Callable[..., Any], enable: bool) -> Any:
@@ -57,11 +57,11 @@ class CpuMemorySaver:
             _free_pages(storage.data_ptr(), storage.nbytes())
 
     def resume(self, tag: str) -> None:
-        """Allow its use again; the system gives pages as they are touched."""
+        """Allow the use of `tag`'s memory again; the system gives pages as they are touched."""
         self._paused.remove(tag)
 
     def check_validity(self, caller_name: str) -> None:
-        """It always is valid."""
+        """Nothing to check: this saver is always valid."""
 
     @contextmanager
     def _as_it_is(self, **kwargs: Any) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Keys and values of a decode batch, kept from step to step; attention.py plugs it into SGLang.
 
-It is for engines that may differ in bits. While the same sequences run, each step adds one token to their keys and
+It is for engines that need not be deterministic. While the same sequences run, each step adds one token to their keys and
 values. From a batch's second step on these are kept outside of SGLang's cache, in the order in which attention reads them, and attended
 by two batched products, instead of gathering the KV cache anew at each step. Sequences end at the same column, so that a step writes
 one column; shorter ones begin later. A token's sums thus depend, in their last bits, on the lengths of the other sequences.
@@ -26,7 +26,7 @@ class RunningBatch:
         rows: [n], the sequences' rows in SGLang's table of slots, as of the last step.
         lengths: [n], their tokens then, the new one included.
         places: [n], their indices among the N kept sequences; None: the kept sequences are these, in this order. Sequences that have
-            ended are attended in vain, until they are half of N.
+            ended are attended needlessly, until they are half of N.
         end: number of filled columns; 0: nothing is kept.
         slots: [N, columns], cache slots of the tokens that existed when the batch began to be kept.
         newest: [n], cache slots of the newest tokens.

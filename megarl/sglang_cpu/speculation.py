@@ -4,7 +4,7 @@ SGLang does this on a CPU, too, with operators of its compiled `sgl_kernel` (sgl
 and drafted tokens, which are small. What is drafted (`NgramCorpus`) is SGLang's own C++, which it compiles when it is first used.
 
 A *node* is a token that is to be checked: the newest token of a request, which is the root of a tree, and drafted tokens, each of which
-follows one before it. Nodes have numbers within their request, and the node that one follows has a smaller number.
+follows one before it. Nodes have numbers within their request, larger than the number of the node that they follow.
 """
 
 import ctypes
@@ -30,8 +30,8 @@ def reconstruct_indices_from_tree_mask(
         seq_lens: [batch], tokens before the root.
         positions: [batch * nodes], filled with the nodes' positions in their sequences.
         retrieve_index: [batch, nodes], with numbers over the whole batch.
-        retrieve_next_token: [batch, nodes], with the first node that follows one; -1: none does.
-        retrieve_next_sibling: [batch, nodes], with the next node that follows the same one; -1: none does.
+        retrieve_next_token: [batch, nodes], with the first node that follows each node; -1: none does.
+        retrieve_next_sibling: [batch, nodes], with the next node that follows the same node; -1: none does.
     """
     before = tree_mask.view(batch_size, num_nodes, num_nodes).bool().tril(-1)
     number = torch.arange(num_nodes)
@@ -76,7 +76,7 @@ def copy_all_layer_kv_cache(
     """Copy slots of all layers' caches, all of a layer at once.
 
     Args:
-        data_ptrs, strides: by layer and of keys and values, the address and the bytes of a slot.
+        data_ptrs, strides: for each layer's keys and values, the address and the bytes of a slot.
         target, source: [n], slots.
     """
     if not len(target):

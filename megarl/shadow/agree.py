@@ -26,7 +26,7 @@ class Agreement:
     Attributes:
         ranks: whose logs were walked through.
         matched: collectives, and pairs of a send and a receive, that were made by more than one of these ranks.
-        open_ended: calls that some members, which are not among these ranks, were taken to join.
+        open_ended: calls that members outside these ranks were taken to join.
         problems: in words; empty where all ranks come to their ends.
         unequal: the problem is a call that is not the same on its ranks, not one that is waited for.
     """
@@ -53,7 +53,7 @@ class _Unit:
     """Calls of a rank that run as one: a collective, a lone send or receive, or a batch of these.
 
     Attributes:
-        numbers: in the rank's log. total: how many there will be. matched: of them, sends and receives that met theirs.
+        numbers: of the calls in the rank's log. total: how many there will be. matched: numbers of sends and receives that met a peer's.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class _Walk:
             for number, call in enumerate(log):
                 if call.until is not None:
                     self.awaited[rank][call.until].append(number)
-                self.awaited[rank][len(log)].append(number)  # all is done before a rank is
+                self.awaited[rank][len(log)].append(number)  # a rank is done when all of its calls are
 
     def run(self) -> None:
         ranks = deque(self.logs)
@@ -102,7 +102,7 @@ class _Walk:
             self.found.problems = self._standstill()
 
     def _advance(self, rank: int) -> set[Key]:
-        """Make calls until one has to be waited for; the communicators that were given something."""
+        """Make calls until one has to be waited for; returns the communicators that were given calls."""
         log, done, given = self.logs[rank], self.done[rank], set()
         while self.at[rank] < len(log) and not self._waits_for(rank):
             number = self.at[rank]
@@ -164,7 +164,7 @@ class _Walk:
         return [heads[rank] for rank in present]
 
     def _meet(self, unit: _Unit, heads: Mapping[int, _Unit]) -> bool:
-        """Match sends and receives with those of peers that have reached theirs; whether all of the unit's are matched."""
+        """Match a unit's sends and receives with the ones that peers have reached; returns whether all of the unit's are matched."""
         for number in unit.numbers:
             call = self.logs[unit.rank][number]
             if number in unit.matched:
@@ -199,7 +199,7 @@ class _Walk:
         return self.logs[unit.rank][unit.numbers[0]]
 
     def _number(self, unit: _Unit) -> int:
-        """Which of its rank's calls in the group the unit's first is, from 1."""
+        """The place of the unit's first call among its rank's calls in the group, from 1."""
         at, call = unit.numbers[0], self._call(unit)
         return sum(_same_group(other, call) for other in self.logs[unit.rank][: at + 1])
 

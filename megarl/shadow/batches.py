@@ -127,7 +127,7 @@ def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[B
 def draw_experts(shape: RoutingShape, num_tokens: int) -> np.ndarray:
     """Different experts for each token of a layer: neighbours in number, which begin at multiples of the golden section.
 
-    So a layer's experts have nearly equally many of any tokens in a row, such as a rank's part of them, as in the plan. Drawn one by
+    So consecutive tokens, such as a rank's part, are shared nearly equally among a layer's experts, as in the plan. Drawn one by
     one, a rank's share of 2,000 tokens differs by a sixth.
     """
     section = (np.arange(num_tokens) * (5**0.5 - 1) / 2 % 1 * shape.num_experts).astype(np.int64)
@@ -144,7 +144,7 @@ def examples(fill: Fill, micro_batches: int) -> Batch:
 
 
 def rankings(fill: Fill, micro_batches: int) -> Batch:
-    """Groups of `fill.of` texts, also as chats that a policy learns of."""
+    """Groups of `fill.of` texts, also as chats that a policy learns from."""
     texts = {name: _lists(column, fill.of) for name, column in _texts(fill, micro_batches).items()}
     count = range(len(texts["input_ids"]))
     table = pa.table(

@@ -168,8 +168,8 @@ class Rank(Protocol):
 
 
 def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
-    """Have all groups of this process without traffic, Megatron's gloo groups too, and what c10d's operators do not show in the log:
-    groups that are made, objects, batches, reductions, and that the host waits for all that was launched.
+    """Make all groups of this process without traffic, Megatron's gloo groups too, and log calls that c10d's operators do not show:
+    groups that are made, objects, batches, reductions, and the host's waits for everything that was launched.
 
     Args:
         current: the shadow that runs now; None: none does.
@@ -186,7 +186,7 @@ def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
             and not isinstance(rank.log.peers, Alike)
             and not rest.get("use_local_synchronization")
         ):
-            # All ranks take part, in the same order: communicators are numbered by it.
+            # All ranks take part, in the same order, by which communicators are numbered.
             note("new_group", None, f"of ranks {'all' if ranks is None else ranks_text(ranks)}")
         return new_group(ranks, timeout, "fake", **rest)
 

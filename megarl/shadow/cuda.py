@@ -1,4 +1,4 @@
-"""`torch.cuda` of a device that is not there: one answers for a card's facts, streams and events do nothing, memory is the tracker's.
+"""`torch.cuda` of a device that is not there: it tells a card's facts, streams and events do nothing, memory is the tracker's.
 
 Written against torch 2.13.0's CPU build; each patch says what fails without it.
 """
@@ -57,7 +57,7 @@ def install(card: Card, current: Callable[[], Shadow | None]) -> None:
 
 
 class _Stream:
-    """Every stream is the one that there is, and up to date."""
+    """There is one stream: all streams equal it, and it is always up to date."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -205,7 +205,7 @@ def _memory(card: Card, current: Callable[[], Shadow | None]) -> None:
 
 
 def _modules_moved_in_place() -> None:
-    """`Module.to` swaps fake parameters in place, which weak references to them forbid: it puts others there instead."""
+    """`Module.to` swaps fake parameters in place, which weak references to them forbid: here it replaces them."""
     original = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -290,7 +290,7 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # for as long as this module i
 
 
 def _derivatives() -> None:
-    """One kernel on a GPU. Without CUDA's torch would put it together of several operations, before a mode sees it."""
+    """Operations that are one kernel on a GPU: without CUDA's kernel torch would make several operations of one before a mode sees it."""
     _KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
 
 

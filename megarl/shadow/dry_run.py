@@ -36,7 +36,7 @@ from megarl.util.files import whole_file
 CLASSES = "classes"
 MODULE = "megarl.shadow.process"
 NUM_LINES = 5
-# Of a shadow's process. glibc would come to keep freed blocks of up to 32 MiB in its heap (mallopt(3), M_MMAP_THRESHOLD); above a fixed
+# Of a shadow's process. In time glibc would keep freed blocks of up to 32 MiB in its heap (mallopt(3), M_MMAP_THRESHOLD); above a fixed
 # threshold they go back to the system.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": "262144"}
 
@@ -194,7 +194,7 @@ def run_ranks(
 def start(
     requests: Sequence[Request], log: Path, module: str = MODULE, more: Mapping[str, str] | None = None
 ) -> subprocess.Popen:
-    """A process that runs the ranks of all requests, one after the other; `more`: of its environment."""
+    """A process that runs the ranks of all requests, one after the other; `more`: further variables of its environment."""
     environment = {**os.environ, **ENVIRONMENT, **(more or {})}
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -35,7 +35,7 @@ def install() -> None:
 
 
 class _Named(type):
-    """A class whose attributes are such classes, whatever is asked for."""
+    """A class whose attributes are such classes, whatever their names."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -46,7 +46,7 @@ class _Named(type):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds any module of the kernels' packages: it has every name, and none does anything."""
+    """Finds any module of the kernels' packages; a module has every name, and nothing in it does anything."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         root = name.partition(".")[0]

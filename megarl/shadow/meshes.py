@@ -22,7 +22,7 @@ from megarl.shadow.values import value_of
 
 
 def install(alone: Callable[[], bool]) -> None:
-    """Have every mesh of this process without fake tensors.
+    """Make every mesh of this process without fake tensors.
 
     Args:
         alone: whether the rank that runs now takes its peers to have its own data. Their shards would then be as large as its own, and

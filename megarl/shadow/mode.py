@@ -50,7 +50,7 @@ class Shadow(TorchDispatchMode):
         """
         Args:
             peers: None: they send this rank's own data.
-            choose: which of numbers that nobody knows are the largest.
+            choose: which of several unknown numbers are the largest.
         """
         super().__init__()
         self.peers: Peers = Alike() if peers is None else peers
@@ -78,7 +78,7 @@ class Shadow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.num_operations += 1
-        # The fake mode's flag, by which torch.tensor makes none on the device, is a thread's: autograd's own compute layers again, too.
+        # The fake mode's flag, by which torch.tensor makes none on the device, is per thread: autograd's threads compute layers again, too.
         torch._C._set_only_lift_cpu_tensors(True)
         if func in _ANSWERED:
             return _ANSWERED[func](self, *args)
@@ -139,7 +139,7 @@ def _grouped_flops(a: tuple[int, ...], b: tuple[int, ...], *more: Any, **named: 
     return 2 * a[0] * a[1] * b[-1]
 
 
-# Operations without a formula of torch's (2.13); shapes are given, as to those.
+# Operations for which torch (2.13) has no formula; they get shapes, as torch's formulas do.
 _COUNTED = {aten._grouped_mm: shape_wrapper(_grouped_flops)}
 
 

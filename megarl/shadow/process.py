@@ -1,7 +1,7 @@
 """The process of shadow ranks: `python -m megarl.shadow.process`, with a list of requests as JSON on its standard input.
 
-The device comes before torch, so this module imports nothing heavy before it has it. Its answer, a JSON object a line and rank, goes to
-the file that the request names.
+The device comes before torch, so this module imports nothing heavy before it has loaded the device. Its answer, a line of JSON for each rank,
+goes to the file that the request names.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class Runner:
         rank: int,
         micro_batches: int | None = None,
     ) -> RankReport:
-        """
+        """Run a rank; returns its report.
+
         Args:
             config: resolved, with the facts of its models in `inputs`.
             rank: of the role.
@@ -161,7 +162,7 @@ def _run(
     uneven = not isinstance(shadow.peers, Alike)
     for step in steps_of(config, inputs, worker, role, micro_batches, uneven):
         if uneven and step.name == "first_update":
-            continue  # its calls are the other's
+            continue  # the other update makes the same calls
         if isinstance(shadow.peers, Alike):
             shadow.peers.received = step.received
         gc.collect()
@@ -213,7 +214,7 @@ def _part_bytes(worker: ModelWorker) -> int:
 
 
 def _phase_report(phase: Phase, grown: int) -> PhaseReport:
-    """`grown`: by how much the parts of the rank did."""
+    """`grown`: bytes by which the parts of the rank have grown."""
     largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
     left = phase.after - phase.before
     return PhaseReport(phase.peak - phase.before, left, left - grown, largest)

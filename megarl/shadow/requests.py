@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SHARED = "critic_"  # before the steps and parts of a critic in the actor's processes
+SHARED = "critic_"  # prefix of the steps and parts of a critic in the actor's processes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The worker of a role as a shadow, and the steps that it takes: its own class and its own calls, but that no weight is read from a file."""
+"""The worker of a role as a shadow, and the steps that it takes: its own class and its own calls, except that no weight is read from a file."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ShadowRM(_SingleRank, RMWorker):
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         return ModelWorker.load(
             self, path, head, trainable=trainable
-        )  # how the head begins is nobody's memory
+        )  # the head's first values take no memory
 
 
 class ShadowDPO(_SingleRank, DPOWorker): ...
@@ -252,7 +252,7 @@ def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> N
 
 
 def _evaluate_reference(config: TrainConfig, worker: ActorWorker, batch: Batch) -> None:
-    """What a reference computes by itself."""
+    """The computations of a reference by itself."""
     if top_k_in_loss(config):
         worker.compute_ref_top_tokens(batch.table, batch.shares, config.actor_rollout_ref.actor.kl_loss_top_k)
     else:

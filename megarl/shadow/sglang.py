@@ -70,7 +70,8 @@ class EngineReport:
 
 
 def run(config: TrainConfig, facts: ModelConfig, rank: int, tell: Callable[[Shadow], None]) -> EngineReport:
-    """
+    """Run a rank of an engine; returns its report.
+
     Args:
         config: resolved. facts: of its model.
         rank: of an engine; a process has one, as SGLang has.

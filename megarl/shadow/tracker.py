@@ -30,7 +30,7 @@ class Phase:
 
     Attributes:
         before: on the device when it began. peak: at most. after: when it ended.
-        at_peak: bytes on the device at the peak, by their makers; or up to a fiftieth of what the phase took below it.
+        at_peak: bytes on the device, by their makers, at the peak or below it by up to a fiftieth of the phase's bytes.
     """
 
     before: int
@@ -79,7 +79,7 @@ class Tracker:
         return self._name
 
     def note(self, storage: torch.UntypedStorage, operation: str) -> None:
-        """A storage that a tensor on the device has; counted once."""
+        """Count the storage of a tensor on the device, once."""
         key = storage._cdata
         if key in self._live:
             return
@@ -112,14 +112,14 @@ class Tracker:
         phase = self.phases.get(self._name)
         if phase is not None and self.current > phase.peak and not self._in_fused:
             phase.peak = self.current
-            # An account of every new peak would take longer than the run: only of peaks of which the phase took a fiftieth more. What
-            # was there before does not count: of 100 GiB of weights a hundredth is more than a layer takes.
+            # An account of every new peak would take longer than the run, so there is one for each fiftieth of the phase's bytes. Bytes
+            # from before the phase do not count: of 100 GiB of weights a hundredth is more than a layer takes.
             if self.current - self._noted > (self.current - phase.before) // 50:
                 phase.at_peak, self._noted = self.live(), self.current
 
 
 def line_of_code() -> str:
-    """The innermost line of the libraries that a rank's code is of: "<module>:<line> <function>"."""
+    """The innermost line of a rank's code, which is in LIBRARIES: "<module>:<line> <function>"."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

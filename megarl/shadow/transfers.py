@@ -72,7 +72,7 @@ def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
             gc.collect()
         with tracker.phase("load"):
             states = rank_states(worker)
-            # What another stage saves, such as an embedding of which this one has a copy, is in no file here.
+            # Tensors that another stage saves, such as an embedding of which this one has a copy, are in no file here.
             checkpoint.load_states(folder, replace(states, places=states.places.saved()))
             gc.collect()
     return sum(sizes)
@@ -114,7 +114,7 @@ def _without_bytes() -> Iterator[list[int]]:
         patch.object(dcp.DCPReader, "load", load),
         patch.object(dcp.DCPReader, "load_object", load_object),
         patch.object(checkpoint, "_gather", gather),
-        patch.object(checkpoint, "_check_complete", lambda held, shapes: None),  # of one rank it is not
+        patch.object(checkpoint, "_check_complete", lambda held, shapes: None),  # one rank's is incomplete
     ):
         yield sizes
 

@@ -68,7 +68,7 @@ def give(tensor: torch.Tensor, value: torch.Tensor | Coming) -> None:
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """A fake tensor is overwritten by an unknown value, and with it what it is a part of."""
+    """A fake tensor, and with it the tensor that it is a view of, is overwritten by an unknown value."""
     tensor.__dict__.pop(_VALUE, None)
     if tensor._base is not None:
         tensor._base.__dict__.pop(_VALUE, None)
@@ -106,7 +106,7 @@ def follow(
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
     if not outputs:
         return
-    # What lies in a storage is not known, which `set_` gives a tensor.
+    # `set_` gives a tensor a storage, whose contents are not known.
     unknown = name == "set_" or (name not in _LIKE and any(value_of(tensor) is None for tensor in inputs))
     large = any(tensor.numel() > LARGEST for tensor in outputs)
     # New weights, optimizer states and buffers: their values decide nothing, and would take as much memory as on the device.
@@ -183,7 +183,7 @@ def read_values(assume: Callable[[], Assume | None], waited: Callable[[], None])
     """Let Python read fake tensors (`tolist`, `item`, truth, ...): known ones as they are, others as ones, which is told.
 
     Args:
-        assume: whom to tell now.
+        assume: returns the function that is to be told now; None: there is none.
         waited: called when a tensor of the device is read: the host would wait for it.
     """
     for name in _READERS:

@@ -26,7 +26,7 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta = timedelta(
 
 
 class _Maker(type):
-    """Of a stand-in for the class `ProcessGroupGloo`, which torch.distributed calls and asks whether a group is one of its own."""
+    """The metaclass of a stand-in for `ProcessGroupGloo`, which torch.distributed calls and uses in isinstance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return make_group(*args, **kwargs)
@@ -51,10 +51,10 @@ def share_device() -> None:
 
 @functools.cache
 def _devices(pid: int) -> list[Any]:
-    """Of the interfaces that GLOO_SOCKET_IFNAME names, or of that of this machine's name, as torch has it.
+    """Devices of the interfaces that GLOO_SOCKET_IFNAME names, or else of the interface of this machine's name, as in torch.
 
     Args:
-        pid: of this process: a fork has none of the threads of the process that it was made from.
+        pid: of this process: a fork makes devices of its own, since it has none of its parent's threads.
     """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [_Original.create_device(interface=name) for name in names.split(",")]

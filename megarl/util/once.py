@@ -7,13 +7,13 @@ T = TypeVar("T")
 
 
 class Once:
-    """A memo that lives as long as what its results were worked out from."""
+    """A memo that lives as long as the objects that its results were worked out from."""
 
     def __init__(self) -> None:
         self._results: dict[object, Any] = {}
 
     def __call__(self, key: object, make: Callable[[], T]) -> T:
-        """The result of `make`, which is called for a key's first use alone."""
+        """The result of `make`, which is called on a key's first use only."""
         if key not in self._results:
             self._results[key] = make()
         return self._results[key]

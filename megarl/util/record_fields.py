@@ -34,7 +34,7 @@ class RecordField:
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder of a package that is not imported for it; None: it is not installed. `name`: of a package that is in no other one."""
+    """The folder of a top-level package, found without importing it; None: it is not installed."""
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -112,7 +112,7 @@ _ITEMS = ("list", "List", "tuple", "Tuple", "set", "Set")
 
 
 def _fits(kind: ast.expr, value: Any) -> bool:
-    """A type that no YAML value has, such as a function's, fits none."""
+    """Whether a YAML value is of a type; none is of a type such as a function's."""
     if isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
         return _fits(kind.left, value) or _fits(kind.right, value)
     if isinstance(kind, ast.Constant):  # None, or a type in quotes

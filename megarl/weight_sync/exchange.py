@@ -1,9 +1,9 @@
 """The exchange of packets between ranks that share no memory: a communicator of all members, used bucket by bucket.
 
 A member has one `Exchange`, which starts and finishes one round after the other: in a round it receives the messages of one bucket and
-sends those of the same bucket (a trainer rank) or of the one before (an engine rank, which passes on what it has received). Sizes are
-those of the plan; none is sent. Only where unchanged slices are left out a round has two parts: the headers of its packets say which slices
-follow, and these come after them.
+sends the messages of the same bucket (a trainer rank) or of the bucket before (an engine rank, which passes on the packets that it has
+received). Sizes come from the plan; none is sent. Only where unchanged slices are left out does a round have two parts: first the headers
+of its packets, which say which slices follow, then these slices.
 
 How bytes move is a `Transport`: torch's process groups (`GroupTransport`: NCCL on GPUs, gloo on CPUs), where all messages of a round
 are one grouped operation, which the host waits for once; or NIXL (nixl_transport.py).
@@ -62,6 +62,10 @@ class Exchange:
             self._moving.wait()
         self._moving = None
 
+    def forget_slots(self) -> None:
+        """Call this before slots are freed."""
+        self._transport.use(())
+
     def close(self) -> None:
         self._transport.close()
 
@@ -110,9 +114,13 @@ def join_exchange(
         LinkError: a member did not come in time, or is gone.
     """
     member = Member(hub, share.member, share.name, timeout)
-    transport = (
-        NixlTransport(member, device)
-        if share.transport == NIXL
-        else GroupTransport(member, share.size, device)
-    )
+    try:
+        transport = (
+            NixlTransport(member, device)
+            if share.transport == NIXL
+            else GroupTransport(member, share.size, device)
+        )
+    except BaseException:
+        member.close()  # so that the others do not wait for this member
+        raise
     return Exchange(share, transport, skip_unchanged)

@@ -1,7 +1,7 @@
 """A bucket's packets on a GPU: packed, and taken into parameters, by a number of launches that does not depend on how much is in the bucket.
 
-Only the bytes that packets.py describes are written, and the same checksums, so that either end may also be without these kernels. The
-tables that a bucket's launches need stay on the device from version to version, as long as no tensor has moved.
+Bytes and checksums are exactly as packets.py describes them, so that either end may do without these kernels. The tables that a bucket's
+launches need stay on the device from version to version, as long as no tensor has moved.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class PackedBucket:
 
         Args:
             parameters: this rank's local tensors by name, which stay where they are until the packets were sent.
-            known: by packet, checksums of its slices in the version that its engine ranks hold [slices of the packet]; None: of no
-                packet, or not of this one: all of its slices follow.
+            known: by packet, checksums of its slices in the version that its engine ranks hold [slices of the packet]; None, for all
+                packets or for one: not known, so that all slices follow.
             computed: the weights among `parameters` that are computed where they are read.
 
         Returns: whether each slice follows [slices]; None: all do.
@@ -123,16 +123,16 @@ class PackedBucket:
 
     @property
     def checksums(self) -> torch.Tensor:
-        """Of the slices that were packed last [slices]; overwritten by the next version."""
+        """Checksums of the slices that were packed last [slices]; the next version overwrites them."""
         return self._checksums
 
 
 class Taken(NamedTuple):
-    """What was found of a bucket that was written, on its device.
+    """The results of writing a bucket, on its device.
 
     Attributes:
-        different: whether the version and the bucket in each packet's header are other ones than they should be, and whether each slice's
-            checksum is [2 * packets + slices].
+        different: whether the version in each packet's header, the bucket in it, and each slice's checksum differ from the expected ones
+            [2 * packets + slices].
         checksums: of the slices, as they were read back; expected: as they were packed [slices].
         came: whether each slice came.
     """
@@ -147,7 +147,7 @@ class TakenBucket:
     """The writing and verifying of one bucket of an engine rank, whose packets are all in one slot."""
 
     def __init__(self, specs: Sequence[PacketSpec], views: Sequence[torch.Tensor]) -> None:
-        """`views`: of the parameters, for each slice of the bucket its place."""
+        """`views`: for each slice of the bucket, its place in a parameter."""
         self._views, self._places = views, places(specs)
         self._headers = Headers.of(specs, views[0].device)
         self._table = SliceTable.of_tensors(views, self._places)

@@ -7,7 +7,7 @@ share, so that no communicator of two ranks is made.
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +47,7 @@ class GroupTransport:
         group = self._group
         if group is None:
             raise LinkError(self._member.problem or "the exchange of weights was closed")
-        # Where no slice of a bucket has changed: for a group without operations torch gives no work.
+        # No slice of the bucket has changed. For a group without operations torch returns no work.
         if not sends and not receives:
             return _Works(self, [], [])
         with self._errors():
@@ -57,10 +57,17 @@ class GroupTransport:
                 works += [(part.peer, group.send([part.data], part.peer, 0)) for part in sends]
             else:  # one grouped operation of the communicator that all members share
                 group._start_coalescing()
-                for part in receives:
-                    group.recv([part.data], part.peer, 0)
-                for part in sends:
-                    group.send([part.data], part.peer, 0)
+                try:
+                    for part in receives:
+                        group.recv([part.data], part.peer, 0)
+                    for part in sends:
+                        group.send([part.data], part.peer, 0)
+                except BaseException:
+                    # NCCL counts open groups by thread: this one would hold back all that the thread gives to NCCL afterwards. Its end may
+                    # fail as the operation did, whose error is the one to tell.
+                    with suppress(RuntimeError):
+                        group._end_coalescing()
+                    raise
                 works = [(None, group._end_coalescing())]
         return _Works(self, works, [*sends, *receives])
 
@@ -72,7 +79,11 @@ class GroupTransport:
         """Wait for an operation with `peer` (None: with any)."""
         timeout = self._member.timeout
         with self._errors(peer):
-            if not work.wait(timedelta(seconds=timeout)):
+            arrived = work.wait(timedelta(seconds=timeout))
+            # torch 2.13 takes an aborted NCCL operation for one that has arrived (WorkNCCL::isCompleted in ProcessGroupNCCL.cpp).
+            if self._member.problem is not None:
+                raise LinkError(self._member.problem)
+            if not arrived:
                 name = self._member.name(peer) if peer is not None else "a member of the weight sync"
                 raise LinkError(f"{name} said nothing for {timeout:g} s")
 
@@ -136,7 +147,7 @@ def _group(store: MemberStore, number: int, size: int, device: str, timeout: tim
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # With this variable the thread that waits gets the error, and raises a LinkError. Without it torch gives each group a thread that
-    # ends the process when an operation of the group has failed or timed out (ProcessGroupNCCL.cpp). It has no other switch.
+    # ends the process when an operation of the group has failed or timed out (ProcessGroupNCCL.cpp). There is no other switch.
     with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return torch.distributed.ProcessGroupNCCL(store, number, size, options)
 

@@ -2,10 +2,10 @@
 
 The first trainer rank serves the hub in a thread. Every member keeps a connection to it as long as the exchange lasts. Members make
 their communicator through the store; a connection that ends, because its process died or gave up, ends the exchange for all: each member
-is told which one it was, and aborts what waits in its communicator. So no member waits for the timeout of an operation that
+is told which one it was, and aborts the operations that wait in its communicator. So no member waits for the timeout of an operation that
 cannot end.
 
-torch's TCPStore would do for the first, but not for the second.
+torch's TCPStore would do as the store, but does not tell of a member's end.
 """
 
 import selectors
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 _FRAME = struct.Struct("<BqII")  # kind, member, bytes of the key, bytes of the value
 JOIN, SET, GET, VALUE, LOST = range(5)
 GONE = "closed its connection: it has died or given up"
-WORD_SECONDS = 5.0  # within which the hub tells of a member's end that a communicator has noticed already
+WORD_SECONDS = 5.0  # until the hub has told of a member's end that a communicator has noticed already
 
 
 def _send(connection: socket.socket, kind: int, member: int = 0, key: str = "", value: bytes = b"") -> None:
@@ -120,7 +120,7 @@ class Hub:
             self._asked[key].append(connection)
 
     def _end_of(self, connection: socket.socket) -> None:
-        """A connection has ended: the first of a member ends the exchange."""
+        """A connection has ended; the first one that belongs to a member ends the exchange."""
         member = self._members.pop(connection, None)
         if member is not None and self._lost is None:
             self._lost = member
@@ -136,7 +136,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _tell(connection: socket.socket, kind: int, member: int = 0, key: str = "", value: bytes = b"") -> None:
-    with suppress(OSError):  # it is gone, which the selector reports
+    with suppress(OSError):  # the connection is gone, which the selector reports
         _send(connection, kind, member, key, value)
 
 
@@ -150,7 +150,7 @@ class Member:
     def __init__(
         self, address: tuple[str, int], number: int, name: Callable[[int], str], timeout: float
     ) -> None:
-        """`name`: of a member, for messages; `timeout`: seconds to wait for other members."""
+        """`name`: returns a member's name, for messages; `timeout`: seconds to wait for other members."""
         self.number, self.timeout, self.name = number, timeout, name
         try:
             self._connection = socket.create_connection(address, timeout)
@@ -171,7 +171,7 @@ class Member:
         return self._problem
 
     def on_end(self, abort: Callable[[], None]) -> None:
-        """Call `abort`, in another thread, when the exchange has ended without this member's doing; at once if it has."""
+        """Call `abort` in another thread when the exchange ends without this member's doing; if it has ended, call it at once."""
         with self._news:
             self._abort = abort
             ended = self._problem is not None
@@ -189,7 +189,7 @@ class Member:
             raise LinkError(self.wait_for_word() or f"{self.name(0)} {GONE}") from None
 
     def get(self, key: str) -> bytes:
-        """Wait for a key that some member sets.
+        """The value of a key; waits until some member has set it.
 
         Raises:
             LinkError: the exchange has ended, or the key did not come in time.
@@ -215,7 +215,7 @@ class Member:
             return key in self._values
 
     def wait_for_word(self) -> str | None:
-        """How the exchange has ended, as the hub says soon after a communicator has noticed that it has; None: it says nothing."""
+        """How the exchange has ended, as the hub tells soon after a communicator has noticed the end; None: the hub tells nothing."""
         with self._news:
             self._news.wait_for(lambda: self._problem is not None, WORD_SECONDS)
             return self._problem

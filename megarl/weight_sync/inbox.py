@@ -2,7 +2,7 @@
 
 Packets in memory that this process shares with trainer ranks are read where they lie: in memory that both processes map (CPU) or
 on the device that both use (CUDA IPC). Where engines have devices of their own, packets are received into two slots of the engine
-rank's own, one bucket ahead of the bucket that is being written; while it is written it is passed on to the next engine.
+rank's own, one bucket ahead of the bucket that is being written and, at the same time, passed on to the next engine.
 """
 
 import mmap
@@ -41,7 +41,7 @@ class Inbox:
         device: str,
         timeout: float,
     ) -> None:
-        """`hub`: where the members of the exchange meet, of which this rank is one if its share says so."""
+        """`hub`: where the members of the exchange meet; this rank is a member if its share has an exchange."""
         self._share, self._device, self._closed = share, device, False
         self._slots: list[torch.Tensor] = []
         self._first = 0  # bucket of the version that arrives
@@ -83,11 +83,12 @@ class Inbox:
         if self._exchange is not None:
             self._exchange.finish()
             if self._device != "cpu":
+                self._exchange.forget_slots()
                 self._slots = []
                 torch.cuda.empty_cache()
 
     def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The packets of a bucket as they are complete: (index within the bucket, bytes as uint8). Valid until `release`."""
+        """The packets of a bucket, each once it is complete: (index within the bucket, bytes as uint8). Valid until `release`."""
         slots = self._open(bucket)
         for index, spec in enumerate(self._share.buckets[bucket]):
             if spec.holder is not None and spec.holder not in slots:
@@ -95,7 +96,7 @@ class Inbox:
             yield index, slots[spec.holder][spec.start : spec.start + spec.nbytes]
 
     def take_slot(self, version: int, bucket: int) -> torch.Tensor | None:
-        """The slot in which all packets of a bucket are, when they are complete: on a GPU there is one. None: it has no packet."""
+        """The slot with all packets of a bucket, once they are complete; on a GPU there is one slot. None: the bucket has no packet."""
         slots = self._open(bucket)
         for rank in self._share.mapped[bucket]:
             slots[rank] = self._sources[rank].slot((version, bucket))
@@ -103,7 +104,7 @@ class Inbox:
         return next(iter(slots.values()), None)
 
     def _open(self, bucket: int) -> dict[int | None, torch.Tensor]:
-        """Wait for a bucket's packets that come over the network; returns this rank's own slot, if it has some, under None."""
+        """Wait for a bucket's packets that come over the network; returns this rank's own slot, if it has one, under None."""
         if self._exchange is not None:
             # The next bucket arrives, and this one is passed on, while this one is written.
             self._exchange.finish()
@@ -164,7 +165,7 @@ class MappedSource:
             self.channel.send_token(token)
 
     def slot(self, token: Token) -> torch.Tensor:
-        """The slot of a bucket, when it is complete."""
+        """The slot of a bucket; waits until the bucket is complete."""
         self.channel.expect_token(token)
         return self._slots[token[1] % len(self._slots)]
 

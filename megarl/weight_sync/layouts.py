@@ -1,4 +1,4 @@
-"""The layouts between which weights move, as shards with the ranks that hold them; with adapters, the layouts of these."""
+"""The layouts between which weights and adapters move, as shards with the ranks that hold them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -49,7 +49,7 @@ class EngineLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Of all engines; rank r is rank r % tp of engine r // tp."""
+        """Ranks of all engines; rank r is rank r % tp of engine r // tp."""
         return self.tp * self.num_engines
 
     def place(self, rank: int) -> SGLangPlace:
@@ -66,7 +66,7 @@ def megatron_layout(
 ) -> Layout:
     """The shards of a Megatron model over all its ranks; replicas (DP, CP) hold equal pieces.
 
-    mtp: whether it is built with its multi-token prediction layers. only: of its other layers these alone; None: all.
+    mtp: whether it is built with its multi-token prediction layers. only: the other layers to include; None: all.
     """
     dense, experts = defaultdict(list), defaultdict(list)
     for rank in range(parallel.world):
@@ -101,7 +101,7 @@ def sglang_layout(
     places: tuple[RankPlace, ...] | None = None,
     only: Collection[int] | None = None,
 ) -> Layout:
-    """The shards of SGLang engines over all their ranks, engine by engine. `only`: of the model's layers these alone; None: all.
+    """The shards of SGLang engines over all their ranks, engine by engine. `only`: the model's layers to include; None: all.
 
     Raises:
         ValueError: data parallel attention, which SGLang does not have for this family; a draft without a layer that could be one.
@@ -149,7 +149,7 @@ def best_device_order(
 ) -> tuple[int, ...]:
     """The device of each engine rank, chosen so that most of the weights that it serves are on that device already.
 
-    Layers of a kind in a stage lie on the same ranks, and alike: one of them is looked at, and counts as all.
+    Layers of a kind in a stage lie on the same ranks in the same way, so one of them counts as all.
 
     Args:
         source_places: where the ranks of the trained model are.

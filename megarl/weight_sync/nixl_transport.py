@@ -1,7 +1,7 @@
 """The transport of an exchange by NIXL: one-sided reads over RDMA, or whatever else UCX finds (TCP between CPUs).
 
-A member whose packets are complete says so to each that receives some; these read them out of its slot and say when they have them. Where packets lie
-is in the plan, so a message is nothing but a number. There is no communicator: a member knows only its peers.
+A member whose packets are complete notifies each receiver; receivers read the packets out of its slot and notify it when they have them. The plan
+says where packets lie, so a notification holds numbers alone. There is no communicator: a member knows only its peers.
 
 Written against nixl 1.5.1, an optional package: `pip install 'megarl[nixl]'`. Run on CPUs over TCP and shared memory; no GPU has run it.
 """
@@ -43,20 +43,18 @@ class NixlTransport:
         self._member, self._kind = member, "DRAM" if device == "cpu" else "VRAM"
         self._thread = ThreadPoolExecutor(1, "nixl")
         self._closed = False
-        self._agent: Any = self._call(
-            lambda: nixl_agent(_name(member.number), nixl_agent_config(backends=["UCX"]))
-        )
+        self._make_agent = lambda: nixl_agent(_name(member.number), nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = self._call(self._make_agent)
         self._slots: list[tuple[int, int, int]] = []  # address, bytes and device of each
         self._registered: Any = None
-        self._times = 0  # slots were registered
-        self._places: dict[
-            int, tuple[int, list[tuple[int, int, int]]]
-        ] = {}  # of peers' slots, and of which time they are
-        self._said: dict[tuple[bytes, int], list[int]] = defaultdict(list)  # numbers that peers have said
-        self._numbers: dict[tuple[bytes, int], int] = defaultdict(int)  # of messages with each peer
+        self._times = 0  # how often slots were registered
+        self._places: dict[int, list[tuple[int, int, int]]] = {}  # by peer: its slots
+        self._said: dict[tuple[bytes, int], int] = defaultdict(int)  # notifications of each peer
+        self._numbers: dict[tuple[bytes, int], int] = defaultdict(int)  # of notifications to each peer
 
     def use(self, slots: Sequence[torch.Tensor]) -> None:
-        """Register the slots that parts lie in, unless they are registered already, and tell where they are."""
+        """Register the slots that parts lie in, unless they are registered already, and tell peers where they are. Others are no longer
+        registered."""
         found = [(slot.data_ptr(), slot.nbytes, max(0, slot.get_device())) for slot in slots]
         if found != self._slots:
             self._call(lambda: self._register(found))
@@ -65,7 +63,7 @@ class NixlTransport:
         if self._closed:
             raise LinkError(self._member.problem or "the exchange of weights was closed")
         if self._kind == "VRAM":
-            torch.cuda.current_stream().synchronize()  # what is read from elsewhere has to lie there
+            torch.cuda.current_stream().synchronize()  # packets must be complete before peers read them
         return _Future(self._thread.submit(self._move, list(sends), list(receives)))
 
     def close(self) -> None:
@@ -77,28 +75,32 @@ class NixlTransport:
         return self._thread.submit(work).result()
 
     def _register(self, slots: list[tuple[int, int, int]]) -> None:
-        agent = self._agent
         if self._registered is not None:
-            agent.deregister_memory(self._registered)
+            self._agent.deregister_memory(self._registered)
+            self._registered = None
+        self._slots = slots
+        if not slots:
+            return
+        self._times += 1
+        if self._times > 1:
+            # An agent never forgets a peer's memory: at a known address it refuses what was registered anew (NIXL_ERR_NOT_ALLOWED, nixl
+            # 1.5.1). All that peers said to the old agent was heard: a version ends at all members before the next one begins.
+            self._agent, self._places = self._make_agent(), {}
         regions = [(address, size, device, "") for address, size, device in slots]
-        self._registered = agent.register_memory(regions, self._kind)
-        self._slots, self._times = slots, self._times + 1
-        if self._times == 1:
-            about = agent.get_agent_metadata()
-        else:  # peers know the agent: of new memory alone
-            about = agent.get_partial_agent_metadata(self._registered, False, ["UCX"])
-        told = {"agent": about.hex(), "slots": slots}
+        self._registered = self._agent.register_memory(regions, self._kind)
+        told = {"agent": self._agent.get_agent_metadata().hex(), "slots": slots}
         self._member.set(f"nixl/{self._member.number}/{self._times}", json.dumps(told).encode())
 
-    def _know(self, peer: int, times: int) -> list[tuple[int, int, int]]:
-        """Where a peer's slots are, since it registered memory for the n-th time."""
-        known, places = self._places.get(peer, (0, []))
-        if known != times:
-            told = json.loads(self._member.get(f"nixl/{peer}/{times}"))
+    def _know(self, peer: int) -> list[tuple[int, int, int]]:
+        """Where a peer's slots are. All members register slots equally often: once, or on GPUs once a version."""
+        if peer not in self._places:
+            try:
+                told = json.loads(self._member.get(f"nixl/{peer}/{self._times}"))
+            except LinkError:
+                raise self._silent(peer) from None
             self._agent.add_remote_agent(bytes.fromhex(told["agent"]))
-            places = [tuple(place) for place in told["slots"]]
-            self._places[peer] = times, places
-        return places
+            self._places[peer] = [tuple(place) for place in told["slots"]]
+        return self._places[peer]
 
     def _move(self, sends: list[Part], receives: list[Part]) -> None:
         # Receivers read (RDMA's one-sided get): a sender only says that its packets are ready, and hears that they were taken.
@@ -107,11 +109,10 @@ class NixlTransport:
         for part in receives:
             incoming[part.peer].append(part)
         for peer in outgoing:
-            if peer not in self._places:
-                self._know(peer, 1)  # to be able to speak to it
             self._numbers[READY, peer] += 1
-            message = b"%s %d %d" % (READY, self._numbers[READY, peer], self._times)
+            message = b"%s %d" % (READY, self._numbers[READY, peer])
             with self._named(peer):
+                self._know(peer)  # an unknown agent cannot be notified
                 self._agent.send_notif(_name(peer), message)
         reading: dict[int, Any] = {}
         waiting = set(incoming)
@@ -119,10 +120,9 @@ class NixlTransport:
         while waiting or reading or any(not self._is_taken(peer) for peer in outgoing):
             moved = self._hear()
             for peer in sorted(waiting):
-                if self._said[READY, peer]:
-                    times = self._said[READY, peer].pop(0)
+                if self._said[READY, peer] > self._numbers[TAKEN, peer]:
                     with self._named(peer):
-                        reading[peer] = self._read(peer, times, incoming[peer])
+                        reading[peer] = self._read(peer, incoming[peer])
                     waiting.discard(peer)
                     moved = True
             for peer, handle in list(reading.items()):
@@ -134,24 +134,21 @@ class NixlTransport:
                     self._agent.release_xfer_handle(handle)
                     del reading[peer]
                     moved = True
-            # The time limit is that of a silence: a large exchange may take as long as it goes on.
+            # The time limit is for silence: a large exchange may take any time while something moves.
             if moved:
                 deadline = time.monotonic() + self._member.timeout
                 continue
-            if self._member.problem is not None:
-                raise LinkError(self._member.problem)
-            if time.monotonic() > deadline:
-                silent = next(iter([*waiting, *reading, *outgoing]))
-                raise LinkError(f"{self._member.name(silent)} said nothing for {self._member.timeout:g} s")
+            if self._member.problem is not None or time.monotonic() > deadline:
+                raise self._silent(next(iter([*waiting, *reading, *outgoing])))
             time.sleep(POLL_SECONDS)
 
     def _is_taken(self, peer: int) -> bool:
-        """Whether a peer has all that it was said to be ready."""
-        return len(self._said[TAKEN, peer]) == self._numbers[READY, peer]
+        """Whether a peer has taken all packets that it was told are ready."""
+        return self._said[TAKEN, peer] == self._numbers[READY, peer]
 
-    def _read(self, peer: int, times: int, parts: list[Part]) -> Any:
+    def _read(self, peer: int, parts: list[Part]) -> Any:
         """Begin to read a peer's parts."""
-        theirs, here = self._know(peer, times), self._slots
+        theirs, here = self._know(peer), self._slots
         local = [(part.data.data_ptr(), len(part.data), here[part.slot][2]) for part in parts]
         remote = [
             (theirs[part.slot][0] + part.peer_start, len(part.data), theirs[part.slot][2]) for part in parts
@@ -162,7 +159,7 @@ class NixlTransport:
             self._agent.get_xfer_descs(local, self._kind),
             self._agent.get_xfer_descs(remote, self._kind),
             _name(peer),
-            b"%s %d 0" % (TAKEN, self._numbers[TAKEN, peer]),
+            b"%s %d" % (TAKEN, self._numbers[TAKEN, peer]),
         )
         if self._agent.transfer(handle) == "ERR":
             raise self._lost(peer)
@@ -170,24 +167,29 @@ class NixlTransport:
 
     @contextmanager
     def _named(self, peer: int) -> Iterator[None]:
-        """Calls of the agent that concern a peer, whose end NIXL tells by an exception (1.5.1) that does not say whose."""
+        """Name the peer that a call of the agent concerns: NIXL's exception (1.5.1) for a peer's end does not name it."""
         try:
             yield
         except self._disconnected:
             raise self._lost(peer) from None
 
+    def _silent(self, peer: int) -> LinkError:
+        """The error where nothing comes from a peer: how the exchange has ended, or else that the peer was silent for too long."""
+        name, seconds = self._member.name(peer), self._member.timeout
+        return LinkError(self._member.problem or f"{name} said nothing for {seconds:g} s")
+
     def _lost(self, peer: int) -> LinkError:
-        """What has happened, as the hub says soon after."""
+        """The error for a lost peer, in the hub's words if the hub tells of the loss soon after."""
         problem = self._member.wait_for_word()
         return LinkError(problem or f"{self._member.name(peer)} could not be read from by NIXL")
 
     def _hear(self) -> bool:
-        """Take in what peers have said; returns whether there was anything."""
+        """Record the notifications of peers; returns whether there were any."""
         heard = False
         for name, messages in self._agent.get_new_notifs().items():
             for message in messages:
-                word, _, times = message.split()
-                self._said[word, int(name.removeprefix("member-"))].append(int(times))
+                word, _ = message.split()
+                self._said[word, int(name.removeprefix("member-"))] += 1
                 heard = True
         return heard
 

@@ -1,6 +1,6 @@
 """The unit of a weight sync: slices, packed end to end into packets, each with a checksum.
 
-A packet holds the slices that one trainer rank reads in one bucket for the same engine ranks. All that have to do with it know its
+A packet holds the slices that one trainer rank reads in one bucket for the same engine ranks. All ranks that handle it know its
 slices from their shares of the plan, so its bytes are numbers only:
 
     int64 version | int64 bucket | int64 checksum of each slice | uint8 each: 1 if the slice follows, 0 if it has not
@@ -9,7 +9,7 @@ slices from their shares of the plan, so its bytes are numbers only:
 A slice has the same place in its packet whether it follows or not. One that has not changed since the version that the engines hold does
 not travel: its checksum does, and the engines verify the elements that they hold.
 
-Checksums are computed where weights are packed, and again from where they arrived. On a CPU it is CRC32 (by ISA-L, several times as
+Checksums are computed where weights are packed, and again where they have arrived. On a CPU a checksum is CRC32 (by ISA-L, several times as
 fast as zlib). On a GPU, where that would mean a copy to the host, it is the multilinear hash sum(word[i] * key[i]) mod 2**64 over
 32-bit words, with odd keys that differ from place to place: it changes with any single word, and with the order of words. Both
 depend on a tensor's elements in row-major order alone, not on its strides, so a packed slice and the same slice within a parameter
@@ -242,9 +242,9 @@ def multilinear(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes in row-major order, uint8; of tensors that are not contiguous in blocks of complete rows.
+    """The bytes in row-major order, uint8; tensors that are not contiguous give blocks of complete rows.
 
-    A block's bytes are a multiple of 4, the last one's excepted.
+    The number of bytes of each block but the last is a multiple of 4.
     """
     if tensor.is_contiguous():
         yield tensor.view(-1).view(torch.uint8)

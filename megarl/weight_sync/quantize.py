@@ -19,7 +19,7 @@ STRIP_ELEMENTS = 1 << 20
 _ATTENTION = {f"{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")} | {"kv_a_proj_with_mqa"}
 _PROJECTIONS = (
     _ATTENTION | {"gate_proj", "up_proj", "down_proj"} | {"w1", "w2", "w3"} | {"wq_b", "wk"}
-)  # the latter MiniMax-M2's, and those of DeepSeek-V3.2's indexers
+)  # w1 to w3 are MiniMax-M2's; wq_b and wk belong to DeepSeek-V3.2's indexers
 
 
 def is_quantised(tensor: str) -> bool:

@@ -39,7 +39,7 @@ from megarl.layout.boxes import Box
 from megarl.models import DRAFT
 from megarl.weight_sync.gpu_buckets import Taken, TakenBucket
 from megarl.weight_sync.inbox import Inbox
-from megarl.weight_sync.links import LinkError, Token, describe_token
+from megarl.weight_sync.links import Token, describe_token
 from megarl.weight_sync.packets import Address, Packet, Slice, SyncShare, checksum
 from megarl.weight_sync.served_model import (
     AdapterSlot,
@@ -59,7 +59,7 @@ from megarl.weight_sync.served_model import (
 from megarl.weight_sync.slice_kernels import checksums_in_place
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
-RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
+RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to keep state
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ReceiveReport:
     """A rank's figures for one received version.
 
     Attributes:
-        bytes_written, bytes_kept: of slices that were sent, and that were not because they have not changed.
+        bytes_written, bytes_kept: bytes of slices that were sent, and of slices that were not sent because they have not changed.
         bytes_draft: of a draft's parameters that no version has; they were verified, too.
         buffer_bytes: memory for packets.
         seconds: by phase: wait, write, verify.
@@ -207,22 +207,22 @@ class Receiver:
     def receive(self, version: int, complete: bool = True) -> ReceiveReport:
         """Write a version into the model's parameters and verify it there.
 
-        A version that is refused is taken to its end all the same, so that no trainer rank waits for this one.
+        A version that is refused is taken to its end all the same, so that no trainer rank waits for this rank.
 
         Args:
             complete: false: the weights that training does not change are not sent; the engine has them from the last complete
                 version.
         """
         received = ReceiveReport(version)
-        refusal = self._bind(complete)
         first = 0 if complete else self._share.frozen
         try:
+            refusal = self._bind(complete)
             refusal = self._take(version, first, received, refusal)
             if refusal is None and not self._fills_draft:
                 refusal = self._verify_draft(received)
             received.buffer_bytes = self._inbox.buffer_bytes
             self._inbox.end(version)
-        except LinkError:
+        except BaseException:
             self._holds_frozen = False
             self.close()  # so that the trainer ranks do not wait for this one
             raise
@@ -283,8 +283,8 @@ class Receiver:
                 refusal = self._take_bucket(token, received, refusal)
             elif (taken := self._take_bucket_at_once(token, received, refusal)) is not None:
                 unchecked.append((token, taken))
-                # A slot that is shared is given back when the host has seen that it was taken. What comes over the network is
-                # ordered by the stream, and is looked at in the end: the host has waited for it already.
+                # A shared slot is given back once the host has seen that its packets were taken. Packets from the network are
+                # ordered by the stream, and are checked at the end: the host has waited for their arrival already.
                 if self._share.mapped[bucket]:
                     refusal = _first_difference(unchecked, self._share)
                     unchecked = []
@@ -294,7 +294,7 @@ class Receiver:
     def _take_bucket_at_once(
         self, token: Token, received: ReceiveReport, refusal: RefusedError | None
     ) -> Taken | None:
-        """Take a bucket on a GPU; returns what is to be checked of it: nothing after a refusal."""
+        """Take a bucket on a GPU; returns the results to check: None after a refusal, or without packets."""
         bucket, specs = token[1], self._share.buckets[token[1]]
         begun = time.perf_counter()
         slot = self._inbox.take_slot(*token)

@@ -1,13 +1,13 @@
 """A trainer rank's side of a weight sync: it packs its share bucket by bucket into two slots and hands them over as packets.
 
 The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks that map them read packets in
-place; to others packets are sent from them. Where a trainer rank receives for the engine rank on its device, what it receives lies in
-the same slots, after what it has packed. A slot is packed anew when its packets were sent and taken. On a GPU slots exist
+place; to others packets are sent from them. Where a trainer rank receives for the engine rank on its device, received packets lie in
+the same slots, after its own. A slot is packed anew when its packets were sent and taken. On a GPU slots exist
 only during a sync, so that the next phase has the memory: they are taken for a version and offered to the engines, which say
 when they have closed them. On a CPU they last.
 
 The slots belong to the process, not to a connection. torch counts the buffers that an engine opens by CUDA IPC, and only the
-engine counts them down: one that was killed never does, and torch would keep the memory for good though it is unused
+engine counts them down: a killed engine never does, and torch would keep the memory for good though it is unused
 (CudaIPCSentDataLimbo in torch/csrc/CudaIPCTypes.cpp). So the next connection gets the memory of a broken one.
 
 On a CPU a slot is shared memory without a name (memfd), passed on as an open file: nothing is left of it when the
@@ -123,7 +123,7 @@ class Outbox:
         """
         Args:
             folder: private to this process, with a short path; its socket is made there.
-            host: address of this machine for other ones.
+            host: address at which other machines reach this one.
             timeout: seconds to wait for another rank.
             slots: the slots of this process; None: the outbox makes its own, and frees them when it closes.
         """
@@ -134,7 +134,7 @@ class Outbox:
         self._closed = False
         self._channels: dict[int, ControlChannel] = {}
         self._exchange: Exchange | None = None
-        # By bucket, the version whose checksums are known, and these by packet.
+        # By bucket: the version whose checksums are known, and these checksums by packet.
         self._known: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self._packed: dict[int, PackedBucket] = {}  # on a GPU: by bucket, its tables
         self._slots: list[torch.Tensor] = []
@@ -175,7 +175,7 @@ class Outbox:
 
         Args:
             parameters: this rank's local tensors by name.
-            held: the verified version that each engine rank holds (None: none), where the share leaves out unchanged slices: those
+            held: the verified version that each engine rank holds (None: none), where the share leaves out unchanged slices: slices
                 that have not changed since that version are not sent again.
             complete: false: without the buckets whose weights training does not change (`SyncShare.frozen`).
             computed: the weights among `parameters` that are made when they are asked for: on a GPU kernels compute them where they are
@@ -205,7 +205,7 @@ class Outbox:
             # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
                 before = bucket - len(self._slots)
-                if travelling is not None and travelling <= before:  # of a single bucket, in a single slot
+                if travelling is not None and travelling <= before:  # only of one bucket, in one slot
                     self._complete((version, travelling), sent)
                     travelling = None
                 if before >= first:
@@ -223,6 +223,8 @@ class Outbox:
             if not self._memory.lasting:
                 for channel in self._channels.values():
                     channel.expect_token(slots_closed_token(version, share))
+                if self._exchange is not None:
+                    self._exchange.forget_slots()
                 self._slots, self._offered = [], False
                 self._memory.close()
         except BaseException:
@@ -231,7 +233,7 @@ class Outbox:
         return sent
 
     def close(self) -> None:
-        """Close all connections, which ranks that wait notice."""
+        """Close all connections; waiting ranks notice it."""
         self._closed = True
         for channel in self._channels.values():
             channel.close()
@@ -338,7 +340,7 @@ class Outbox:
         ]
 
     def _complete(self, token: Token, sent: SendReport) -> None:
-        """Wait until a bucket's slot has all that belongs to it, and tell the engine ranks that map it."""
+        """Wait until a bucket's slot is complete, and tell the engine ranks that map it."""
         begun = time.perf_counter()
         if self._exchange is not None and self._exchange.moving:
             self._exchange.finish()  # which waits for the packing, too
@@ -380,7 +382,7 @@ def _pack_one_by_one(
 def fill(
     packet: Packet, parameters: Mapping[str, torch.Tensor], fp8_block: tuple[int, int] | None = None
 ) -> None:
-    """Read a packet's slices from `parameters`, converted to the types that travel, and their checksums."""
+    """Fill a packet with its slices of `parameters`, converted to the types that travel, and with their checksums."""
     found = []
     for item, part in packet.places():
         source = parameters[item.local]
@@ -397,7 +399,7 @@ def fill(
 def share_device_buffer(buffer: torch.Tensor) -> tuple:
     """The handle by which another process on the same machine opens a tensor on a GPU (`open_device_buffer`).
 
-    The device's number, which may differ there, is given as the GPU's UUID; it is the argument `place` of torch's
+    The GPU is named by its UUID, since its number may differ there. The number is the argument at index `place` of torch's
     rebuild function (torch 2.13: `rebuild_cuda_tensor(cls, size, stride, offset, storage_cls, dtype, device, ...)`).
     """
     from torch.multiprocessing.reductions import reduce_tensor

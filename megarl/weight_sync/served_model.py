@@ -2,9 +2,9 @@
 
 SGLang is started with LoRA and given one adapter without values, `ADAPTER_NAME`, which each request asks for. Weight syncs write into
 the memory-pool slot that serves it, read it back and compare: no file, no tensor in between, and no second adapter that could
-take its turn.
+take its slot.
 
-A model of its own drafts tokens, where the engine has one: SGLang gives it the model's embedding and head themselves, and its other
+Where a second model drafts tokens, SGLang gives it the model's embedding and head themselves, and its other
 parameters have names that begin with DRAFT. Where they are not trained, SGLang loads them from a folder and keeps a copy on the host while
 memory is released; no trainer rank has them, and no sync sends them.
 
@@ -43,7 +43,7 @@ def renew_derived(model: torch.nn.Module) -> None:
     """Recompute the tensors that the model derives from its parameters: latent attention's absorbed projections, and the factors of norms
     that multiply by 1 + weight, which some of SGLang's kernels are given (layers/layernorm.py, GemmaRMSNorm).
 
-    SGLang's models have a method for the former. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
+    SGLang's models have a method for the projections. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
     """
     for module in model.modules():
         factor = getattr(module, "gemma_weight", None)
@@ -105,7 +105,7 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def clear_biases(model: torch.nn.Module) -> None:
-    """Set the biases of experts' outputs to 0 on all but the first of the ranks that cut an expert: their outputs are added up."""
+    """Set the biases of experts' outputs to 0 on all but the first of the ranks that share an expert, whose outputs are added up."""
     for layer in model.modules():
         bias = getattr(layer, "w2_weight_bias", None)
         if isinstance(bias, torch.nn.Parameter) and layer.moe_tp_rank:
@@ -122,7 +122,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def remember_draft(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang has made the worker of a draft and loaded its weights: let weight loaders find its model and their checksums."""
+    """After SGLang has made the worker of a draft and loaded its weights: let weight loaders find the draft and the weights' checksums."""
     model, weights = worker.target_worker.model_runner.model, weights_of(worker.draft_runner.model)
     set_draft_runner(model, worker.draft_runner)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def remember_draft(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def set_draft_runner(model: torch.nn.Module, runner: Any) -> None:
-    """Let the model lead to SGLang's runner of the model that drafts tokens."""
+    """Store SGLang's runner of the model that drafts tokens in the model."""
     setattr(model, _DRAFT, runner)
 
 
@@ -147,7 +147,7 @@ def draft_of(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def draft_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of the model that drafts tokens which a version may fill: those that are not the model's own."""
+    """The parameters of the model that drafts tokens which a version may fill: all but the ones that it shares with the model."""
     draft, own = draft_of(model), {id(value) for value in model.parameters()}
     found = weights_of(draft).items() if draft is not None else ()
     return {DRAFT + name: value for name, value in found if id(value) not in own}
@@ -200,7 +200,7 @@ def overlap(boxes: Sequence[Box]) -> bool:
     for index, box in enumerate(ordered):
         for other in ordered[index + 1 :]:
             if box.start and other.start[0] >= box.start[0] + box.size[0]:
-                break  # so do all that follow
+                break  # so do all boxes that follow
             if box.intersect(other) is not None:
                 return True
     return False
@@ -234,7 +234,7 @@ def empty_adapter(adapters: AdapterConfig) -> dict[str, Any]:
 
 
 class AdapterSlot:
-    """The slot of a model inside SGLang.
+    """The adapter slot of a model inside SGLang.
 
     Attributes:
         tensors: "<layer>.lora_A" -> A [stacked * rank, in], "<layer>.lora_B" -> B [out, rank], as they are served.

@@ -9,7 +9,7 @@ Guarantees:
 - the addresses and sizes that a launch needs are brought to the device once (`SliceTable`), and again only when they have changed.
 
 On a GPU torch itself (2.13) divides by a number like 448 by multiplying with its rounded reciprocal (BinaryDivTrueKernel.cu): 55 % of
-its scales differ in the last bit from the quotients, which are what a CPU and these kernels have.
+its scales differ in the last bit from the quotients, which a CPU and these kernels compute.
 
 A program takes a tile of a few thousand elements of one slice, or one block of quantised weights; hashes of tiles are added by atomic
 additions of integers, whose sum does not depend on their order. The kernels (`triton_kernels`) are imported and compiled with the first

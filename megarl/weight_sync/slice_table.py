@@ -1,7 +1,7 @@
 """Lists of slices as tables of numbers on a GPU, for the kernels of `slice_kernels`.
 
 A table comes to the device by one copy from page-locked memory, for which the host does not wait. It is used again for a version whose
-slices lie where they lay (`previous`).
+slices are at the same addresses (`previous`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BlockRow(NamedTuple):
 
     address: int
     offset: int  # in the slot
-    kind: int  # of the weight's elements, for a computed one of what they are rounded to
+    kind: int  # of the weight's elements; of a computed weight, the type that they are rounded to
     kind_out: int  # of the packed elements, or SCALES_OUT, QUANTISED_OUT
     size_bits: int  # logarithm of a packed element's size
     stride_0: int
@@ -97,7 +97,7 @@ class BlockRow(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """Of the computed weights of a table, what their kernel is compiled for.
+    """Properties of a table's computed weights for which their kernel is compiled.
 
     rank: the highest of their adapters, 0 without any.
     exact: whether products need float32: some are of float32 numbers.
@@ -109,7 +109,7 @@ class Computing(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceTable:
-    """What launches have to know of a list of slices, on their device.
+    """The numbers of a list of slices that launches need, on the slices' device.
 
     Attributes:
         place: addresses, strides and all else that the table was made from.
@@ -199,7 +199,7 @@ def _make(
     blocks: list[tuple[BlockRow, int]],
     computing: Computing | None,
 ) -> SliceTable:
-    """Bring the rows to the device. Each comes with its number of tiles, and without its first tile."""
+    """Bring the rows to the device. Each row comes with its number of tiles, and without its first tile."""
     parts: list[torch.Tensor] = []
     for kind, rows in ((CopyRow, copies), (BlockRow, blocks)):
         tiles = torch.tensor([number for _, number in rows], dtype=torch.int64)
@@ -234,7 +234,7 @@ def _computing(weights: Sequence[ComputedWeight]) -> Computing | None:
 
 
 def _copy_row(part: torch.Tensor, dtype: torch.dtype, offset: int, index: int) -> tuple[CopyRow, int]:
-    """A slice and the number of its tiles."""
+    """A slice's row and the number of its tiles."""
     dims = _merged(part)
     address = part.data_ptr()
     if part.dtype == dtype:
@@ -242,7 +242,7 @@ def _copy_row(part: torch.Tensor, dtype: torch.dtype, offset: int, index: int) -
         if size > 4:  # two words or more
             dims = _merged_dims([*((n, stride * size // 4) for n, stride in dims), (size // 4, 1)])
             size = 4
-        # As large elements as all of its addresses allow: fewer to load, to store and to hash.
+        # Elements as large as all of its addresses allow: then fewer are loaded, stored and hashed.
         while size < 4 and _can_widen(dims, address, size):
             dims = [*((n, stride // 2) for n, stride in dims[:-1]), (dims[-1][0] // 2, 1)]
             size *= 2
@@ -279,7 +279,7 @@ def _merged(part: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _merged_dims(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(size, stride) of the dimensions that are left when those that follow each other in memory are one."""
+    """(size, stride) of the dimensions after dimensions that follow each other in memory were merged."""
     merged: list[tuple[int, int]] = []
     for size, stride in dims:
         if size == 1:
@@ -298,7 +298,7 @@ def _can_widen(dims: list[tuple[int, int]], address: int, size: int) -> bool:
 
 
 def _width_bits(dims: list[tuple[int, int]]) -> int:
-    """Of the tiles of which fewest elements lie outside a slice, the widest; rows of 32 elements are read at once.
+    """The logarithm of a tile's width: the widest that leaves fewest elements outside the slice; rows of 32 elements are read at once.
 
     Args:
         dims: (size, stride) of the slice's three dimensions.
@@ -321,7 +321,7 @@ def _spans(dims: list[tuple[int, int]], height: int, width: int) -> bool:
 
 
 def _block_row(read: SliceRead, block: Block, index: int) -> tuple[BlockRow, int]:
-    """A slice that is quantised, scales, or a part of a computed weight; and the number of its blocks."""
+    """The row of a quantised slice, of scales or of a part of a computed weight, and the number of its blocks."""
     source, box, computed = read.source, read.box, {**_NOT_COMPUTED}
     values, kind_out, size_bits = source, QUANTISED_OUT, 0
     if isinstance(source, ComputedWeight):
@@ -412,5 +412,5 @@ def _computed_columns(weight: ComputedWeight) -> dict[str, int]:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest one that is no less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,5 +1,5 @@
 """The plan of a weight sync, from Megatron shards to SGLang shards: which slices each rank reads, in which bucket, for which engine
-ranks, and the way on which they reach these.
+ranks, and by which way.
 
 The controller works the plan out once (`SyncPlan.shares`) and gives each rank its own share. Each trainer rank then
 packs the slices of its share (sender.py). The receiver inside each SGLang rank (receiver.py) copies
@@ -11,7 +11,7 @@ A sync has one of three ways (`SyncPlan.way`):
 - `COLOCATED`: there is a trainer rank on the device of every engine rank. Trainer ranks exchange packets among themselves; an
   engine rank reads all that it needs from memory of trainer ranks that it maps.
 - `APART`: engines have devices of their own. A trainer rank sends a packet to one engine alone, which passes it on to the next one, and so on
-  (`chain`): the seconds of a sync do not grow with the number of engines, but for a bucket each.
+  (`chain`): the seconds of a sync do not grow with the number of engines, except by a bucket each.
 
 In the last two all members of the exchange share one communicator.
 
@@ -131,7 +131,7 @@ class SyncPlan:
         return megatron_layout(self.config, self.parallel, "lm", self.source_places, self.predicts)
 
     def with_engines_at(self, places: tuple[RankPlace, ...]) -> "SyncPlan":
-        """The same with engine ranks at other places, on which the trainer's shards do not depend: they are listed once for both."""
+        """The same plan with engine ranks at other places; the trainer's shards do not depend on them, and are listed once for both plans."""
         moved = replace(self, target_places=places)
         vars(moved)["trained"] = self.trained
         return moved
@@ -143,7 +143,7 @@ class SyncPlan:
     def _make_plan(self, source: Layout, target: Layout) -> Plan:
         largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
         few = max(1, FEW_PEERS // len(source.shards))
-        # Of a copy, which does not have the plan: else both would live on in a circle, gigabytes of them, until the collector comes.
+        # From a copy without the plan: else plan and object would refer to each other and hold gigabytes until the garbage collector runs.
         facts = replace(self)
         return make_plan(
             source, target, lambda tensor: facts.dtype_of(tensor).itemsize, largest, few, self._previous
@@ -241,7 +241,7 @@ class SyncPlan:
 
     @cached_property
     def _previous(self) -> dict[int, int]:
-        """By engine rank the one that passes on to it; empty where trainer ranks send to all of them."""
+        """By engine rank, the engine rank that passes packets on to it; empty where trainer ranks send to all engine ranks."""
         if self.way != APART:
             return {}
         tp = self.engines.tp
@@ -437,7 +437,7 @@ class _Side:
         self._filled = [0] * num_buckets
 
     def place(self, bucket: int, slices: tuple[Slice, ...]) -> int:
-        """The offset of one more packet in this rank's slot."""
+        """Make room for one more packet in this rank's slot; returns its offset."""
         start = self._filled[bucket]
         self._filled[bucket] += packet_bytes([item.nbytes for item in slices])
         return start

@@ -34,7 +34,7 @@ class Transport(Protocol):
     """Moves parts between members. Of a pair of members, both list their parts of a call in the same order."""
 
     def use(self, slots: Sequence[torch.Tensor]) -> None:
-        """Say in which memory all parts lie until this is called again."""
+        """Say in which memory all parts lie until this is called again; none: before the memory is freed."""
 
     def move(self, sends: Sequence[Part], receives: Sequence[Part]) -> Moving:
         """Begin to move parts."""

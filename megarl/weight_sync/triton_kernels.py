@@ -27,7 +27,7 @@ SCALES_OUT = tl.constexpr(slice_table.SCALES_OUT)
 QUANTISED_OUT = tl.constexpr(slice_table.QUANTISED_OUT)
 KEY = tl.constexpr(packets._KEY)
 LARGEST = tl.constexpr(float8.LARGEST)
-# Kernels are not compiled again for tables and checksums that lie otherwise: they are read a number at a time.
+# Kernels are not compiled again for tables and checksums of another alignment: these are read a number at a time.
 POINTERS = ("table", "tiles", "slot", "checksums")
 
 
@@ -378,7 +378,7 @@ def rounded(values: tl.tensor, kind: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def hashed(bits: tl.tensor, byte: tl.tensor) -> tl.tensor:
-    """What elements add to the multilinear hash of `packets`: each the part of its 32-bit word that it fills, times the word's key.
+    """The elements' terms of the multilinear hash of `packets`: for each the part of its 32-bit word that it fills, times the word's key.
 
     The sum over a word's elements is the product of word and key, since nothing else has bits where one has; so elements may be
     taken in any order, and the rest of a last word, which no element fills, is zero.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.data import stream
 from megarl.data.files import resolve_files
-from megarl.data.loader import BatchLoader
+from megarl.data.loader import BatchLoader, MixtureFeed
 from megarl.data.prompts import PromptDataset, PromptReader
 from megarl.data.stream import StreamFeed, cut_pieces, read_piece
 from tests.data.shared import prompt_row
@@ -133,6 +133,18 @@ def test_a_resumed_stream_continues_where_it_stopped(
     resumed = make()
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert done + list(batches(resumed)) == uninterrupted
+
+
+def test_a_mixture_may_draw_nothing_of_a_stream(files, tokenizer):
+    """Of ten prompts one is of b: it is not in both batches, and all of a come in their order."""
+    feeds = {
+        name: make_feed([file], tokenizer, shuffle=False) for name, file in zip("ab", files, strict=False)
+    }
+    loader = BatchLoader(MixtureFeed(feeds, {"a": 9, "b": 1}, 4), 4)
+    batches = [names(batch) for batch in itertools.islice(loader, 2)]
+    assert any(all(name[0] == "a" for name in batch) for batch in batches)
+    of_a = [name for batch in batches for name in batch if name[0] == "a"]
+    assert len(of_a) >= 7 and of_a == NAMES[: len(of_a)]
 
 
 def long_and_short():

@@ -32,6 +32,18 @@ def test_stages_begin_with_a_layer_that_has_an_indexer() -> None:
     assert list(stage_problems(train(), replace(DEEPSEEK, num_layers=4))) == []
 
 
+def test_experts_may_be_split_over_data_parallel_ranks() -> None:
+    """So that the ranks that share one copy of the other weights cannot hold all experts."""
+    sizes = (
+        f"{ACTOR}.tensor_model_parallel_size=4",
+        f"{ACTOR}.expert_model_parallel_size=6",
+        f"{ACTOR}.expert_tensor_parallel_size=2",
+    )
+    (line,) = stage_problems(train(*sizes), SHARING)
+    assert line.startswith(f"{TWO}: a stage, or a chunk of it, begins with layer 2, which has no indexer")
+    assert list(stage_problems(train(*sizes), replace(DEEPSEEK, num_layers=4))) == []
+
+
 def test_in_fine_tuning() -> None:
     keys = ["data.max_length=129", "megatron.pipeline_model_parallel_size=2"]
     config = resolve(load_config(SFTConfig, REPOSITORY / "recipes/quickstart_sft.yaml", keys))

@@ -10,6 +10,7 @@ from megarl.environments.environment import Task, Turn
 from megarl.environments.openenv import OpenEnv, ServerError
 
 ASKED = web.AppKey("asked", list)
+LEAVES = web.AppKey("leaves", bool)  # whether the server ends the connection itself when an episode is done
 TASK = Task("p/0", "Guess.", None, "source", "7", {"seed": 7, "hint": "x"})
 
 
@@ -38,15 +39,17 @@ async def guessing(request):
             seen = {"text": "right" if right else "wrong", "tries": 1}
             answer = {"observation": seen, "reward": 1.0 if right else -0.25, "done": right}
         await socket.send_json({"type": "observation", "data": answer})
+        if answer["done"] and request.app[LEAVES]:
+            request.transport.abort()
     return socket
 
 
-def play(*texts, **options):
+def play(*texts, leaves=False, **options):
     """The first words of the environment, the results of each turn, and what the server was sent."""
 
     async def run():
         app = web.Application()
-        app[ASKED] = []
+        app[ASKED], app[LEAVES] = [], leaves
         app.router.add_get("/ws", guessing)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -59,9 +62,17 @@ def play(*texts, **options):
             results = [
                 await environment.step(Turn(number, text, [], "stop")) for number, text in enumerate(texts)
             ]
+            while leaves:  # until the client has noticed it
+                try:
+                    await environment._socket.ping()
+                except ConnectionResetError:
+                    break
+                await asyncio.sleep(0.01)
         finally:
             await environment.close()
             await runner.cleanup()
+        assert environment._socket is None or environment._socket.closed
+        assert environment._http is None or environment._http.closed
         return first, results, app[ASKED]
 
     return asyncio.run(run())
@@ -83,6 +94,11 @@ def test_an_episode():
         {"type": "step", "data": {"mode": "easy", "guess": "7"}},
         {"type": "close"},
     ]
+
+
+def test_an_episode_counts_although_its_server_has_left():
+    _, (right,), _ = play("7", leaves=True, reset=("seed",))
+    assert right.done and right.score == 1.0
 
 
 def test_an_observation_as_a_whole_is_json():

@@ -1,4 +1,4 @@
-"""Many sessions at once, and an engine that is lost meanwhile."""
+"""Many sessions at once, and an engine that is lost while they run."""
 
 import asyncio
 

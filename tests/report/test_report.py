@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
+from megarl.report.phases import phase_of
 from megarl.report.timeline import nested, read_timeline
 from megarl.util.spans import Span
 from tests.report.folders import EVIL, Page, hash_of, step_line, write_run
@@ -23,6 +24,21 @@ def report(*folders: Path, output: Path | None = None) -> Page:
     page = Page(place.read_text(encoding="utf-8"))
     assert page.open == []
     return page
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [
+        ("land", "generate"),
+        ("judge", "evaluate_models"),
+        ("compute_values", "evaluate_models"),
+        ("start", "other"),
+    ],
+)
+def test_a_ranks_calls_belong_to_phases(call: str, phase: str) -> None:
+    """`judge` is the call of engines that serve a reference or teachers."""
+    assert phase_of(Span(call, 2, 4, {}), [(5, 9)]) == phase
+    assert phase_of(Span(call, 2, 4, {}), [(1, 9)]) == "validate"
 
 
 def test_the_page_says_everything_and_fetches_nothing(folder, tmp_path, capsys):

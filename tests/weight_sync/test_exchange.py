@@ -1,8 +1,10 @@
 """Members of an exchange: their hub, their communicator (over gloo, and with a stand-in for NCCL's), and rounds of messages."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 
 from megarl.weight_sync import group_transport, hub
-from megarl.weight_sync.exchange import Exchange
+from megarl.weight_sync.exchange import Exchange, join_exchange
 from megarl.weight_sync.group_transport import GroupTransport, agree
 from megarl.weight_sync.hub import GONE, Hub, Member, MemberStore
 from megarl.weight_sync.links import LinkError
-from megarl.weight_sync.packets import HEADER, ExchangeShare, Message, header_bytes
+from megarl.weight_sync.packets import HEADER, NIXL, ExchangeShare, Message, header_bytes
 from megarl.weight_sync.transport import Part
+from tests.waiting import wait_for
 
 PATIENCE = 30.0  # seconds; more than anything here takes
 
@@ -164,6 +167,82 @@ def test_a_silent_member_is_named_within_the_timeout(join, monkeypatch) -> None:
         transports[1].move([], [part(0, torch.zeros(4, dtype=torch.uint8))]).wait()
 
 
+def test_a_member_that_cannot_make_its_transport_leaves_and_is_named_at_once(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)  # as where the package is not installed
+    meeting = Hub("127.0.0.1")
+    share = ExchangeShare(0, 2, 1, ((),), ((),))
+    waiting = in_thread(lambda: join_exchange(share, meeting.address, "cpu", PATIENCE, False))
+    without = replace(share, member=1, transport=NIXL)
+    with pytest.raises(LinkError, match="needs the package nixl"):
+        join_exchange(without, meeting.address, "cpu", PATIENCE, False)
+    with pytest.raises(LinkError, match="engine rank 0 closed its connection: it has died or given up"):
+        waiting()
+    meeting.close()
+
+
+class KnownOnce:
+    """Of an agent of NIXL's, what it has registered. At an address that it knows of a peer it refuses what the peer registered anew, as nixl
+    1.5.1 does (NIXL_ERR_NOT_ALLOWED) wherever the two have different keys; over TCP all have the same.
+    """
+
+    agents: list[Any]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.registered: list[Any] = []
+        self.peers: list[str] = []
+        self.agents.append(self)
+
+    def register_memory(self, *args: Any) -> Any:
+        self.registered.append(super().register_memory(*args))  # type: ignore[misc]
+        return self.registered[-1]
+
+    def deregister_memory(self, registered: Any) -> None:
+        self.registered.remove(registered)
+        super().deregister_memory(registered)  # type: ignore[misc]
+
+    def add_remote_agent(self, metadata: bytes) -> None:
+        self.peers.append(super().add_remote_agent(metadata))  # type: ignore[misc]
+        assert len(self.peers) == len({*self.peers}), "NIXL_ERR_NOT_ALLOWED"
+
+
+def test_by_nixl_slots_are_registered_while_they_are_there(monkeypatch) -> None:
+    """As on GPUs, where slots are freed after each version and the next ones lie at the same addresses."""
+    nixl = pytest.importorskip("nixl._api", reason="needs the package nixl (requirements/dev_no_deps.txt)")
+    agents: list[Any] = []
+    monkeypatch.setattr(nixl, "nixl_agent", type("Agent", (KnownOnce, nixl.nixl_agent), {"agents": agents}))
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    meeting = Hub("127.0.0.1")
+    size = Message(0, 0, 0, (32,)).nbytes
+    slots = [torch.zeros(2 * size, dtype=torch.uint8) for _ in range(2)]  # sent, received
+
+    def join(number: int) -> Exchange:
+        sends, receives = Message(1 - number, 0, size, (32,)), Message(1 - number, size, 0, (32,))
+        share = ExchangeShare(number, 2, 1, ((sends,),), ((receives,),), transport=NIXL)
+        return join_exchange(share, meeting.address, "cpu", PATIENCE, skip_unchanged=False)
+
+    def move(number: int, version: int) -> None:
+        slots[number][:size] = 10 * version + number
+        exchanges[number].start(0, [slots[number]])
+        exchanges[number].finish()
+
+    def at_both(work: Callable[..., Any], *args: Any) -> list[Any]:
+        working = [in_thread(lambda number=number: work(number, *args)) for number in range(2)]
+        return [result() for result in working]
+
+    exchanges = at_both(join)
+    for version in range(1, 4):
+        at_both(move, version)
+        assert all((slots[number][size:] == 10 * version + 1 - number).all() for number in range(2))
+        assert sum(len(agent.registered) for agent in agents) == 2
+        for exchange in exchanges:
+            exchange.forget_slots()
+        assert not any(agent.registered for agent in agents)
+    for exchange in exchanges:
+        exchange.close()
+    meeting.close()
+
+
 class Wires:
     """In the place of a transport: what one member moves in each round."""
 
@@ -248,6 +327,8 @@ class Communicators:
 
 
 class Communicator:
+    """As torch 2.13 (ProcessGroupNCCL.cpp) where an operation is begun, waited for or aborted."""
+
     def __init__(self, connect: Callable[[], None], blocking: str | None) -> None:
         self.connect, self.blocking, self.aborted, self.place = connect, blocking, False, None
         self.calls: list[str] = []
@@ -263,17 +344,24 @@ class Communicator:
         self.calls.append("begin")
 
     def _end_coalescing(self) -> "Communicator | None":
-        """As torch (ProcessGroupNCCL.cpp, `endCoalescing`): without an operation there is nothing to wait for."""
+        """`endCoalescing`: without an operation there is nothing to wait for."""
         self.calls.append("end")
         return self if self.calls[-2:] != ["begin", "end"] else None
 
     def send(self, tensors, peer, tag) -> None:
-        self.calls.append(f"send {peer}")
+        self._call(f"send {peer}")
 
     def recv(self, tensors, peer, tag) -> None:
-        self.calls.append(f"receive {peer}")
+        self._call(f"receive {peer}")
+
+    def _call(self, name: str) -> None:
+        """`pointToPoint`: an aborted communicator takes no operation."""
+        if self.aborted:
+            raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0. ")
+        self.calls.append(name)
 
     def wait(self, timeout: timedelta) -> bool:
+        """`WorkNCCL::wait`: the kernel of an aborted operation ends, and its end is all that an aborted communicator is asked for."""
         self.calls.append("wait")
         return True
 
@@ -312,6 +400,61 @@ def test_on_gpus_a_round_is_one_grouped_operation_of_one_communicator(join, on_g
     transport.move([], []).wait()  # as where no slice of a bucket has changed
     transport.close()
     assert group.aborted
+
+
+def death(member: Member, group: Communicator) -> None:
+    """The death of a member, of which the hub tells the rank with this group."""
+    member.close()
+    wait_for(lambda: group.aborted)
+
+
+def test_on_gpus_a_round_that_a_death_has_ended_has_not_arrived(join, on_gpus, monkeypatch) -> None:
+    made = on_gpus()
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
+    other, transport = join(3), GroupTransport(join(0), 4, "cuda")
+    moving = transport.move([], [part(1, torch.zeros(4, dtype=torch.uint8))])
+    death(other, made.made[0])
+    with pytest.raises(LinkError, match="engine rank 1 closed its connection: it has died or given up"):
+        moving.wait()
+
+
+def test_on_gpus_a_group_of_operations_ends_also_where_one_of_them_is_refused(
+    join, on_gpus, monkeypatch
+) -> None:
+    """A group that stayed open would take in what this thread gives to NCCL afterwards: NCCL counts open groups by thread."""
+    made = on_gpus()
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
+    other, transport = join(3), GroupTransport(join(0), 4, "cuda")
+    (group,), data = made.made, torch.zeros(4, dtype=torch.uint8)
+    receive = group.recv
+
+    def dies_after(*args) -> None:
+        receive(*args)
+        death(other, group)
+
+    monkeypatch.setattr(group, "recv", dies_after)
+    with pytest.raises(LinkError, match="engine rank 1 closed its connection: it has died or given up"):
+        transport.move([part(1, data)], [part(1, data)])
+    assert group.calls == ["begin", "receive 1", "end"]
+
+
+def test_on_gpus_the_first_error_of_a_group_is_told(join, on_gpus, monkeypatch) -> None:
+    """NCCL gives the error of an operation once more when the group of the operation ends."""
+
+    def refuse(word: str) -> Callable[..., None]:
+        def refused(*args) -> None:
+            raise torch.distributed.DistBackendError(word)
+
+        return refused
+
+    made = on_gpus()
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
+    monkeypatch.setattr(hub, "WORD_SECONDS", 0.1)
+    transport = GroupTransport(join(0), 4, "cuda")
+    monkeypatch.setattr(made.made[0], "recv", refuse("invalid argument"))
+    monkeypatch.setattr(made.made[0], "_end_coalescing", refuse("error in a group"))
+    with pytest.raises(LinkError, match="or has died: invalid argument"):
+        transport.move([], [part(1, torch.zeros(4, dtype=torch.uint8))])
 
 
 def test_a_member_that_dies_while_the_communicator_is_made_is_an_error_at_once(

@@ -161,6 +161,26 @@ def test_the_checksum_is_of_what_lies_in_the_parameter(connect):
         receiver.receive(1)
 
 
+@pytest.mark.parametrize("way", [MAPPED, APART])
+@pytest.mark.parametrize("step", ["_bind", "_take_bucket"])
+def test_any_error_of_a_receiver_ends_its_connection(connect, monkeypatch, way, step):
+    """As where the device has no memory left: nobody waits for this rank, and the next version needs another connection."""
+    _, sending, receiver, _ = connect(ALL, way=way)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(receiver, step, no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        receiver.receive(1)
+    with pytest.raises(LinkError, match="engine rank 0 closed its connection"):
+        sending.result()
+    monkeypatch.undo()
+    with pytest.raises(LinkError, match="connected anew"):
+        receiver.receive(2)
+    assert receiver.verify_again() is None  # the version was given up
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_packet_is_noticed(tmp_path, lost):
     sender = Sender(tmp_path / "s", [Slices(ALL)], num_buckets=3)

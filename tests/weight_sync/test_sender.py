@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,4 +114,51 @@ def test_an_engine_that_does_not_close_slots_breaks_the_connection_and_they_stay
     assert len(slots.files) == 1
     memory = slots.take(1, share(1000).slot_bytes)
     assert len(slots.files) == 1 and len(memory) == 1
+    slots.close()
+
+
+@dataclass
+class Told:
+    """In the place of an exchange: `slots`, those that were there when it was told to forget them."""
+
+    there: Callable[[], list]
+    slots: list | None = None
+    moving: bool = False
+
+    def start(self, *args: object) -> bool:
+        return False
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def forget_slots(self) -> None:
+        self.slots = list(self.there())
+
+
+def test_an_exchange_forgets_slots_before_they_are_freed(tmp_path: Path, monkeypatch) -> None:
+    """NIXL has them registered."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    slots = Slots("cpu", lasting=False)
+    outbox = Outbox(share(1000), str(tmp_path), "127.0.0.1", "cpu", 20.0, slots)
+    inbox = Inbox(share(1000), {0: outbox.address}, None, "cpu", 20.0)
+    sending = Told(lambda: slots.files)
+    receiving = Told(lambda: inbox._slots)
+    outbox._exchange = sending
+
+    def engine() -> None:
+        take_version(inbox, 1, [])
+        inbox.end(1)
+
+    thread = in_thread(engine)
+    outbox.send(1, {"w": torch.ones(1000)})
+    thread.join()
+    assert len(sending.slots) == 1 and slots.files == []
+
+    inbox._sources, inbox._exchange, inbox._device = {}, receiving, "cuda"
+    inbox._slots = [torch.zeros(4)]
+    inbox.end(2)
+    assert len(receiving.slots) == 1 and inbox._slots == []
+    inbox.close()
+    outbox.close()
     slots.close()

@@ -178,6 +178,24 @@ def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
         ranks.run(dies, model, way, str(tmp_path), network, timeout=40)  # less than the ends would wait
 
 
+def test_a_peer_that_registers_no_slots_is_named():
+    """On GPUs slots are registered anew for each version: an engine that hangs does not come to it."""
+    pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
+
+    def nobody(key):
+        raise LinkError("not all members of the weight sync came within 5 s")
+
+    member = SimpleNamespace(
+        number=0, timeout=5.0, problem=None, name=lambda peer: f"engine rank {peer}", get=nobody, close=lambda: None
+    )  # fmt: skip
+    transport = NixlTransport(member, "cpu")
+    try:
+        with pytest.raises(LinkError, match=r"engine rank 1 said nothing for 5 s"):
+            transport.move([Part(1, torch.zeros(4, dtype=torch.uint8), 0, 0, 0)], []).wait()
+    finally:
+        transport.close()
+
+
 def _disconnect(*_):
     from nixl._bindings import nixlRemoteDisconnectError
 
@@ -192,13 +210,13 @@ def test_an_end_that_nixl_finds_disconnected_is_named(call):
         set=lambda key, value: None, close=lambda: None,
     )  # fmt: skip
     transport = NixlTransport(member, "cpu")
-    answers = {"transfer": "PROC", "check_xfer_state": "DONE", "get_new_notifs": {"member-1": [b"ready 1 1"]}}
+    answers = {"transfer": "PROC", "check_xfer_state": "DONE", "get_new_notifs": {"member-1": [b"ready 1"]}}
     agent = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
     others = ("initialize_xfer", "get_xfer_descs", "release_xfer_handle", "send_notif")
     transport._agent = SimpleNamespace(
         **{**dict.fromkeys(others, lambda *_: None), **agent, call: _disconnect}
     )
-    transport._slots, transport._places = [(0, 4, 0)], {1: (1, [(0, 4, 0)])}
+    transport._slots, transport._places = [(0, 4, 0)], {1: [(0, 4, 0)]}
     part = Part(1, torch.zeros(4, dtype=torch.uint8), 0, 0, 0)
     try:
         with pytest.raises(LinkError, match=r"trainer rank 1 could not be read from by NIXL"):

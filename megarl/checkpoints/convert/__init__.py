@@ -1,4 +1,4 @@
-"""Converts checkpoints: Hugging Face folders and Megatron's distributed checkpoints, into either, and compares them;
+"""Converts checkpoints, Hugging Face folders and Megatron's distributed checkpoints, into either kind, and compares them;
 merges adapters into a model.
 
 Promises: no process group and no GPU is needed; memory stays below one output file and one tensor of the source, whatever

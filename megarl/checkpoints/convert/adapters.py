@@ -66,7 +66,7 @@ def _read_full(reader: DCPReader, key: str, stored: StoredTensor, dtype: torch.d
 
 
 class MergedSource:
-    """A source with the adapters of the folder at `adapter` in it; see `Source`.
+    """A source with the adapters of the folder at `adapter` merged into it; see `Source`.
 
     Raises:
         ValueError: `base` is no Hugging Face folder, or `adapter` no folder of adapters.
@@ -112,7 +112,7 @@ class MergedSource:
 
 
 def merge_rows(weight: torch.Tensor, reader: PeftReader, module: str, box: Box) -> torch.Tensor:
-    """Rows of a weight with its adapter in them.
+    """Rows of a weight with its adapter merged into them.
 
     Args:
         weight: [*box.size], of any type.

@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "4GiB", "500 MB" or "1000000".
+    """The bytes of a size such as "4GiB", "500 MB" or "1000000".
 
     Raises:
-        ValueError: something else.
+        ValueError: `text` is no size.
     """
     match = re.fullmatch(r"([\d.]+) ?([KMGT]?i?B?)", text.strip())
     if not match or match[2] not in _UNITS or match[1].count(".") > 1:

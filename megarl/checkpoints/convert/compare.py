@@ -41,14 +41,14 @@ class Comparison:
         return not (self.different or self.only_in_a or self.only_in_b)
 
     def print(self, console: Console, limit: int = 20) -> None:
-        """A table of the differences, its first `limit` rows, and a sentence."""
+        """Print the first `limit` rows of a table of the differences, and a sentence."""
         rows = [(d.tensor, d.a, d.b, "" if d.max_abs is None else f"{d.max_abs:.3g}") for d in self.different]
         rows += [(name, "present", "missing", "") for name in self.only_in_a]
         rows += [(name, "missing", "present", "") for name in self.only_in_b]
         if rows:
             shown = [("tensor", "first", "second", "max abs difference"), *rows[:limit]]
             widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-            for row in shown:  # names are long: rather a line that runs on than a name that is cut
+            for row in shown:  # names are long: a line that runs on is better than a name that is cut
                 line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
                 console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
         if len(rows) > limit:
@@ -75,7 +75,7 @@ def compare(
         console: where progress is shown.
 
     Raises:
-        ValueError: one of them is no checkpoint, or does not fit its own config; adapters and a checkpoint.
+        ValueError: one of them is no checkpoint, or does not fit its own config; one is a folder of adapters, the other a checkpoint.
     """
     if is_adapter(a) and is_adapter(b) and adapter is None:
         return compare_adapters(a, b)
@@ -111,7 +111,7 @@ def compare_adapters(a: str, b: str) -> Comparison:
     """Compare two folders of adapters in PEFT's format: factors of the outputs, and tensor by tensor.
 
     Raises:
-        ValueError: one of them is none, incomplete, or asks for something that is not supported.
+        ValueError: one of them is no such folder, is incomplete, or asks for something that is not supported.
     """
     with PeftReader(a) as first, PeftReader(b) as second:
         different = []
@@ -131,7 +131,7 @@ def compare_adapters(a: str, b: str) -> Comparison:
 
 
 def _scalings(first: PeftReader, second: PeftReader) -> list[Difference]:
-    """The factors of single adapters' outputs, where not all differ alike."""
+    """Differences of the factors of single adapters' outputs, but for the one between the folders' default factors."""
     a, b = first.scalings(), second.scalings()
     every = (first.facts.scaling, second.facts.scaling)
     return [

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion; in words the parts of the source that were left out."""
+    """The result of a conversion. `left_out`: the parts of the source that were left out, in words."""
 
     source_kind: str
     target_kind: str
@@ -47,9 +47,9 @@ def convert(
 
     Args:
         to: "hf", "megatron", or "peft" for the adapters that a Megatron checkpoint has in addition to its weights; None: the
-            format that the source has not, or "hf" with an adapter.
+            other format than the source's, or "hf" with an adapter.
         dtype: of the weights, one of DTYPES; None: each keeps its own.
-        shard_bytes: size of a file; a larger tensor is alone in its own.
+        shard_bytes: size of a file; a larger tensor has a file of its own.
         mtp: whether multi-token prediction layers are kept.
         companions: the Hugging Face folder to take config and tokenizer from, for a Megatron checkpoint that has
             none of its own.

@@ -34,7 +34,7 @@ class Target(Protocol):
     Attributes:
         kind: "hf" or "megatron".
         layout: where the weights are to lie in its tensors.
-        items: all that is to be written, in order.
+        items: everything that is to be written, in order.
         checkpoint: the folder, within the one that is written, in which the weights lie.
     """
 
@@ -48,7 +48,7 @@ class Target(Protocol):
         ...
 
     def together(self, item: Item) -> str:
-        """The same for items that one file has to have."""
+        """A key that is the same for items that have to be in one file."""
         ...
 
     def write_file(self, folder: Path, at: int, count: int, tensors: Mapping[Item, torch.Tensor]) -> None:
@@ -91,8 +91,8 @@ class MegatronTarget:
     """A distributed checkpoint where Megatron-LM's `--load` finds it: in a folder `release`, named by the tracker file.
 
     Transformer Engine's modules save an extra state each, empty without FP8, and Megatron-LM refuses a checkpoint
-    that lacks one of a model that has it: they are written for all. A model without Transformer Engine has none, and
-    loads leave them unread. The options of a training run (`args`) are not there: there was none.
+    that lacks one: they are written for all modules. A model without Transformer Engine has none, and its
+    loads leave them unread. The options of a training run (`args`) are not there: there was no run.
     """
 
     kind = "megatron"
@@ -203,7 +203,7 @@ class Moves:
 
     @cached_property
     def main_dtype(self) -> torch.dtype:
-        """The type of most bytes."""
+        """The type that most bytes have."""
         totals: dict[torch.dtype, int] = defaultdict(int)
         for item in self.target.items:
             totals[self.dtypes[item.local]] += self.nbytes(item)
@@ -232,10 +232,10 @@ class Moves:
 
 
 def narrow_into(target: torch.Tensor, values: torch.Tensor, where: str, name: str) -> None:
-    """Copy values into a tensor of another type, perhaps.
+    """Copy values into a tensor, which may be of another type.
 
     Raises:
-        ValueError: a value is beyond the largest of that type, and would become infinite: of the tensor `name`, in `where`.
+        ValueError: a value of the tensor `name`, in `where`, is beyond the largest of that type, and would become infinite.
     """
     target.copy_(values)
     most = torch.finfo(target.dtype).max

@@ -71,18 +71,18 @@ def load_adapters(
 ) -> None:
     """Fill a Megatron rank's adapters from the folder at `path`.
 
-    The rank and alpha of section `lora` are the ones of the folder's adapters of the largest rank. Of a smaller one the first
-    rows of A and columns of B are filled, the other columns of B with 0, and other rows of A stay new ones. B of another
-    alpha is multiplied so that the outputs are the same.
+    Section `lora` must have the rank and alpha of the folder's adapters of the largest rank. Of an adapter of a smaller rank the first
+    rows of A and columns of B are filled, the other columns of B with 0, and other rows of A stay new ones. B of an adapter of
+    another alpha is multiplied so that the outputs are the same.
 
     Args:
         parameters: the rank's, named as pieces name them.
         adapter: the name of the submodules that hold the adapters.
-        head: "value" for a model with a value head, which the folder may have; otherwise it keeps its values.
+        head: "value" for a model with a value head, which the folder may have; otherwise the head keeps its values.
 
     Raises:
-        ValueError: no such folder, one that does not fit section `lora` or the model, or adapters that this section has
-            equal and the folder has not.
+        ValueError: no such folder, one that does not fit section `lora` or the model, or adapters that are
+            equal by this section and differ in the folder.
     """
     with PeftReader(path, config) as reader:
         reader.check(lora)
@@ -102,7 +102,7 @@ def load_adapters(
 
 
 def _fill(place: torch.Tensor, reader: PeftReader, copy: Copy, lora: LoraConfig) -> None:
-    """Read a copy's values, with the full rank dimension, from an adapter of its own rank and alpha."""
+    """Fill `place` with a copy's values, which have the full rank dimension, from an adapter with a rank and alpha of its own."""
     module, kind = next(
         ((copy.tensor.removesuffix(end), end) for end in (A, B) if copy.tensor.endswith(end)), ("", "")
     )
@@ -122,7 +122,7 @@ def _fill(place: torch.Tensor, reader: PeftReader, copy: Copy, lora: LoraConfig)
 
 
 def _check_shared(reader: PeftReader, copies: Sequence[Copy]) -> None:
-    """ValueError: tensors that lie in one place are not equal."""
+    """Refuse (ValueError) tensors that lie in one place and are not equal."""
     places: dict[tuple[str, Box], list[Copy]] = defaultdict(list)
     for copy in copies:
         places[copy.target_local, copy.target_box].append(copy)
@@ -144,7 +144,7 @@ class AdapterExport(Export):
 
     Attributes:
         dtype: of the written tensors.
-        adapter: the name of the submodules that hold them.
+        adapter: the name of the submodules that hold the adapters.
         head: "value" to write the value head, too.
     """
 

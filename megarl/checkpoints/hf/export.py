@@ -43,15 +43,15 @@ def read_companions(
     mtp: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """Files of the Hugging Face folder of a model other than its weights, for a copy of it: file name -> content.
+    """The files other than weights of a model's Hugging Face folder, for a copy of the model: file name -> content.
 
     Args:
-        dtype: of the copy's weights, which its config says; a config that says that they are quantised no longer does.
+        dtype: of the copy's weights, which its config says; its `quantization_config` is left out.
         mtp: whether the copy has the model's multi-token prediction layers; otherwise its config says that there are none.
         fields: values of its config in place of the model's.
 
     Raises:
-        ValueError: names one of these files that should hold a JSON object, and does not.
+        ValueError: one of these files should hold a JSON object, and does not; names it.
         OSError: one cannot be read.
     """
     hf = _without_types(config.hf, dtype)
@@ -90,9 +90,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 class HFFolderWriter:
-    """Writes the weights into `folder` as `num_files` safetensors files, one more for a vision tower, and an index of more than one.
+    """Writes the weights into `folder` as `num_files` safetensors files, one more for a vision tower, and an index where there are several.
 
-    Tensors that the family's checkpoints have in one (`megarl.checkpoints.hf.fused`) come in one file.
+    Tensors that the family's checkpoints have in one (`megarl.checkpoints.hf.fused`) must be given for one file.
     """
 
     def __init__(self, folder: Path, num_files: int, config: ModelConfig) -> None:
@@ -146,7 +146,7 @@ class Bundle:
 
 
 def unpack(bundle: Bundle, copies: Sequence[Copy], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a bundle's slices into their targets, of the types that were packed, each checked first.
+    """Write a bundle's slices, each checked first, into their targets, which have the types that were packed.
 
     Raises:
         ValueError: a slice's bytes differ from the packed ones; names the tensor and the source rank.
@@ -251,7 +251,7 @@ class ExportPlan(Export):
 def in_files(
     items: Sequence[Item], sizes: Sequence[int], limit: int, keys: Sequence[str]
 ) -> list[list[Item]]:
-    """The items of each file: of up to `limit` bytes together; those of one key are together, and if they are larger, alone."""
+    """The items of each file, up to `limit` bytes together; items of one key are in one file, alone if they are larger."""
     groups: dict[str, list[Item]] = defaultdict(list)
     totals: dict[str, int] = defaultdict(int)
     for item, size, key in zip(items, sizes, keys, strict=True):

@@ -1,9 +1,9 @@
 """Tensors of checkpoints that store all routed experts of a layer in one, read and written as tensors of single experts; and the names of
 language models beside a vision tower.
 
-Qwen3.5's have `gate_up_proj` [experts, 2 ffn, hidden], gate's rows before up's, and `down_proj` [experts, hidden, ffn] (transformers 5.12.1,
-models/qwen3_5_moe); without a vision tower beside them transformers writes tensors of single experts. gpt-oss's have by layer
-`gate_up_proj` [experts, hidden, 2 ffn], whose columns are gate's and up's in turn, `gate_up_proj_bias` [experts, 2 ffn],
+Qwen3.5's checkpoints have `gate_up_proj` [experts, 2 ffn, hidden], gate's rows before up's, and `down_proj` [experts, hidden, ffn]
+(transformers 5.12.1, models/qwen3_5_moe); without a vision tower beside them transformers writes tensors of single experts.
+gpt-oss's have for each layer `gate_up_proj` [experts, hidden, 2 ffn], whose columns are gate's and up's in turn, `gate_up_proj_bias` [experts, 2 ffn],
 `down_proj` [experts, ffn, hidden] and `down_proj_bias` [experts, hidden] (transformers 5.12.1, models/gpt_oss). Published checkpoints have
 the two weights in MXFP4 (Open Compute Project, Microscaling Formats v1.0, section 5.2), the other way round: `<name>_blocks` [experts, out, in / 32, 16],
 two values of four bits (e2m1) a byte, the lower bits first, and `<name>_scales` [experts, out, in / 32], the exponents of 32 values'
@@ -35,7 +35,7 @@ _OF_TEXT, _OF_PICTURES = "model.language_model.", "model.visual."
 
 
 class Part(NamedTuple):
-    """An expert's tensor within a stored one: every `step`-th output from `first` on. `by_output`: these are the stored rows, not columns."""
+    """An expert's tensor within a stored one: every `step`-th output from `first` on. `by_output`: outputs are stored rows, not columns."""
 
     stored: str
     expert: int
@@ -70,7 +70,7 @@ def find_vision_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_vision_tensors(folder: Path) -> dict[str, Tensor]:
-    """Their values, as they are."""
+    """The values of a vision tower's tensors, as they are stored."""
     found, values = find_vision_tensors(folder), dict[str, Tensor]()
     for file in {tensor.file for tensor in found.values()}:
         with safe_open(file, "pt") as opened:
@@ -81,13 +81,13 @@ def read_vision_tensors(folder: Path) -> dict[str, Tensor]:
 def split_experts(
     tensors: Mapping[str, StoredTensor], is_halved: Callable[[], bool]
 ) -> tuple[dict[str, StoredTensor], dict[str, Part]]:
-    """The tensors of a checkpoint with those of single experts in place of the stored ones, and where each of these lies.
+    """The tensors of a checkpoint with single experts' tensors in place of the stored ones, and where each expert's tensor lies.
 
     Args:
         is_halved: whether stored tensors without biases are Qwen3.5's; other checkpoints' stay as they are: their names mean another order.
 
     Raises:
-        ValueError: a tensor in MXFP4 without its scales, or of a shape that is none.
+        ValueError: a tensor in MXFP4 without its scales, or of an impossible shape.
     """
     found: dict[str, StoredTensor] = {}
     parts: dict[str, Part] = {}
@@ -121,7 +121,7 @@ def _single_experts(
     """Single experts' names, places and shapes in a tensor of Qwen3.5's.
 
     Raises:
-        ValueError: it has no shape of such a tensor.
+        ValueError: it does not have the shape of such a tensor.
     """
     if len(tensor.shape) != 3 or tensor.shape[1] % len(names):
         raise ValueError(
@@ -138,7 +138,7 @@ def _single_experts(
 def _shape(
     name: str, tensor: StoredTensor, kind: str | None, tensors: Mapping[str, StoredTensor]
 ) -> tuple[int, ...]:
-    """[experts, out, in] of a weight, [experts, out] of biases."""
+    """The shape of a stored tensor as [experts, out, in] for a weight, [experts, out] for biases."""
     shape = tensor.shape
     if kind == _BLOCKS:
         scales = tensors.get(name.removesuffix(_BLOCKS) + _SCALES)
@@ -154,7 +154,7 @@ def _shape(
 
 
 def read_part(part: Part, box: Box, open_slice: Any) -> Tensor:
-    """The values of a box of a single expert's tensor; of MXFP4 in bfloat16, which has them all.
+    """The values of a box of a single expert's tensor; of MXFP4 in bfloat16, which represents them exactly.
 
     Args:
         open_slice: name -> a stored tensor to be sliced.
@@ -201,7 +201,7 @@ def stored_name(config: ModelConfig, name: str) -> str:
 
 
 def as_stored(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as the family's checkpoints have them, from all of the experts of each layer that is among them."""
+    """The tensors as the family's checkpoints have them; of each layer that has experts among them all experts must be there."""
     fused = _fuse_experts(config, tensors)
     if not config.is_nested:
         return fused

@@ -68,8 +68,8 @@ class HFReader:
     def check(self, config: ModelConfig, head: str, mtp: bool = False) -> None:
         """Refuse a checkpoint whose names or shapes are not the model's with that head, as the headers tell.
 
-        mtp: whether its multi-token prediction layers must be there; tensors that repeat the model's may be missing
-            nonetheless, and all of them if they are not wanted.
+        mtp: whether its multi-token prediction layers must be there, but for tensors that repeat the model's; without it
+            they may be there or not.
 
         Raises:
             ValueError: names every tensor that is missing, left over or of another shape.
@@ -91,7 +91,7 @@ class HFReader:
             raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))
 
     def _mistakes(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[str]:
-        """The error in the tensor `name`: one of `shape`, or the scales of one."""
+        """The mistakes of the tensor `name`, which should have `shape` or hold the scales of a tensor of this shape."""
         found, tensor = self.shape(name), _scaled_by(name)
         quantised = tensor in self.tensors and self.tensors[tensor].dtype == _FLOAT8
         of_rows = (1, shape[-1]) if config.scaled_channels else None
@@ -143,7 +143,7 @@ class HFReader:
         return dequantise(values, scales, found.block, torch.float32, (row % rows, column % columns))
 
     def _scales_of(self, name: str) -> "_Scales | None":
-        """Of a tensor in float8; None: it has none."""
+        """The scales of a tensor in float8; None: it has none."""
         if name + ROW_SCALES in self.tensors:
             return _Scales(name + ROW_SCALES, (1, self.tensors[name].shape[-1]))
         if name + SCALES not in self.tensors:
@@ -157,19 +157,19 @@ class HFReader:
         return read_model_config(self.path)
 
     def read_blocks(self, name: str, box: Box, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Values and scales as the file has them, of a box of complete blocks; None: it has none of this size."""
+        """Values and scales as the file has them, of a box of complete blocks; None: the tensor has no blocks of this size."""
         if name + SCALES not in self.tensors or self._config.fp8_block != block:
             return None
         return self._slice(name)[box.slices], self._slice(name + SCALES)[_blocks_of(box, block)]
 
     def two_label_bias(self) -> float:
-        """The logit of the second label's probability is the output of the head of one label plus this."""
+        """The number that, added to the output of the head of one label, gives the logit of the second label's probability."""
         assert self.has_two_labels
         first, second = self._slice(VALUE_HEAD_BIAS)[:].double().tolist()
         return second - first
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As `read` gives it."""
+        """The shape of a tensor as `read` gives it."""
         shape = self.tensors[name].shape
         return (1, *shape[1:]) if name == VALUE_HEAD and self.has_two_labels else shape
 
@@ -203,7 +203,7 @@ class _Scales(NamedTuple):
 
 
 def _scaled_by(name: str) -> str:
-    """The tensor whose scales `name` are; else itself."""
+    """The name of the tensor whose scales are in `name`; `name` itself if it has no scales."""
     if name.endswith("weight" + ROW_SCALES):
         return name.removesuffix(ROW_SCALES)
     return name.removesuffix(SCALES)
@@ -216,7 +216,7 @@ def check_hf_weights(
 
     Args:
         mtp: whether multi-token prediction layers must be there, too.
-        copies: whether these must repeat the model's embedding and head as they are, which are read for it.
+        copies: whether their copies of the model's embedding and head must be equal to these; both are then read.
     """
     with HFReader(path) as reader:
         reader.check(config, head, mtp)
@@ -290,7 +290,7 @@ def load_blocks(
     In addition to the model one parameter's values are held at a time, in float32.
 
     Args:
-        copies: the checkpoint's slices and their places in the parameters; none of `names` cuts a block.
+        copies: the checkpoint's slices and their places in the parameters; no slice of `names` cuts a block.
     """
     by_name: dict[str, list[Copy]] = {name: [] for name in names}
     for copy in copies:

@@ -156,7 +156,7 @@ class PeftReader:
         self._parts = {self._logical(name): part for name, part in parts.items() if name not in taken}
         self.names = frozenset(self._parts)
         self._reader = open_weights(file)
-        # of a layer's experts both: every expert has columns of each
+        # both B of a layer's experts: every expert has columns of each
         self._full_tensor = lru_cache(maxsize=2)(lambda stored: self._reader.get_tensor(PREFIX + stored))
 
     def __enter__(self) -> "PeftReader":
@@ -196,7 +196,7 @@ class PeftReader:
         return self.facts.scaling_of(self._peft_name(module))
 
     def scalings(self) -> dict[str, float]:
-        """That of every adapter, by PEFT's name of module or parameter."""
+        """The factor of every adapter's output, by PEFT's name of module or parameter."""
         shapes = {name: part.shape for name, part in self._parts.items()}
         fused = fused_modules(shapes)  # without a config each may be of either parameter
         names = {self._peft_name(module) for module in self._modules() if module not in fused}
@@ -251,7 +251,8 @@ class PeftReader:
             raise ValueError(f"adapter {self.path!r} does not fit section lora: {'; '.join(wrong)}")
 
     def _widest(self) -> tuple[int, float]:
-        """The largest rank, and the factor of outputs of adapters of this rank: of most of them, by the config."""
+        """The largest rank, and the factor of outputs of adapters of this rank: the default one if the default rank is the
+        largest, else the first such adapter's."""
         ranks = {module: self.rank(module) for module in self._modules()}
         rank = max(ranks.values(), default=self.facts.rank)
         factors = [self.scaling(module) for module, own in ranks.items() if own == rank]
@@ -314,7 +315,7 @@ def adapter_config(
     """The content of `adapter_config.json`.
 
     rsLoRA is written as the alpha that has the same effect without it: SGLang 0.5.21 does not read `use_rslora`, and
-    PEFT 0.21 does not think of it when it fuses the adapters of experts.
+    PEFT 0.21 ignores it when it fuses the adapters of experts.
 
     Args:
         source_model: the base model's folder.

@@ -58,7 +58,7 @@ class AdapterFacts:
         return self.rank_pattern.get(_fitting(self.rank_pattern, name), self.rank)
 
     def scaling_of(self, name: str) -> float:
-        """The factor of its output."""
+        """The factor of the output of a module's or parameter's adapter (PEFT's name)."""
         return self._scaling(
             self.alpha_pattern.get(_fitting(self.alpha_pattern, name), self.alpha), self.rank_of(name)
         )
@@ -79,7 +79,7 @@ def _fitting(patterns: dict, name: str) -> str:
 
 
 def read_facts(folder: Path) -> AdapterFacts:
-    """ValueError: no such folder, a key of the wrong type, or one that asks for something unsupported."""
+    """The facts of a folder's adapters. ValueError: no such folder, a key of the wrong type, or one that asks for something unsupported."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
@@ -190,7 +190,7 @@ def _fused(weights: Mapping[str, tuple[int, ...]], every: Mapping[str, tuple[int
 
 
 def _names(chosen: Any, every: Any, parts: int) -> list[str]:
-    """The last parts of the modules' names where all of a name are chosen, else full names: patterns would do for PEFT,
+    """The last parts of the modules' names where all modules of a name are chosen, else full names: patterns would do for PEFT,
     but not for SGLang."""
     number = Counter(_last(name, parts) for name in every)
     have = Counter(_last(name, parts) for name in chosen)

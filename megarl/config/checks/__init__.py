@@ -41,7 +41,7 @@ def check_config(config: C, data_files: bool = True) -> C:
 
     Args:
         config: as it was written, or resolved.
-        data_files: whether a TrainConfig must name any, and those of any configuration must exist.
+        data_files: whether a TrainConfig must name data files, and those that a configuration names must exist.
 
     Raises:
         ValueError: all violations in one message.
@@ -55,7 +55,7 @@ def config_problems(config: C, full: C, data_files: bool = True) -> list[str]:
     """The problems that `check_config` raises, a line each.
 
     Args:
-        config: as it was written: a value that several keys have from one is reported for that one.
+        config: as it was written: a value that several keys take from one is reported for that one.
         full: `config`, resolved.
     """
     problems = [*value_problems(config), *secret_problems(config), *path_problems(config)]

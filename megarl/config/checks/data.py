@@ -1,4 +1,4 @@
-"""Checks of data: the files that are named are there, and keys that do not fit each other."""
+"""Checks of data: files that do not exist, and keys that do not fit each other."""
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from megarl.util.files import check_url, is_url
 
 _GLOB_CHARACTERS = "*?["
 _STREAMED_SAMPLERS = (None, "random", "sequential")
-# Arguments of apply_chat_template that megarl gives itself, or with which it would return something else than the text.
+# Arguments of apply_chat_template that megarl gives itself, or that would make it return something other than the text.
 OWN_TEMPLATE_KEYS = (
     "tokenize", "add_generation_prompt", "continue_final_message", "conversation", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -20,10 +20,10 @@ OWN_TEMPLATE_KEYS = (
 
 
 def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
-    """Of a resolved configuration.
+    """Problems of the section data in a resolved configuration.
 
     Args:
-        data_files: whether there must be any, and they must be there.
+        data_files: whether it must name data files, and they must exist.
     """
     data = config.data
     if data_files:
@@ -112,9 +112,9 @@ def template_problems(
 
 
 def file_problems(key: str, files: str | Sequence[str] | None) -> Iterator[str]:
-    """`files`: a path, a glob, a URL or a list of them, each of which must lead to a file.
+    """Problems of `files`, a path, a glob, a URL or a list of them, each of which must lead to a file.
 
-    Of a URL only that its protocol can be opened here: nothing is asked of a network.
+    Of a URL only the protocol is checked, which must be one that can be opened here: nothing is asked of a network.
     """
     if files is None:
         return

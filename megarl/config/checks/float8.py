@@ -1,4 +1,4 @@
-"""Checks of training in float8 (`megatron.fp8`): what it has not been executed with is refused."""
+"""Checks of training in float8 (`megatron.fp8`): settings with which it has not been executed are refused."""
 
 from collections.abc import Iterator
 
@@ -12,10 +12,10 @@ _RECOMPUTED = ("moe", "mlp", "shared_experts", "core_attn")
 
 
 def float8_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
-    """Of a resolved configuration."""
+    """Problems of training in float8 in a resolved configuration."""
     reported: list[MegatronConfig] = []
     for key, megatron, model_key, lora in _models(config):
-        if megatron in reported:  # the actor's, which others have from it
+        if megatron in reported:  # the actor's, which other roles take from it
             continue
         reported.append(megatron)
         if megatron.fp8 is None:

@@ -1,4 +1,4 @@
-"""Checks of what a policy is compared with: the reference, a teacher in its place, several teachers; those that engines serve."""
+"""Checks of the models that a policy is compared with: the reference, a teacher in its place, several teachers, served ones."""
 
 import re
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def served_reference_problems(config: TrainConfig) -> Iterator[str]:
             if getattr(section, name) is not None:
                 yield f"{key}.{name} is of Megatron models, and engines judge here ({key}.engine); leave one of the two out"
         pool = section.resource_pool
-        # SGLang's memory leaves no device, and weights that were loaded could not come back by a sync.
+        # These engines' memory never leaves its devices: no sync could bring weights back that were loaded from a folder.
         if pool is None:
             yield f"{key}.engine: the engines of a teacher stay on devices of their own, and {key}.resource_pool is null; {advice}"
             continue

@@ -23,7 +23,7 @@ _ADVICE = "put it into an environment variable, or a file of the library that as
 def secret_problems(config: Any) -> Iterator[str]:
     """URLs with passwords, and free keys (the arguments of a user's own function) that are named like secrets.
 
-    What is found is not shown.
+    Their values are not shown.
     """
     for key, _, value in walk_values(config):
         for place, name, text in _texts(key, "", value):
@@ -92,6 +92,6 @@ def given_keys(section: Any, names: Collection[str] | None = None) -> list[str]:
 def registered_problems(
     config: TrainConfig | EvalConfig, key: str, name: str, built_in: Sequence[str]
 ) -> Iterator[str]:
-    """A name that a plugin may add to: with `plugins` it is looked up once they are imported."""
+    """A name that a plugin may register: with `plugins` it is looked up after they are imported."""
     if name not in built_in and not config.plugins:
         yield f"{key}={name!r} is unknown; megarl has {', '.join(built_in)}{did_you_mean(name, built_in)}"

@@ -34,12 +34,12 @@ def model_keys(config: TrainConfig | TuningConfig | EvalConfig) -> tuple[str, ..
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether `path` may be an id: owner/name, and no folder that is there."""
+    """Whether `path` may be an id: owner/name, and no existing path."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
 
 
 def path_problems(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[str]:
-    """Models and tokenizers that a configuration names, resolved or not, and that are neither here nor ids on the Hub."""
+    """Models and tokenizers that a configuration (resolved or not) names and that are neither on this machine nor ids on the Hub."""
     policy_keys = ("model.path", "actor_rollout_ref.model.path")
     policy = next(path for key in policy_keys if (path := value_at(config, key)) is not None)
     models = model_keys(config)
@@ -71,7 +71,7 @@ def model_problems(key: str, path: str) -> Iterator[str]:
 
 
 def fetch_models(config: C, weights: bool = True) -> C:
-    """The configuration with the folder in the Hub's cache in place of each id; a model that is not in it is downloaded.
+    """The configuration with the folder in the Hub's cache in place of each id; a model that is not in the cache is downloaded.
 
     Args:
         config: resolved and checked.

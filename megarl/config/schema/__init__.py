@@ -1,8 +1,8 @@
 """How a key of the configuration is declared, and a walk over all keys of a schema.
 
-A schema is a frozen dataclass whose fields are keys made by `option` or sections (other such dataclasses). What
-is written beside a key is used for its checks, for error messages and for the reference page of the
-documentation; it is written nowhere else.
+A schema is a frozen dataclass whose fields are keys made by `option` or sections (other such dataclasses). The
+declaration of a key serves its checks, error messages and the reference page of the documentation; nothing of it
+is written elsewhere.
 """
 
 import types
@@ -48,7 +48,7 @@ def option(
 
 
 def section(help: str, default_factory: Any = MISSING) -> Any:
-    """A group of keys; without a factory of its default it holds a key that is required."""
+    """A group of keys; without a default factory it holds a required key."""
     return field(default_factory=default_factory, metadata={"help": help})
 
 
@@ -59,7 +59,7 @@ def optional_section(help: str) -> Any:
 
 @cache
 def field_types(schema: type) -> Mapping[str, Any]:
-    """Field name -> type, with the annotations of the dataclass evaluated (once: this takes longer than all else that reads a key)."""
+    """Field name -> type, with the annotations of the dataclass evaluated (once: this takes longer than all other work of reading a key)."""
     return typing.get_type_hints(schema)
 
 
@@ -96,7 +96,7 @@ def is_free(kind: Any) -> bool:
 
 
 def type_text(kind: Any) -> str:
-    """A type as its reader writes its values in YAML."""
+    """A type in words, as users write its values in YAML."""
     names = {str: "text", int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
     texts = []
     for member in members(kind):

@@ -121,7 +121,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """Against the difference between the engine's log-probs and the trainer's."""
+    """Corrections for the difference between the engine's log-probs and the trainer's."""
 
     rollout_is: str | None = option(
         "Weigh the policy loss with the probability ratio trainer / engine (truncated importance sampling) of each "

@@ -1,6 +1,6 @@
 """The keys of `megarl train` and `megarl eval`; the keys of supervised training are in `supervised`.
 
-Every key is read by someone; a key that is not here is refused. Batch sizes count over all ranks, `_per_gpu`
+Every key is read somewhere; a key that is not here is refused. Batch sizes count over all ranks, `_per_gpu`
 sizes on one device.
 """
 

@@ -1,4 +1,4 @@
-"""Validation sets that are sampled in their own way: the values of `data.val_sets`."""
+"""Section `data`: prompts, their samplers, auxiliary texts, and validation sets with their own sampling."""
 
 # Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009

@@ -165,7 +165,7 @@ TARGETS = {
     "kuberay": ("on Kubernetes with the KubeRay operator, by kubectl", KubeRayConfig),
     "skypilot": ("on clouds or Kubernetes as a task of SkyPilot's, by sky", SkyPilotConfig),
 }
-_GIVEN = "launch."  # before the dotted key, as the name of an option's value
+_GIVEN = "launch."  # before the dotted key in the name of an option's value
 
 
 def add_launch(
@@ -173,7 +173,7 @@ def add_launch(
     recipes: Sequence[str],
     run: Callable[[argparse.Namespace], int | None],
 ) -> None:
-    """Add `megarl launch TARGET RECIPE`, whose options have LaunchConfig's keys that are given (`launch_keys`).
+    """Add `megarl launch TARGET RECIPE`, with LaunchConfig's keys as options (`launch_keys` reads them).
 
     Args:
         recipes: the commands that run a recipe, the default first.

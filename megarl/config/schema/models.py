@@ -80,7 +80,7 @@ class LoraConfig:
     )
 
     def __post_init__(self) -> None:
-        """One text is a list of one, also where configurations are compared."""
+        """A single text becomes a list of one, also for comparisons of configurations."""
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if isinstance(value, str):

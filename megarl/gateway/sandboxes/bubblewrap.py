@@ -1,4 +1,4 @@
-"""A sandbox of the program bwrap (bubblewrap): the same namespaces as without it, also where the system lets that program alone make them."""
+"""A sandbox of the program bwrap (bubblewrap): the namespaces of namespaces.py, also where the system lets only this program make them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Bubblewrap:
 
     def start(self, agent: AgentProcess) -> Program:
         settings = self._settings
-        # /tmp before the folders, some of which may lie in it; and those that have others within them first.
+        # /tmp before the folders, some of which may lie in it; and outer folders before the folders within them.
         arguments = ["bwrap", "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
         arguments += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]
         folders = [path for path in _LIBRARIES if os.path.isdir(path)]

@@ -34,7 +34,7 @@ class Container:
         arguments += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         # Else SELinux keeps containers from the gateway's socket.
         arguments += ["--security-opt", "label=disable", "--pids-limit", str(_MAX_PROCESSES)]
-        # As whom files are written that this process removes: a podman without root maps its containers' root to this user.
+        # The user who writes files that this process removes: a podman without root maps its containers' root to this user.
         user = "0:0" if self.program == "podman" else f"{os.getuid()}:{os.getgid()}"
         arguments += ["--user", user]
         if settings.memory_mb is not None:
@@ -44,7 +44,7 @@ class Container:
             arguments += ["--mount", f"type=bind,source={path},target={path},readonly"]
         arguments += ["--mount", f"type=bind,source={folder},target={folder}", "--workdir", str(agent.work)]
         for name, value in agent.variables.items():
-            # Values that are keys are told by the client's environment, not by its arguments, which every user may read.
+            # Values, some of which are keys, are passed in the client's environment, not in its arguments, which every user may read.
             arguments += ["--env", f"{name}={value}" if name.startswith(_CLIENT) else name]
         arguments += ["--entrypoint", "python3", image, "-I", "-S", "-B", first.__file__]
         arguments += [settings.socket, str(settings.port), "0", *agent.command]

@@ -21,7 +21,7 @@ from megarl.gateway.sandboxes.interface import (
 from megarl.gateway.sandboxes.namespaces import Namespaces
 
 _SECONDS = 600.0  # an image may have to be fetched
-_END = 400  # characters of what a sandbox that fails has printed
+_END = 400  # characters of a failed sandbox's output
 KEY = "rollout.gateway.sandbox"
 
 
@@ -43,7 +43,7 @@ def find_sandbox(name: str, settings: SandboxSettings) -> Sandbox:
 
 
 def try_sandbox(name: str, readable: tuple[str, ...], memory_mb: int | None, image: str | None) -> None:
-    """Run a command that does nothing, in front of a gateway that answers nothing. Images that tasks name are not tried.
+    """Try a sandbox with a command that does nothing, and a gateway that answers nothing. Images that tasks name are not tried.
 
     Raises:
         ValueError: it has failed.

@@ -39,7 +39,7 @@ def run(path: str, port: int, memory_mb: int, command: Sequence[str]) -> NoRetur
             os.execvp(command[0], [*command])
         except OSError as error:
             fail(f"{command[0]}: {error.strerror}")
-    # A first process has no default for it, and what stops a container would wait for long before it kills it.
+    # A first process has no default action for SIGTERM, and the stop of a container would wait long before it kills this one.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(FAILED))
     threading.Thread(target=_end_with, args=(gateway,), daemon=True).start()
     threading.Thread(target=_forward, args=(listener, path), daemon=True).start()

@@ -16,7 +16,7 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What is the same for all agents of an engine.
+    """The settings that all agents of an engine share.
 
     Attributes:
         socket: the gateway's Unix socket.
@@ -38,8 +38,8 @@ class AgentProcess:
     """An agent that is to be started.
 
     Attributes:
-        name: no other agent's on this machine; letters, digits and "-".
-        folder: that it may write into, removed when it has ended.
+        name: a name that no other agent on this machine has; letters, digits and "-".
+        folder: the folder that it may write into, removed when it has ended.
         work: its working directory, within the folder.
         variables: of its environment, keys among them; PATH and the language may be added.
     """
@@ -54,7 +54,7 @@ class AgentProcess:
 
 @dataclass(frozen=True)
 class Program:
-    """What is started on this machine: its arguments, and all of its environment."""
+    """A program to start on this machine: its arguments, and all of its environment."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -64,14 +64,14 @@ class Sandbox(Protocol):
     """How agents are started and ended. A user's own is a function or class that is called with `SandboxSettings`."""
 
     def start(self, agent: AgentProcess) -> Program:
-        """A program that runs until the agent ends, prints what it prints and exits as it does.
+        """A program that runs until the agent ends, with the agent's output and exit code.
 
         Raises:
             ValueError: this task's agent cannot be started.
         """
 
     def stop(self, agent: AgentProcess) -> Program | None:
-        """What ends an agent whose program was killed, with its process group; None: nothing is left of it."""
+        """A program that ends an agent after `start`'s program and process group were killed; None: nothing is left of the agent."""
 
 
 class NoSandbox:

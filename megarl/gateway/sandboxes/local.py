@@ -1,4 +1,4 @@
-"""What sandboxes that use this machine's own programs let an agent read."""
+"""The folders that sandboxes which use this machine's own programs let an agent read."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def main() -> None:
         namespaces.enter()
     except OSError as error:
         first.fail(f"Linux namespaces: {error}")
-    # After a change of credentials, which unsets it.
+    # Set after the change of credentials, which would unset it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if os.getppid() != told["parent"]:
         first.fail("the runner has ended")

@@ -11,12 +11,12 @@ from typing import IO, Protocol
 
 from megarl.gateway.sandboxes.interface import AgentProcess, Program, Sandbox
 
-_TICK = 1.0  # seconds, of which at most two count between two times that an agent is asked for
+_TICK = 1.0  # seconds between two looks at an agent, of which at most two count
 _STOP_SECONDS = 60.0
 
 
 async def run_agent(sandbox: Sandbox, agent: AgentProcess, log: IO[bytes], seconds: float) -> int | None:
-    """Start an agent and wait for its end, by itself or at its time limit, and leave nothing of it also where this is cancelled.
+    """Start an agent and wait until it ends, by itself or at its time limit; leave nothing of it, also where this coroutine is cancelled.
 
     Returns:
         Its exit code; None: it did not end in time.

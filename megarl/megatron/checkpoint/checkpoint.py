@@ -150,8 +150,8 @@ class BaseModel(NamedTuple):
 
 
 def identify(path: str) -> BaseModel:
-    """The model at `path`: of `config.json` its content, of every safetensors file its name, size, header and samples of
-    4 KiB, evenly over the file: 64 of them tell fine-tuned models apart without reading them.
+    """The model at `path`, with a fingerprint of the content of `config.json` and of every safetensors file's name, size, header and
+    64 samples of 4 KiB, evenly over the file: these tell fine-tuned models apart without reading them.
 
     Raises:
         ValueError: no safetensors there.
@@ -281,7 +281,7 @@ def begin_save(folder: str | Path, states: RankStates, *, background: bool = Tru
 def finish_save(
     saving: Saving, companions: Callable[[], dict[str, FileFacts]] | None = None
 ) -> dict[str, FileFacts]:
-    """Wait until all is on the disk; all ranks of the role call it.
+    """Wait until all files are on the disk; all ranks of the role call it.
 
     Args:
         companions: writes further files, on rank 0, and returns them as this function does.
@@ -289,7 +289,7 @@ def finish_save(
     Returns: the files that this rank wrote, by name in the folder.
 
     Raises:
-        OSError: a rank could not write; the same on all ranks, but that others name the rank.
+        OSError: a rank could not write; raised on all ranks, and the others name the rank.
     """
     error = saving.written.exception()
     _raise_on_all(error)
@@ -334,7 +334,7 @@ def load_states(folder: str | Path, states: RankStates) -> Loaded:
     set_schedule(states.scheduler, about["schedule_steps"])
     if about["loss_scale"] is not None and states.optimizer.config.fp16:
         set_scaler_state(states.optimizer, about["loss_scale"])
-    exact = about["layout"] == asdict(states.layout)
+    exact = about["layout"] == json.loads(json.dumps(asdict(states.layout)))  # JSON has lists for tuples
     if exact:
         set_random_states(reader.load_object(_random_key())[0])
     else:

@@ -46,9 +46,9 @@ class Places:
 
     Attributes:
         pieces: `box` of the global tensor `tensor` is `local_box` of the rank's tensor `local`, in all dimensions but leading
-            ones of the former (an expert's index).
+            ones of the global tensor (an expert's index).
         shapes: of the global tensors.
-        padded: of global tensors whose rows are the vocabulary's, which each layout pads in its own way, the rows that count.
+        padded: the number of real rows of global tensors whose rows are the vocabulary's, which each layout pads in its own way.
         copies: the rank's tensors that equal another pipeline stage's (tied embeddings). They are loaded and
             not saved: the stages' optimizers cut them at different elements.
         extra_states: keys of the objects that Transformer Engine's modules save in addition to their parameters, empty but for its own
@@ -112,13 +112,13 @@ def _sharded_states(chunk: GPTModel) -> dict[str, Any]:
     metadata = CONTENT | {"dp_cp_group": group}
     if chunk.post_process and chunk.output_layer is None:
         # LanguageModule's own looks for the output layer, which a model with a value head lacks (0.19.2); beyond that it
-        # describes tied embeddings, which such a model has not.
+        # describes tied embeddings, which such a model does not have.
         return super(LanguageModule, chunk).sharded_state_dict(metadata=metadata)
     return chunk.sharded_state_dict(metadata=metadata)
 
 
 def _shards(state: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    """One, or the gate's and the up projection's: parts of a fused weight that are sharded one by one."""
+    """The shards of a state: one, or the gate's and the up projection's, parts of a fused weight that are sharded one by one."""
     if isinstance(state, ShardedTensor):
         yield state
         return
@@ -178,7 +178,7 @@ def range_items(
     start: int,
     values: torch.Tensor,
 ) -> Iterator[Item]:
-    """Some elements of a weight, or a state of them.
+    """The items of some elements of a weight, or of a state of these elements.
 
     Args:
         prefix: of the global tensor's name, before the weight's.

@@ -44,7 +44,7 @@ class Fragment(NamedTuple):
 
 
 def fragments(optimizer: MegatronOptimizer) -> Iterator[Fragment]:
-    """All that this rank's optimizers update."""
+    """The fragments of all parameters that this rank's optimizers update."""
     for part in parts_of(optimizer):
         if isinstance(part.optimizer, HostAdam):
             yield from (Fragment(*found) for found in part.optimizer.fragments())
@@ -103,7 +103,7 @@ def num_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
-    """Have the optimizer be one that has updated so often, with states to be filled."""
+    """Set the optimizer to `count` updates, with states to be filled."""
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             group.pop("step", None)
@@ -186,7 +186,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def restart_random_states(seed: int, step: int) -> None:
-    """Begin all streams anew, with numbers that `seed` and the number of steps name."""
+    """Begin all streams anew, from numbers that follow from `seed` and the number of steps."""
     seed = zlib.crc32(f"{seed} {step}".encode())
     begun = get_cuda_rng_tracker().get_states()
     torch.manual_seed(seed)

@@ -33,7 +33,7 @@ class PackedAttention(MegatronModule):
 
     With `softmax_type` "learnable" each head has a sink, a learnt logit that takes part in its softmax and that no value belongs to
     (Agarwal et al. 2025, arXiv:2508.10925, section 2.2); as in Transformer Engine it is the parameter `softmax_offset` [heads of this rank].
-    In layers with a window a query attends to so many positions before its own.
+    In layers with a window a query attends only to so many positions before its own.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ def _fits_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 @functools.cache
 def _varlen() -> Callable[..., torch.Tensor] | None:
-    """Torch's flash attention of packed sequences, None in a version of torch whose takes no grouped queries.
+    """Torch's flash attention of packed sequences, None in a version of torch where it takes no grouped queries.
 
     Its module imports dynamo, which takes seconds: it is imported where it is used.
     """

@@ -39,7 +39,7 @@ class _Again(torch.autograd.Function):
         return None, *(next(found) if needs else None for needs in needed)
 
 
-CHUNK = 64  # tokens of a sequence that are computed by matrix products; between chunks the state goes on
+CHUNK = 64  # tokens of a sequence that are computed by matrix products; the state passes from chunk to chunk
 
 
 def install() -> None:

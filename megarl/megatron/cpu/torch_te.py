@@ -167,8 +167,8 @@ class GroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(
                 torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
             )
-            # As Transformer Engine's: False where an expert's replicas are on other ranks than a
-            # dense weight's, and gradients are to be summed over the former.
+            # As Transformer Engine's: False where an expert's replicas, over which gradients are
+            # summed, are on other ranks than a dense weight's.
             weight.allreduce = (
                 config.expert_model_parallel_size == 1
                 and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
@@ -200,7 +200,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> dict[str, ShardedTensor]:
         """For distributed checkpoints: all experts' weights are one tensor there, `weight`, with an axis of experts.
 
-        As Transformer Engine's, but for its extra state (of FP8), which there is none of.
+        As Transformer Engine's, but without its extra state (of FP8).
         """
         groups, metadata = self.pg_collection, ensure_metadata_has_dp_cp_group(metadata)
         assert not metadata.get("singleton_local_shards"), "a tensor for each expert is not supported"

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens that were drawn from a part of the vocabulary, and the entropies of these draws.
 
-The part is the one that the sampler kept by the weights of its time (top_p, top_k, min_p), also where other weights would keep others: so
+The part has the tokens that the sampler kept (top_p, top_k, min_p) with the weights of its time, even where other weights would keep others: so
 the distributions of all policies that are compared are over the same tokens. DeepSeek-V3.2 trains in this way ("Keep Sampling Mask",
 arXiv:2512.02556).
 
@@ -116,7 +116,7 @@ class _KeptLogProbs(torch.autograd.Function):
             grad_logits = buffer[: chunk.stop - chunk.start, : share.rows].zero_()
             own = slice(kept.bounds[chunk.start], kept.bounds[chunk.stop])
             if share.rows:
-                # A place comes once, but for the first, to which tokens of other ranks add 0.
+                # Each place occurs once, except the first, to which tokens of other ranks add 0.
                 at = (rows[own] - chunk.start, places[own])
                 grad_logits.index_put_(at, slope[own].to(grad_logits.dtype), accumulate=True)
             torch.mm(grad_logits, weight[: share.rows], out=grad_hidden[chunk])

@@ -180,14 +180,14 @@ def _grad_logits(
 
 
 class FurtherGradients:
-    """The gradients of a divergence, chunk by chunk, in addition to those of `token_log_probs` of the same states and weight in one graph.
+    """The gradients of a divergence, chunk by chunk, in addition to the gradients of `token_log_probs` for the same states and weight in one graph.
 
     Attributes:
         hidden: [tokens, hidden]; of the hidden states, this rank's part.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, rows: int, with_weight: bool) -> None:
-        """`rows`: of the weight that are no padding. `with_weight`: whether the weight has a gradient; a frozen one has none."""
+        """`rows`: rows of the weight that are no padding. `with_weight`: whether the weight has a gradient; a frozen one has none."""
         self._states, self._weight, self._rows = hidden, weight, rows
         self.hidden, self._total = torch.empty_like(hidden), None
         if with_weight:
@@ -202,7 +202,7 @@ class FurtherGradients:
             add_product(self._total[: self._rows], grad_logits, self._states[chunk])
 
     def weight(self) -> Tensor | None:
-        """What autograd is given; None for one in the gradient buffer: `fused_log_probs` gives it the tensor for both."""
+        """The weight's gradient for autograd; None where it is in the gradient buffer: `fused_log_probs` gives autograd a tensor for both."""
         if self._total is None or self._total is getattr(self._weight, "main_grad", None):
             return None
         return self._total.to(self._weight.dtype)

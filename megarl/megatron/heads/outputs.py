@@ -1,4 +1,4 @@
-"""What the last stage of a model gives of a packed batch: log-probabilities and what goes with them, hidden states, or values."""
+"""The outputs of a model's last stage for a packed batch: log-probabilities and further columns, hidden states, or values."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -47,10 +47,12 @@ def lm_output_processor(
         beta: which divergence (`token_divergence`) from the tokens in the field REF_TOP_TOKENS, where the batch has it.
         predicted: the states of each layer of multi-token prediction, as `hidden_states` (`megarl.megatron.prediction`).
 
-    Returns: float32 [tokens, 2 or 1], as `token_log_probs`, or `kept_log_probs` where the batch has kept tokens, and, where the batch has another model's head, 2 more
-        columns: the divergence from it and its log-probability of the label (`token_divergence`). 0 where the batch's mask is
-        false. Where it has the most likely tokens of another model as a field, one more column: the divergence over these
-        (`top_divergence`). With `top` 2 x top more: its own most likely tokens' log-probabilities, and their numbers. Of each layer in `predicted` one more: its log-probability of its token; 0 where that does not count.
+    Returns: float32 [tokens, columns]. The first 2 or 1 columns are as `token_log_probs`, or `kept_log_probs` where the batch has kept
+        tokens. Where it has another model's head, 2 more: the divergence from it and its log-probability of the label
+        (`token_divergence`). Where it has the most likely tokens of another model as a field, one more: the divergence over these
+        (`top_divergence`). With `top` 2 x top more: the model's own most likely tokens' log-probabilities, and their numbers. All these
+        are 0 where the batch's mask is false. For each layer in `predicted` one more: its log-probability of its token; 0 where that
+        does not count.
     """
     batch, model = context
     weight = output_layer.weight if output_weight is None else output_weight

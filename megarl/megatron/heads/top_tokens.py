@@ -2,7 +2,7 @@
 
 With S the k most likely tokens of the other model, q, both distributions have k + 1 outcomes: each token of S, and all others as one. Their divergence
 is at most that over the whole vocabulary, which it is for k = vocabulary - 1, and 0 exactly where both give S the same probabilities.
-What travels of a token is k numbers and log-probabilities, whatever the layout and the place of the other model.
+For each token k numbers and log-probabilities travel, whatever the layout and the place of the other model.
 """
 
 import math
@@ -115,7 +115,7 @@ def chosen_log_probs(
     """As `token_log_probs`, of several labels at each position.
 
     Args:
-        labels: int64 [tokens, k], in [0, vocab_size), those of a position all different.
+        labels: int64 [tokens, k], in [0, vocab_size), all different at a position.
 
     Returns: float32 [tokens, k].
     """

@@ -103,7 +103,7 @@ class LayerAdapters(torch.nn.Module):
         return self._lora.use_dora
 
     def parameter(self, kind: str, expert: int | None) -> Tensor:
-        """`kind`: a, b or m; of an expert a view."""
+        """The parameter of this kind (a, b or m); for an expert a view of it."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class ExpertAdapter(LayerAdapters):
     """The adapters of a rank's experts in one grouped linear layer.
 
     The first dimension of the parameters `a` and `b` counts the experts, or groups of them that share an adapter; with DoRA each has
-    magnitudes of its own, `m0`, `m1`, ...: Megatron's optimizer exempts from weight decay what has one dimension.
+    magnitudes of its own, `m0`, `m1`, ...: Megatron's optimizer exempts parameters of one dimension from weight decay.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class ExpertAdapter(LayerAdapters):
         layer: torch.nn.Module,
     ) -> None:
         parameter = _parameter(shape, dtype, sharded, False)
-        parameter.allreduce = layer.weight0.allreduce  # whose replicas it has, its gradients go to
+        parameter.allreduce = layer.weight0.allreduce  # its gradients are summed where the weight's are
         self.register_parameter(name, parameter)
 
     def parameter(self, kind: str, expert: int | None) -> Tensor:
@@ -324,10 +324,10 @@ class ExpertAdapter(LayerAdapters):
 
 
 class GroupedLinear:
-    """The linear layer of groups of tokens that have a weight each.
+    """A linear layer for groups of tokens with a weight each.
 
     In bfloat16 all groups are one launch (`torch.nn.functional.grouped_mm`), if rows begin at multiples of 16 bytes and the GPU has a kernel
-    for it; else a group is one. Groups without tokens are left out: on B200 torch's gradients of their weights are not zero
+    for it; else each group is one. Groups without tokens are left out: on B200 torch's gradients of their weights are not zero
     (pytorch/pytorch#172439).
     """
 
@@ -363,7 +363,7 @@ class GroupedLinear:
 
 
 class _Heads:
-    """From A's output to the layer's rows: which rows of `b` are whose, and where in the layer they lie."""
+    """From A's output to the layer's rows: which tensor each row of `b` belongs to, and where in the layer it lies."""
 
     def __init__(self, slot: AdapterSlot, lora: LoraConfig, out_features: int) -> None:
         self._rank, self._shared_a, self._out = lora.rank, lora.shared_a, out_features

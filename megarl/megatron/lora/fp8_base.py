@@ -62,7 +62,7 @@ def unallocated(base: Float8Base) -> Iterator[None]:
 
 
 def allocate(model: torch.nn.Module, base: Float8Base) -> None:
-    """Give back the memory that `unallocated` took: in float8 to the base, in its own type to equally large tensors."""
+    """Allocate the tensors that `unallocated` left without memory: the base in float8, others of its shapes in their own type."""
     layers: dict[torch.nn.Module, list[str]] = {}
     for name, parameter in list(model.named_parameters()):
         path, _, kind = name.rpartition(".")

@@ -109,7 +109,7 @@ def only_adapters(chunks: list[torch.nn.Module], adapter: str | None) -> Iterato
 
 
 def rank_pieces(config: ModelConfig, layout: ParallelLayout, place: RankCoords) -> list[Piece]:
-    """Where this rank has which weights of the model."""
+    """The pieces of the model's weights that this rank has, and where they lie."""
     at = MegatronPlace(layout.tp, place.tp, layout.ep, place.ep, layout.etp, place.etp)
     return megatron_pieces(
         config,

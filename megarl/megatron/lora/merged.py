@@ -56,7 +56,7 @@ class ExactWeights(Mapping[str, Tensor]):
         return exact_weight(self._chunks[int(chunk)].get_submodule(layer), kind)
 
     def computed(self) -> dict[str, ComputedWeight]:
-        """What the weights are computed from that are made on request, as long as their parts stay where they are."""
+        """The parts from which weights are made on request, valid as long as these parts stay where they are."""
         return {name: self._computed(name, None) for name in self.in_float8}
 
     def _computed(self, name: str, term: LowRankTerm | None) -> ComputedWeight:

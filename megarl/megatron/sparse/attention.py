@@ -1,7 +1,7 @@
-"""Latent attention to the keys that an indexer chooses, in the place of Megatron's, whose other parts it has (megatron-core 0.19.2).
+"""Latent attention to the keys that an indexer chooses; it takes the place of Megatron's and keeps its other parts (megatron-core 0.19.2).
 
-All scores of a query's sequence are made, and those of other keys are hidden: the result is that of attention to the chosen keys, the time that
-of attention to all.
+All scores of a query's sequence are computed, and the scores of other keys hidden: the result is that of attention to the chosen keys, the
+time that of attention to all.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class SparseSelfAttention(MLASelfAttention):
     """Latent attention of a model with indexers.
 
     Attributes:
-        choice: what is chosen, and by which layer's indexer (`add_indexers`).
+        choice: which keys are chosen, and by which layer's indexer (`add_indexers`).
         indexer: this layer's; there is none where the layer takes another one's choice.
-        indexer_loss: what the indexer learns from; None: there is none, or it does not learn.
+        indexer_loss: the loss that the indexer learns from; None: there is no indexer, or it does not learn.
     """
 
     choice: Choice
@@ -126,7 +126,7 @@ class SparseSelfAttention(MLASelfAttention):
         return self.config.sequence_parallel and self.pg_collection.tp.size() > 1
 
     def _index(self, x: Tensor, qr: Tensor, bounds: PackedBounds) -> "Indexed":
-        """What the indexer makes of its inputs, which are this rank's own tokens'."""
+        """The indexer's queries, keys and weights, from the inputs of this rank's own tokens."""
         assert bounds.lengths is not None
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         first = tp.rank() * len(x) if self._shares_tokens else 0
@@ -139,7 +139,7 @@ class SparseSelfAttention(MLASelfAttention):
         queries, keys, weights = project(
             self.indexer, x, normed, positions, angles, factor, self.choice.interleaved
         )
-        # Their gradients are summed over the ranks that have queries, in the way back.
+        # In the backward pass their gradients are summed over the ranks that have queries.
         if self._shares_tokens:
             keys = gather_from_sequence_parallel_region(keys, tensor_parallel_output_grad=True, group=tp)
         if cp.size() > 1:
@@ -191,7 +191,7 @@ class ChosenAttention(torch.autograd.Function):
         output = query.new_empty((*query.shape[:2], value.shape[2]))
         sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         for part in _parts(runs, query.shape[1]):
-            # In place, as logsumexp is not: no second tensor of the scores' size, nor this part's while the next one's are made.
+            # In place, unlike logsumexp: no second tensor of the scores' size, and this part's are gone when the next part's are made.
             scores = _scores(query, key, chosen, part, topk, scale)
             highest = scores.amax(-1, keepdim=True)
             total = scores.sub_(highest).exp_().sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Indexers of sparse attention (DeepSeek-V3.2, GLM-5) in Megatron's layers: their weights and their projections.
 
-Weights are buffers where they are kept as they are, and parameters where they are trained (learning.py): every rank has all of those of its layers.
-Engines have the same weights, by every sync, and so have checkpoints and exports.
+Weights are buffers where they are kept as they are, and parameters where they are trained (learning.py): every rank has its layers'
+indexers complete. Every sync gives engines the same weights; checkpoints and exports have them, too.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Choice:
     """The keys that a layer attends to.
 
     Attributes:
-        layer: its number in the model, from 0; those for multi-token prediction come after the others.
+        layer: its number in the model, from 0; layers for multi-token prediction come after the others.
         topk: how many keys are chosen for a query.
         interleaved: whether the indexer rotates pairs of neighbouring dimensions.
         source: the layer whose indexer's choice it takes; None: it has an indexer.
@@ -57,7 +57,7 @@ def choice_of(config: ModelConfig, layer: int) -> Choice:
 
 
 class IndexerPart(torch.nn.Module):
-    """The tensors of a part of an indexer. To ask for them is a forward pass, before which Megatron gathers weights that an optimizer's step has
+    """The tensors of a part of an indexer. Reading them is a forward pass, before which Megatron gathers weights that an optimizer's step has
     changed (`overlap_param_gather`)."""
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +70,7 @@ def add_indexers(model: GPTModel, config: ModelConfig, layers: list[int], *, tra
 
     Args:
         layers: the numbers in the model of the chunk's layers.
-        trained: whether their weights are parameters; otherwise they are buffers, of which no optimizer, gradient buffer or adapter knows.
+        trained: whether their weights are parameters; otherwise they are buffers, which no optimizer, gradient buffer or adapter knows.
     """
     if config.indexer is None:
         return

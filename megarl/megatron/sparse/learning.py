@@ -4,8 +4,8 @@ DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556), section 2.1, the stage of 
 KL(p_t || softmax(I_t)), both over the keys S_t that are chosen for t. I are an indexer's scores; p is the sum over all heads of attention's
 probabilities, made to sum to 1. An indexer's inputs and p are constants: it learns from this loss alone, and the rest of the model from its own.
 
-The gradient of the loss to the scores is softmax(I_t) - p_t, for which nothing has to be kept: it is made, part by part, where the forward
-pass of attention has the probabilities, and so are the gradients of the indexer's queries, keys and weights. What is kept are these.
+The gradient of the loss with respect to the scores is softmax(I_t) - p_t. It is computed part by part where the forward pass of attention
+has the probabilities, and so are the gradients of the indexer's queries, keys and weights, which alone are kept.
 
 Guarantees:
 - Queries of texts of more than `topk` tokens teach, those at positions whose prediction counts. Shorter texts do not, whatever they are packed
@@ -47,7 +47,7 @@ class IndexerLoss:
                 attention.indexer_loss = self
 
     def begin(self, weight: float) -> None:
-        """Before an update: set the weight of a query's divergence in a layer, and forget those of another update.
+        """Before an update: set the weight of a query's divergence in a layer, and forget the sums of another update.
 
         Args:
             weight: the coefficient over the number of tokens that the update learns from, on all ranks.
@@ -57,7 +57,7 @@ class IndexerLoss:
         self._sums.zero_()
 
     def sums(self, prefix: str) -> dict[str, float]:
-        """Of the update, over all layers with an indexer: the divergence in nats, without the coefficient, and the queries that taught.
+        """The update's sums over all layers with an indexer: the divergence in nats, without the coefficient, and the queries that taught.
         Collective over all ranks, which get the same.
 
         Args:
@@ -71,7 +71,7 @@ class IndexerLoss:
     def add_to(
         self, output: Tensor, lesson: Lesson, queries: Tensor, keys: Tensor, weights: Tensor
     ) -> Tensor:
-        """Attention's output, in whose backward pass the loss of a lesson has its own."""
+        """Attention's output, whose backward pass also runs the one of a lesson's loss."""
         assert self._weight, "begin was called"
         self._sums += lesson.sums
         loss = _Learnt.apply(queries, keys, weights, lesson)
@@ -150,7 +150,7 @@ class Lesson:
         self.sums += torch.stack([(along.sum(-1) * counts).sum(), counts.sum()])
         grad = log_q.exp_().sub_(attended).mul_(counts[:, None])
         self.grads[2][rows] = torch.einsum("rk,rhk->rh", grad, of_heads)
-        # Of the products: a head's score has none where it is 0.
+        # Gradients of the products: there is none where a head's score is 0.
         of_heads.sign_().mul_(grad[:, None]).mul_(weights[..., None])
         dtype = self.grads[0].dtype
         grad_products = of_heads.flatten(0, 1).to(dtype)
@@ -159,7 +159,7 @@ class Lesson:
 
 
 class _Learnt(torch.autograd.Function):
-    """The divergence of a lesson, whose gradients are there."""
+    """The divergence of a lesson, whose gradients are computed already."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, weights: Tensor, lesson: Lesson) -> Tensor:
@@ -170,7 +170,7 @@ class _Learnt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled in float32: of a large batch the weight of a token alone is less than float16 has.
+        # Scaled in float32: in a large batch a token's weight alone is smaller than any float16.
         parts = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *((grad * part.float()).to(dtype) for part, dtype in parts), None
 

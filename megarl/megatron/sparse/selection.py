@@ -21,7 +21,7 @@ class Run:
     Attributes:
         row: of the first of them, among a rank's tokens.
         position: of the first of them, in its sequence.
-        count: of them.
+        count: how many there are.
         start: of the sequence, among the tokens of all sequences.
     """
 
@@ -76,7 +76,7 @@ def runs_of(lengths: Sequence[int], cp: int, rank: int, rows: range | None = Non
 
     Args:
         lengths: of the aligned sequences.
-        rows: of its tokens, those that are meant; rows of runs then count from their beginning. None: all.
+        rows: the rank's tokens that are meant; rows of runs then count from the first of these. None: all.
     """
     found, row, start = [], 0, 0
     for length in lengths:
@@ -100,7 +100,7 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def head_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """The same of each head, without its weight: float32 [rows, heads, keys]."""
+    """The scores of each head, without its weight: float32 [rows, heads, keys]."""
     of_heads = _product(queries.flatten(0, 1), keys).unflatten(0, queries.shape[:2])
     return of_heads.relu() if torch.is_grad_enabled() else of_heads.relu_()
 

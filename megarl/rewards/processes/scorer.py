@@ -61,7 +61,7 @@ _GRACE_SECONDS = 10.0
 # While there is work, workers are looked at this often, and killed when they have been stopped this long.
 _LOOK_SECONDS = 5.0
 _STOPPED_SECONDS = 20.0
-# So many workers in a row die before they can begin: no accident.
+# So many workers in a row that die before they can begin are no accident.
 _MAX_FAILED_STARTS = 3
 _MEANWHILE_SECONDS = 1.0
 
@@ -142,7 +142,7 @@ class Scorer:
         self._workers = [WorkerProcess(spec, timeout) for _ in range(num_workers)]
         self._waiting: dict[str, deque[_Job]] = {"alone": deque(), "plain": deque(), "async": deque()}
         self._scores: dict[str, Score] = {}
-        self._open: set[str] = set()  # uids that were submitted and not yet collected
+        self._open: dict[str, _Job] = {}  # by uid, jobs that are neither collected nor given up
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
@@ -152,11 +152,11 @@ class Scorer:
         self._thread.start()
 
     def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
-        """ValueError: a prompt (its uid, data source, ground truth) that cannot be scored, see RewardFunctions.check."""
+        """Check prompts (uid, data source, ground truth), see RewardFunctions.check. ValueError: one cannot be scored."""
         self._functions.check(prompts)
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Have samples scored; their uids must differ from all that were not yet collected.
+        """Have samples scored; their uids must differ from all that are neither collected nor given up.
 
         ValueError: a data source without a rule. RuntimeError: workers cannot work.
         """
@@ -165,7 +165,7 @@ class Scorer:
             self._raise_failure()
             for job in jobs:
                 assert job.sample.uid not in self._open, f"uid {job.sample.uid!r} was submitted twice"
-                self._open.add(job.sample.uid)
+                self._open[job.sample.uid] = job
                 self._waiting["async" if job.is_async else "plain"].append(job)
         self._wake()
 
@@ -179,7 +179,7 @@ class Scorer:
             uids: the samples to wait for; unknown ones are ignored, other samples stay. None: all.
         """
         with self._changed:
-            wanted = set(self._open) if uids is None else self._open.intersection(uids)
+            wanted = self._chosen(uids)
 
             def is_done() -> bool:
                 return self._failure is not None or self._scores.keys() >= wanted
@@ -187,8 +187,20 @@ class Scorer:
             while not self._changed.wait_for(is_done, _MEANWHILE_SECONDS):
                 meanwhile()
             self._raise_failure()
-            self._open -= wanted
+            for uid in wanted:
+                del self._open[uid]
             return {uid: self._scores.pop(uid) for uid in wanted}
+
+    def give_up(self, uids: Collection[str] | None = None) -> None:
+        """Forget samples that nobody will collect: scores that still come are dropped, and the uids may be submitted again.
+
+        Args:
+            uids: the samples; unknown ones are ignored. None: all.
+        """
+        with self._changed:
+            for uid in self._chosen(uids):
+                del self._open[uid]
+                self._scores.pop(uid, None)
 
     def close(self) -> None:
         """End the workers; scores that were not collected are lost."""
@@ -207,6 +219,12 @@ class Scorer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _chosen(self, uids: Collection[str] | None) -> set[str]:
+        return self._open.keys() & (self._open if uids is None else uids)
+
+    def _is_open(self, job: _Job) -> bool:
+        return self._open.get(job.sample.uid) is job
 
     def _wake(self) -> None:
         os.write(self._wake_write, b"\0")
@@ -242,7 +260,7 @@ class Scorer:
             for kind, jobs in self._waiting.items():
                 while jobs and (worker := self._free_worker(kind)) is not None:
                     job = jobs.popleft()
-                    if not worker.send(job):  # it is dead, which `_wait` will see
+                    if self._is_open(job) and not worker.send(job):  # it is dead, which `_wait` will see
                         jobs.appendleft(job)
                         break
 
@@ -286,12 +304,13 @@ class Scorer:
 
     def _finish(self, job: _Job, score: Score) -> None:
         with self._changed:
-            self._scores[job.sample.uid] = score
-            self._changed.notify_all()
+            if self._is_open(job):
+                self._scores[job.sample.uid] = score
+                self._changed.notify_all()
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """Settle the jobs of a worker that ended: a single job was the cause, unless the worker was hit from outside, and has no
-        score; of several jobs each is tried again alone."""
+        """Settle the jobs of a worker that ended: a single job was the cause, unless the worker was hit from outside, and gets no
+        score; several jobs are tried again, each alone."""
         began, jobs, hit = worker.is_ready, dict(worker.jobs), worker.was_hit
         seconds = time.monotonic() - worker.oldest if jobs else 0.0
         reason = worker.end()
@@ -302,13 +321,16 @@ class Scorer:
         if len(jobs) == 1:
             (job,) = jobs
             if hit and not job.again:
+                job.alone = job.again = True
                 with self._changed:
-                    self._waiting["alone"].append(replace(job, alone=True, again=True))
+                    self._waiting["alone"].append(job)
                 return
             self._finish(job, Score(job.sample.uid, None, error=reason, seconds=seconds))
         else:
+            for job in jobs:
+                job.alone = True
             with self._changed:
-                self._waiting["alone"].extend(replace(job, alone=True) for job in jobs)
+                self._waiting["alone"].extend(jobs)
 
 
 class WorkerProcess:
@@ -341,7 +363,7 @@ class WorkerProcess:
 
     @property
     def oldest(self) -> float:
-        """When the oldest of its jobs was sent; it has one."""
+        """When the oldest of its jobs was sent; it must have one."""
         return min(self.jobs.values())
 
     @property
@@ -364,7 +386,7 @@ class WorkerProcess:
         # A pidfd in addition to the socket, which children of a reward may hold open after the worker's end.
         self._ended = os.pidfd_open(self._process.pid)
         self._connection = Connection(here.detach())
-        self._by_uid: dict[str, _Job] = {}
+        self._by_key: dict[str, _Job] = {}
         self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
         # It may be dead already, which `has_ended` tells.
@@ -374,11 +396,13 @@ class WorkerProcess:
     def send(self, job: _Job) -> bool:
         """Hand over a sample; False if the worker has ended."""
         assert self.is_ready
+        # In place of the uid, which a job that was given up may share with one that came after it.
+        key = str(id(job))
         try:
-            self._connection.send(job.sample)
+            self._connection.send(replace(job.sample, uid=key))
         except (BrokenPipeError, ConnectionResetError):
             return False
-        self._by_uid[job.sample.uid] = job
+        self._by_key[key] = job
         self.jobs[job] = time.monotonic()
         return True
 
@@ -386,14 +410,14 @@ class WorkerProcess:
         """The scores that have come. RuntimeError: the worker cannot set itself up."""
         scores = []
         if self.has_ended:
-            self._kill_group()  # other processes that hold the socket, so that reading it ends
+            self._kill_group()  # its other processes may hold the socket, and reading it would not end
         try:
             while self._connection.poll():
                 message = self._connection.recv()
                 if self.is_ready:
-                    job = self._by_uid.pop(message.uid)
+                    job = self._by_key.pop(message.uid)
                     del self.jobs[job]
-                    scores.append((job, message))
+                    scores.append((job, replace(message, uid=job.sample.uid)))
                 elif message is None:
                     self.is_ready = True
                 else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.rewards.sandbox.sandbox import Limits, TestResult, run_tests
 
-# All tests of a problem may be very many: after these, the first failure decides.
+# A problem may have very many tests: after these, the first failure decides.
 _NUM_SCORED = 10
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -96,7 +96,7 @@ def read_tests(ground_truth: str) -> list[tuple[dict[str, Any], Any]]:
 
 
 def _text(one: Any) -> str:
-    """An input or output as text; a list is one of lines."""
+    """An input or output as text; a list holds its lines."""
     return "\n".join(map(str, one)) if isinstance(one, list) else str(one)
 
 

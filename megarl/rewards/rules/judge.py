@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-# No answer in time, a conflict that may pass, too many requests; and all of 500 and above.
+# Statuses that may pass: no answer in time, a conflict, too many requests; so may all of 500 and above.
 _PASSING_STATUS = (408, 409, 429)
 _MAX_WAIT_SECONDS = 60.0
 _SHOWN_CHARACTERS = 300
@@ -115,7 +115,7 @@ def _shown(answer: str, settings: JudgeSettings) -> str:
 
 
 def request_headers(settings: JudgeSettings) -> dict[str, str]:
-    """With the key, if there is to be one. ValueError: its variable is not set."""
+    """The headers of a request, with the key if one is configured. ValueError: its variable is not set."""
     if settings.api_key_env is None:
         return {}
     key = os.environ.get(settings.api_key_env)
@@ -126,7 +126,7 @@ def request_headers(settings: JudgeSettings) -> dict[str, str]:
 
 @functools.cache
 def _tls() -> "ssl.SSLContext":
-    """Certificates, read once: it takes longer than a request."""
+    """Certificates, read once: reading them takes longer than a request."""
     import httpx
 
     return httpx.create_ssl_context()

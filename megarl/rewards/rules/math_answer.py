@@ -4,9 +4,9 @@ intervals and their unions, equations, inequalities, matrices, words.
 Equal answers
 - Numbers and formulas that sympy proves to be equal. An approximation never equals an exact value: 0.333333 is not 1/3.
 - A list or a set in any order; a tuple in its order; `\pm a` is a list of two. An interval with its kinds of ends.
-- A unit, `\%` or a degree sign may be left out on one side, but not be another one; 12.5\% is 12.5 and also 0.125.
+- A unit, `\%` or a degree sign may be left out on one side, but must not differ; 12.5\% is 12.5 and also 0.125.
 - `x = 3` where the truth is 3, or 3 where it is `x = 3`, but not `y = 3`; equations and inequalities with the same solutions.
-- 2210_3 only for itself: another base, or none, is another number.
+- 2210_3 equals only itself: another base, or none, is another number.
 - Words, whatever their letter case.
 
 Formulas (LaTeX, as `math_text.clean` spells them) become exact expressions of sympy, read by latex2sympy2_extended. Notations
@@ -14,8 +14,8 @@ that the library misreads are changed or refused before: it drops the subscript 
 and a degree as nothing, and makes decimals floats. Here a decimal is the fraction that it is written as, and two values are
 equal if sympy proves it, so no approximation equals a number.
 
-sympy takes seconds to import, and a formula can take it all time and memory: only child processes of
-`megarl.rewards.rules.math_rules` come here.
+sympy takes seconds to import, and a formula can take all its time and memory: only child processes of
+`megarl.rewards.rules.math_rules` compare answers here.
 """
 
 import re
@@ -78,7 +78,7 @@ def read_formula(text: str) -> sympy.Basic | None:
         read = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_READING)
     except RecursionError:
         raise
-    except Exception:  # the library's parser raises Exception itself, and whatever its actions run into
+    except Exception:  # the library's parser raises Exception itself, and its actions raise anything
         return None
     if not isinstance(read, sympy.Expr):
         return None
@@ -180,13 +180,13 @@ def is_zero(difference: sympy.Expr) -> bool:
     expanded = sympy.expand(difference)
     if expanded.is_Rational:
         return expanded == 0
-    if _is_not_zero(difference):  # a proof would be looked for, for seconds
+    if _is_not_zero(difference):  # sympy would look for a proof for seconds
         return False
     return expanded == 0 or sympy.simplify(difference) == 0 or difference.equals(0) is True
 
 
 def _is_not_zero(difference: sympy.Expr) -> bool:
-    """Whether numbers show it: the value at one point, to so many digits that it is not 0."""
+    """Whether the value at one point, to so many digits that it cannot be 0, shows that an expression is not zero."""
     point = {
         symbol: sympy.Rational(17 + 12 * place, 11)
         for place, symbol in enumerate(_sorted_symbols(difference))

@@ -231,7 +231,7 @@ def items(text: str, is_bare: bool) -> tuple[str, ...]:
 
 
 def _relation(sides: list[str], signs: list[str]) -> Answer:
-    """A chain; `x \\in S` is S, and of `a \\approx b` only a counts, which is b where a is a mere name or nothing."""
+    """A chain; `x \\in S` is S, and of `a \\approx b` only a counts, or b where a is a mere name or empty."""
     if "~" in signs:
         at = signs.index("~")
         before, is_name = sides[: at + 1], at == 0 and (not sides[0] or NAME.fullmatch(sides[0]))

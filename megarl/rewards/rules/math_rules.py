@@ -24,7 +24,7 @@ _MAX_CHARACTERS = 2000  # a longer text is no answer
 
 
 def equivalent(answer: str, truth: str, time_limit: float = 5.0) -> bool | None:
-    """Whether two answers (LaTeX or plain) say the same, as `megarl.rewards.rules.math_answer` tells; None: not found out
+    """Whether two answers (LaTeX or plain) say the same, as `megarl.rewards.rules.math_answer` tells; None: undecided
     within `time_limit` seconds of processor time and 1 GiB of memory.
     """
     if max(len(answer), len(truth)) > _MAX_CHARACTERS:
@@ -61,7 +61,7 @@ def _warm_up() -> None:
 
 
 def _compare_and_exit(answer: str, truth: str, write: int, seconds: float) -> None:
-    """In the child: write 1 or 0; nothing where it cannot be found out."""
+    """In the child: write 1 or 0; nothing where time or memory runs out."""
     from megarl.rewards.rules.math_answer import same_answer
 
     try:

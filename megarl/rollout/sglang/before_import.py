@@ -56,11 +56,11 @@ def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -
     """
     common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
     if nodes > 1:
-        # Else the processes of all nodes but the first are busy as long as they live.
+        # Else SGLang blocks the processes of all nodes but the first as long as they live.
         common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if device != "cpu":
         # DeepGEMM, which multiplies in float8, compiles a kernel for every number of tokens up to 16,384 and every shape during the
-        # first start, 10 to 20 minutes; so it compiles some 3,000 of them (deep_gemm_wrapper/compile_utils.py). They are kept in
+        # first start, 10 to 20 minutes; with this it compiles some 3,000 of them (deep_gemm_wrapper/compile_utils.py). They are kept in
         # the user's cache (SGLANG_DG_CACHE_DIR).
         return {**common, "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1"}
     groups = "|".join(str(rank) for rank in range(tensor_parallel_size))
@@ -70,7 +70,7 @@ def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -
         **common,
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
-        "SGLANG_EAGER_INPUT_NO_COPY": "1",  # into buffers that stay where they are, as CUDA graphs need them
+        "SGLANG_EAGER_INPUT_NO_COPY": "1",  # no copy into buffers that stay where they are, which CUDA graphs need
         "OMP_NUM_THREADS": "1",  # of each TP rank
         "SGLANG_MAMBA_CONV_DTYPE": "float32",  # of gated delta nets' windows; else bfloat16 in a float32 model, too
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling

@@ -4,7 +4,7 @@ In SGLang (0.5.21) another process starts the schedulers then, polls for request
 the samples of a prompt over the groups, and does not notice a scheduler that is killed. Here the engine's owner starts them, as without groups.
 
 - The scheduler of TP rank 0 receives everything, and all ranks get it by one broadcast over the TP group, in which the others wait. Each
-  keeps requests of its own group; calls are for all, after the same requests on all ranks.
+  rank keeps the requests of its own group; calls go to all ranks, after the same requests on each.
 - The first rank of each group sends its answers to the owner itself: through a socket file, and from other nodes over TCP.
 - The owner chooses the group of a request (`RequestGroups`).
 
@@ -46,7 +46,7 @@ class RequestGroups:
 
     @contextmanager
     def joined(self, uid: str, prompt_ids: Sequence[int]) -> Iterator[int | None]:
-        """The group of a request that is answered within the block; None: there is one alone."""
+        """The group of a request that is answered within the block; None: there is only one group."""
         if len(self._loads) == 1:
             yield None
             return
@@ -58,7 +58,7 @@ class RequestGroups:
             self._loads[group] -= 1
 
     def forget(self) -> None:
-        """The caches are empty: later requests go where there are fewest."""
+        """Forget which group answered what, since the caches are empty: later requests go to the group with the fewest."""
         self._of = {}
 
     def _choose(self, uid: str, prompt: tuple[int, ...]) -> int:
@@ -107,7 +107,7 @@ def in_group(server_args: Any, port_args: Any, tp_rank: int) -> Iterator[tuple[A
 
     if tp_rank > 0:  # else the requests would be shared out among the groups' first ranks
         port_args = replace(port_args, scheduler_input_ipc_name=_NOBODY, rpc_ipc_name=_NOBODY)
-    with get_parallel().override(dp_size=server_args.dp_size):  # a copy (fork) of the owner is without
+    with get_parallel().override(dp_size=server_args.dp_size):  # it is 1 in a copy (fork) of the owner
         yield port_args, tp_rank // (server_args.tp_size // server_args.dp_size)
 
 
@@ -131,7 +131,7 @@ def listen_for_answers(server_args: Any, port_args: Any, owners: zmq.Socket) -> 
 
 
 def find_owner(scheduler: Any, port_args: Any) -> None:
-    """Before a scheduler opens its sockets: on other nodes than the first, where the owner takes answers."""
+    """Before a scheduler opens its sockets: set the address at which the owner takes answers, on other nodes than the first."""
     import torch.distributed as dist
     from sglang.srt.runtime_context import get_parallel
 
@@ -152,7 +152,8 @@ def find_owner(scheduler: Any, port_args: Any) -> None:
 def share_requests(
     original: Callable[..., Any], receiver: Any, received: list | None, local: list | None = None
 ) -> list:
-    """In place of SGLang's own, which gives a group the requests that its first rank has received: those of rank 0 to all."""
+    """In place of SGLang's own, which gives a group the requests that its first rank has received: all ranks
+    get rank 0's, and drop the requests of other groups."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils import broadcast_pyobj
@@ -168,7 +169,7 @@ def share_requests(
 
 
 def sleeps_with_rank_0(result: Any, scheduler: Any) -> Any:
-    """After SGLang's own, by which the first rank of each group sleeps while it idles: rank 0 alone does, the others wait for it."""
+    """After SGLang's own, by which the first rank of each group sleeps while it idles: here rank 0 alone sleeps, and the others wait for it."""
     from sglang.srt.runtime_context import get_parallel
 
     if get_parallel().tp_rank > 0:
@@ -177,7 +178,7 @@ def sleeps_with_rank_0(result: Any, scheduler: Any) -> Any:
 
 
 async def flush_caches(manager: Any) -> list[Any]:
-    """The answers of all groups; SGLang's own function returns the first one's alone.
+    """Flush the caches; returns the answers of all groups. SGLang's own function returns the first group's alone.
 
     Args:
         manager: SGLang's TokenizerManager.

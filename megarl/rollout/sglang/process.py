@@ -10,8 +10,8 @@ its processes run (sglang 0.5.21).
 - The samples of a prompt share its prefill, and the first rank's scheduler reports when it last computed (scheduler_hooks.py).
 - An engine that judges texts has logits at its temperature (scheduler_hooks.py).
 - On a CPU sequences are attended together, and decode steps have fewer operations (`cpu_engine_function`).
-- The TP ranks of an engine on one node meet through a file, those on several nodes through a TCP store at the address that they
-  were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
+- The TP ranks of an engine on one node meet through a file; the ranks of an engine on several nodes meet through a TCP store at the
+  given address. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
 - The weights of a version are verified again when SGLang has ended an update (megarl/weight_sync/receiver.py).
 - The ranks report how much memory they hold (memory.py), and where their adapters are (megarl/weight_sync/served_model.py).
@@ -152,7 +152,7 @@ def _with_request_seeds(result, cls, batch, *args, **kwargs):
     """Give the sampler the requests' seeds.
 
     SGLang passes them on only with --enable-deterministic-inference, which also demands
-    batch-invariant GPU kernels. Without, one generator serves all requests of a rank, and a response
+    batch-invariant GPU kernels. Without it, one generator serves all requests of a rank, and a response
     depends on every request that was ever sampled before it.
     """
     import torch
@@ -166,9 +166,9 @@ def _with_request_seeds(result, cls, batch, *args, **kwargs):
 def cut_by_min_p(
     original, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs
 ):
-    """Sample from probabilities [batch, vocabulary] with min_p and seeds, too.
+    """Sample from probabilities [batch, vocabulary] also with both min_p and seeds.
 
-    SGLang asserts that not both are given, since the probabilities are not normalised after the cut (0.5.21). Its sampling by
+    SGLang asserts that only one of them is given, since the probabilities are not normalised after the cut (0.5.21). Its sampling by
     seed adds Gumbel noise to their logarithms and takes the largest, for which normalisation makes no difference. top_k and top_p
     leave the same tokens whether they come before or after the cut: they count from the most probable token on.
     """
@@ -205,7 +205,7 @@ HOOKS = {
         served_model.remember_manager,
     ),
 }
-# The same in the process that answers come to.
+# The same in the owner, the process that answers come to.
 OWNER_HOOKS = {
     "sglang.srt.sampling.sampling_mask.SamplingMaskChunk.to_lists": (HookType.AROUND, kept_as_arrays)
 }
@@ -229,10 +229,10 @@ GROUP_HOOKS = {
 
 
 def hooks(device: str, num_groups: int, drafting: str | None = None) -> dict[str, tuple]:
-    """The hooks of a scheduler on a device, in an engine of so many data parallel groups of attention.
+    """The hooks of a scheduler on a device, in an engine with `num_groups` data parallel groups of attention.
 
     Args:
-        drafting: SGLang's name of how tokens are drafted; None: they are not.
+        drafting: SGLang's name for the way tokens are drafted; None: they are not.
     """
     found = HOOKS | (GPU_HOOKS if device == "cuda" else {}) | (GROUP_HOOKS if num_groups > 1 else {})
     found |= speculation.HOOKS if drafting else {}
@@ -247,7 +247,7 @@ class _NoDraining(SignalHandler):
 
 
 def _tokenizer_manager(server_args, port_args) -> tuple:
-    """SGLang's own, which takes answers of other nodes, too, where they have data parallel groups."""
+    """SGLang's own tokenizer manager; it also takes answers of other nodes where these have data parallel groups."""
     made = Engine.init_tokenizer_manager_func(server_args, port_args)
     if server_args.dp_size > 1 and server_args.nnodes > 1:
         data_parallel.listen_for_answers(server_args, port_args, made[0].recv_from_detokenizer)

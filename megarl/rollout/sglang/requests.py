@@ -23,7 +23,7 @@ def request_seed(seed: int, uid: str) -> int:
 
 
 def check_prompt(uid: str, ids: Sequence[int], max_new_tokens: int, context: int, vocab_size: int) -> None:
-    """Refuse prompts of which SGLang would die.
+    """Refuse prompts that would crash SGLang.
 
     Raises:
         ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
@@ -50,12 +50,12 @@ async def ask(
     group: int | None = None,
     heard: Callable[[Sequence[int]], None] | None = None,
 ) -> dict[str, Any]:
-    """SGLang's answer to a prompt. To cancel the task aborts the request.
+    """SGLang's answer to a prompt. Cancelling the task aborts the request.
 
     Args:
         manager: SGLang's TokenizerManager.
         adapter: the name of the adapter that answers; None: the model without any.
-        experts_from: the first token, of prompt and response, of which the answer has the experts; None: it has none.
+        experts_from: the first token, of prompt and response, whose experts the answer has; None: it has none.
         group: the data parallel group that answers; None: there is one.
         heard: called with the tokens of the answer as they come.
     """
@@ -94,11 +94,11 @@ def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence
 
 @dataclass(frozen=True)
 class CapturedRouting:
-    """The experts in SGLang's answers: those of all layers of the model, as integers of 2 bytes (scheduler_hooks.py).
+    """The experts in SGLang's answers: for all layers of the model, as integers of 2 bytes (scheduler_hooks.py).
 
     Attributes:
         num_layers: of the model.
-        layers: numbers of those that have experts.
+        layers: numbers of the layers that have experts.
     """
 
     num_layers: int
@@ -115,12 +115,12 @@ KEPT = "output_token_sampling_mask"  # of an answer's `meta_info`
 
 
 def kept_as_arrays(original: Callable[..., Any], chunk: Any, support_logprobs: bool) -> tuple[list, list]:
-    """Around SGLang's own, which makes lists of Python's integers of the kept tokens of a part of an answer: here they stay arrays."""
+    """Around SGLang's own, which turns the kept tokens of a part of an answer into lists of Python integers: here they stay arrays."""
     return [chunk], []
 
 
 def read_kept(chunks: Sequence[Any]) -> tuple[KeptTokens, list[float]]:
-    """The kept tokens in an answer of SGLang's, and the log-prob of each token among its own.
+    """The kept tokens in an answer of SGLang's, and the log-prob of each token among its own kept tokens.
 
     Args:
         chunks: SGLang's `SamplingMaskChunk`s of the answer, one after the other.
@@ -137,7 +137,7 @@ class Response:
         ends: tokens that end the response.
         routing: how answers name the experts of tokens; None: they do not.
         experts_start: the first token, of prompt and response, whose experts are asked for.
-        experts: those of the tokens from there on, by piece; each from the weights of its piece.
+        experts: the experts of the tokens from there on, by piece; each from the weights of its piece.
         kept: tokens that the response's tokens were drawn from, by piece, where they are asked for.
         versions: versions of the weights that chose the first token and the last one.
     """
@@ -185,7 +185,7 @@ class Response:
         assert [token for _, token, _ in meta.get("output_token_logprobs", [])] == ids
         returned = {"routed_experts": self.routing is not None, KEPT: self.sampling.return_kept}
         if ids and any(wanted and name not in meta for name, wanted in returned.items()):
-            # SGLang put the request back into its queue, and forgot them: it is asked for these tokens again.
+            # SGLang put the request back into its queue, and forgot its experts or kept tokens: it is asked for these tokens again.
             assert reason == "abort", meta["finish_reason"]
             ids = []
         if ids:

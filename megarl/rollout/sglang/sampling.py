@@ -10,11 +10,11 @@ Guarantees:
 - no tensor of the logits' size is made, the logits are left as they are, and the host does not wait;
 - a row's token and log-prob depend on nothing but its logits, temperature, seed and position: not on the other rows.
 
-SGLang draws from the logarithm of the softmax as float32 has it, which is another number by its last bits. Where the two best
-scores of a row differ by less than these (a few 1e-6 for a token of log-prob -10), the token may be the other one: about one
+SGLang draws from the logarithm of the softmax in float32, which differs in its last bits. Where the two best
+scores of a row differ by less than that (a few 1e-6 for a token of log-prob -10), the token may be the other one: about one
 token in a million. Rows that are no distribution (with NaN or infinity, or without a finite logit) have token 0 and log-prob NaN, as in SGLang.
 
-Requests with top_k, top_p, min_p or temperature 0, and batches that have one of these, are SGLang's own sampler's. The kernels
+Requests with top_k, top_p, min_p or temperature 0, and batches that have one of these, are left to SGLang's own sampler. The kernels
 (`sampling_kernels`) are imported and compiled with the first launch. They were interpreted on a CPU, and an H100 has run
 them (docs/gpu.md).
 """

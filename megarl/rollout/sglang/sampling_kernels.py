@@ -3,10 +3,10 @@
 `score_blocks` reads each logit once. A program has a block of columns of a row, so that few rows fill a GPU too; how a row is cut
 depends on nothing but its length, so neither do its sums. `choose` then takes the best of a row's blocks.
 
-A column's score is its logit plus Gumbel noise -log(-log(u)), u = hash / (2**32 - 1). The hash has 32 bits, of which float32 has 24:
-rounded to it, all u above 1 - 2**-25, where the tokens come from that are drawn, would be 1. So float32 computes from 1 - u, which it
-has to 24 bits wherever it is small, and only nominates: its score is wrong by less than SLACK / 2. float64 decides among the
-nominated, one column of a block as a rule, by SGLang's own formula. All of it in float64 would take two logarithms of some
+A column's score is its logit plus Gumbel noise -log(-log(u)), u = hash / (2**32 - 1). The hash has 32 bits, and float32 holds 24:
+rounded to float32, every u above 1 - 2**-25 would be 1, and drawn tokens come from there. So the float32 score is computed from 1 - u,
+which float32 holds to 24 bits wherever it is small, and only nominates columns: it is wrong by less than SLACK / 2. float64 decides
+among the nominated columns, as a rule one of a block, by SGLang's own formula. Float64 alone would take two logarithms of some
 40 operations for each logit, on GPUs that do 1 of them in the time of 2 of float32 (H100) or of 64 (L40S).
 """
 
@@ -19,7 +19,7 @@ LARGEST_HASH = tl.constexpr(0xFFFFFFFF)
 LEAST_NOISE = tl.constexpr(-709.782712893384)  # of the hash 0: -log(the largest float64)
 SMALLEST_LOG = tl.constexpr(2.0**-32)  # -log(u) of the largest hash, which would be 0: that of the one before
 LARGEST_FLOAT64 = tl.constexpr(1.7976931348623157e308)
-# Kernels are not compiled again for seeds and positions that lie otherwise: they are read a number at a time.
+# Kernels are not compiled again for seeds and positions of another alignment: they are read a number at a time.
 POINTERS = (
     "temperatures",
     "seeds",
@@ -47,7 +47,8 @@ def score_blocks(
     num_columns: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of a block of a row: its largest logit over the temperature, and less that the sum of exponentials, the best score and its column.
+    """Store, for a block of a row, its largest logit over the temperature and, relative to that, the sum of exponentials, the
+    best score and its column.
 
     A block without a finite logit has the score -inf and the column `num_columns`.
 
@@ -101,7 +102,7 @@ def choose(
     num_columns: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> None:
-    """A row's token, of equal scores the first, and its log-prob; token 0 and NaN of a row that is no distribution.
+    """Store a row's token (of equal scores the first) and its log-prob; token 0 and NaN for a row that is no distribution.
 
     Args:
         WIDTH: the power of two that is no less than `num_blocks`.
@@ -131,7 +132,7 @@ def choose(
 @triton.jit
 def rough_noise(hash_: tl.tensor) -> tl.tensor:
     """Gumbel noise in float32, wrong by at most 1e-5 where it is above -4."""
-    # Above 1/2 the number 1 - u: `rounded` is u, and `rest` what rounding has taken away (log(u) = log(rounded) + rest, as both are small).
+    # Above 1/2 the number 1 - u: `rounded` is u, and `rest` the part that rounding took away (log(u) = log(rounded) + rest, as both are small).
     left = (hash_ ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32
     is_high = hash_ >= 0x80000000
     rounded = tl.where(is_high, 1.0 - left, hash_.to(tl.float32) * 2.0**-32)

@@ -13,7 +13,7 @@ a batch each. Where SGLang makes the next batch before the last one is done (on 
 Heartbeat. The scheduler of an engine's first rank writes a time that the owner reads. Answers alone do not tell an engine that works from
 one that hangs: long answers that begin together end together, after any time. SGLang's own snapshots of its load do not either: it
 writes them also while requests only wait (0.5.21). So the time is written whenever the tokens of a step have come back from the
-device. It is that of the machine's monotonic clock, which all of its processes share. With it comes the number of requests that the
+device. It is read from the machine's monotonic clock, which all of its processes share. With it comes the number of requests that the
 scheduler decodes at the time: the owner knows how many it has sent, and so how many wait for a place or for room in the cache.
 
 Temperature. The log-probs that SGLang gives of a request's input are those at temperature 1, whatever the request says (0.5.21). So an engine
@@ -88,7 +88,8 @@ class Heartbeat:
     def beat_after(self, result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """After a step of SGLang's scheduler: write the time, and how many requests it decodes.
 
-        With data parallel attention its batch has the number of tokens of each group; where none computes a prompt, these are requests.
+        With data parallel attention its batch has the number of tokens of each group; where no group computes a prompt, these are numbers
+        of requests.
         """
         counts = batch.global_num_tokens
         if counts is None:
@@ -98,11 +99,11 @@ class Heartbeat:
         return result
 
     def last(self) -> float:
-        """By `time.monotonic`; 0: never."""
+        """The time of the last step, by `time.monotonic`; 0: there was none."""
         return _BEAT.unpack_from(self._memory)[0]
 
     def running(self) -> int:
-        """The requests that were decoded at that time; those of a first batch of a prompt's tokens are not among them yet."""
+        """The number of requests that were decoded at that time, without requests whose prompts that step computed."""
         return _BEAT.unpack_from(self._memory)[1]
 
 

@@ -2,13 +2,13 @@
 
 A pass of the model gives logits after the newest token of a request and after each drafted one. SGLang accepts a drafted token with its
 probability, by a coin of the request, and draws what follows the last accepted one from what is left of the distribution. Which
-coin decides what depends on the tokens that were drafted, and so on other requests and on time.
+coin decides on which token depends on the drafted tokens, and so on other requests and on time.
 
 Here a token is drawn after every drafted one, with the request's own noise at that position, just as it would be drawn if it were the
 next one. A drafted token is accepted if it is the one that was drawn in its place: with its probability, too.
 
-SGLang's attention kernels take drafted tokens as a chain. Where it drafts fewer than it checks, it fills up with tokens 0, each of which
-follows the newest token by its position, and the tokens before it by what the kernels let it attend to: these are never accepted here.
+SGLang's attention kernels take drafted tokens as a chain. Where it drafts fewer than it checks, it fills up with tokens 0. By its
+position, each of them follows the newest token; the kernels let it attend to the tokens before it, too. They are never accepted here.
 
 Guarantees, each asserted by a test:
 
@@ -76,13 +76,13 @@ def repeated(info: Any, times: int) -> Any:
 def pick_log_probs(
     batch: Any, logits_output: Any, predict: torch.Tensor, *, accept_index: torch.Tensor
 ) -> None:
-    """In place of SGLang's `compute_spec_logprobs`: of the log-probs that were computed as the tokens were drawn, those of accepted ones,
-    [requests, depth]; any behind them."""
+    """In place of SGLang's `compute_spec_logprobs`: keep the log-probs of accepted tokens, [requests, depth], of those computed when the
+    tokens were drawn; the entries behind them may be any."""
     of_drawn = logits_output.next_token_logprobs
     logits_output.next_token_logprobs = of_drawn[accept_index.clamp(min=0).long()]
 
 
-# Where drafted tokens are checked; of a draft with a model of its own, also where that is made.
+# Where drafted tokens are checked; for drafts of a model, also where that model is made.
 HOOKS = {
     "sglang.srt.speculative.eagle_utils.eagle_sample": (HookType.REPLACE, draw_and_check),
     "sglang.srt.layers.logprob_processor.compute_spec_logprobs": (HookType.REPLACE, pick_log_probs),

@@ -1,6 +1,6 @@
 """Flash-linear-attention's own Python code, whose Triton kernels are not launched: gated delta nets' convolution, norm and rule.
 
-Written from version 0.6.0 of fla-core. Its functions allocate what their kernels write; what these compute is counted here.
+Written from version 0.6.0 of fla-core. Its functions allocate what their kernels write; the kernels' operations are counted here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _counted(
 
 
 def forward_operations(keys: int, values: int) -> int:
-    """Of the products of a token and head whose keys and values are so wide.
+    """Operations of the products of a token and head, with keys and values of these widths.
 
     With the chunk: keys with keys, what keys and values write, queries with keys, what is read; with the state: what is written to it, what
     of this was there already, what is read.

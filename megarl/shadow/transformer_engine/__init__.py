@@ -2,7 +2,7 @@
 
 The package `transformer_engine` is pure Python; its kernels are in the extension `transformer_engine_torch`, which needs CUDA.
 `install` puts a module of that name there, whose functions allocate what the kernels return. Written from their callers in the Python
-code of version 2.18.0; a function that is not known here raises by its name. Libraries' scratch memory is not modelled, except for
+code of version 2.18.0; a function that is not known here raises an error with its name. Libraries' scratch memory is not modelled, except for
 the Python code's own allocations.
 """
 
@@ -294,7 +294,7 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         return torch.empty(sizes.shape[0] + 1, dtype=torch.int64, device=sizes.device)
 
     def fused_topk_with_score_function_fwd(logits, topk, *rest):
-        # The choice is the shadow's own, as of torch's: the map has values, from which the numbers of tokens follow.
+        # The shadow chooses, as for torch.topk: the map has values, from which the numbers of tokens follow.
         chosen = torch.topk(logits, topk, dim=-1).indices
         taken = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter(-1, chosen, True)
         return (
@@ -330,7 +330,7 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
 
 
 def _attention_takes_fakes() -> None:
-    """The choice of a backend knows plain tensors alone."""
+    """The choice of a backend knows plain tensors alone: it takes fake tensors for such."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     choose = utils.get_attention_backend

@@ -96,7 +96,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         ]
 
     def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Of weights that a pass without gradients has quantised along rows alone, as the first one of a layer that is computed again."""
+        """The transpose of weights that a pass without gradients, as a recomputed layer's first one, has quantised along rows alone."""
         rows, columns = as_matrix(data)
         return torch.empty((columns, rows), dtype=data.dtype, device=data.device) if out is None else out
 

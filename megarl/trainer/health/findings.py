@@ -18,7 +18,7 @@ from megarl.trainer.stages.advantages import Controls
 
 ACTOR = "actor_rollout_ref.actor"
 NUM_SCORES = 10  # steps whose mean scores are compared with as many others
-# Trajectories in a row with one score, from which on others are rare: at most 3 / 30 of them, with 95% confidence.
+# This many trajectories in a row with the same score show that other scores are rare: at most 3 / 30 of all, with 95% confidence.
 NUM_EQUAL = 30
 _LARGEST_EXCESS = math.log(1000)
 
@@ -83,7 +83,7 @@ class History:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the last scores are not over the first ones by two standard errors; False before there are as many of each."""
+        """Whether the last scores are not over the first ones by two standard errors; False before there are `NUM_SCORES` of each."""
         if self.num_scores < 2 * NUM_SCORES:
             return False
         first, last = self.first_scores, self.last_scores
@@ -98,7 +98,7 @@ class History:
             return False
         slope, start = linear_regression(range(len(scores)), scores)
         left = sum((score - start - slope * at) ** 2 for at, score in enumerate(scores))
-        spread = (len(scores) ** 3 - len(scores)) / 12  # the squares of the steps' distances from their mean
+        spread = (len(scores) ** 3 - len(scores)) / 12  # sum of the steps' squared distances from their mean
         return slope > 2 * math.sqrt(left / (len(scores) - 2) / spread)
 
 
@@ -185,17 +185,17 @@ Measured = tuple[float, float | None, str]
 def _ppo_kl_low(step: CheckedStep) -> Measured | None:
     bound, actor, metrics = step.config.health.ppo_kl_low, step.actor, step.metrics
     updates = updates_per_step(step.config, actor)
-    # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
+    # In the first update of a step the policy is still the one that was sampled: with one update the KL is always 0.
     if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
         return None
-    # Between players of a game the mean score is what the game makes it, however they learn.
+    # Between players of a game the rules determine the mean score, however well they learn.
     gateway = step.config.actor_rollout_ref.rollout.gateway
     if gateway.enable and gateway.players:
         return None
     # While the learning rate warms up, or has decayed, small steps are intended.
     if not step.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
         return None
-    # Of the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.
+    # On the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.
     value = metrics.get("actor/ratio_mean", math.nan) - 1.0 + metrics.get("actor/ppo_kl", math.nan)
     return (value, bound, f"{bound:g}") if value < bound else None
 
@@ -262,7 +262,7 @@ class Rule:
         if bound:
             quotient = value / bound
             excess = min(abs(math.log(quotient)), _LARGEST_EXCESS) if quotient > 0 else _LARGEST_EXCESS
-        if self.is_share:  # of the logarithm; the tokens of a trajectory are not independent of each other
+        if self.is_share:  # the logarithm's error; the tokens of a trajectory are not independent
             error = math.sqrt((1 - value) / value / step.trajectories)
         message, advice = self.message.format_map(words), self.advice.format_map(words)
         return Finding(kind, value, message, f"Do: {advice}", excess, error)

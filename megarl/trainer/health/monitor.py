@@ -67,7 +67,7 @@ class HealthMonitor:
         self.in_a_row = {
             kind: [*self.in_a_row.get(kind, []), finding][-most:] for kind, finding in found.items()
         }
-        # Validations are some steps apart, and are counted where they are made.
+        # Validations are some steps apart: the rule itself counts them.
         lasting = [
             finding
             for kind, finding in found.items()
@@ -77,7 +77,7 @@ class HealthMonitor:
         return self._due(step, lasting)
 
     def check_validation(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """As `check`, of the metrics of a validation alone, which came after those of its step."""
+        """As `check`, for the metrics of a validation that came after the other metrics of its step."""
         self.history.add(step, metrics)
         return self._due(step, find(self.config, self.controls, metrics, self.history))
 
@@ -164,7 +164,7 @@ def watch(
 
 
 def watch_validation(run: Run, monitor: HealthMonitor, step: int, metrics: Mapping[str, float]) -> None:
-    """Check the results of a validation that came after its step, and report the findings; the next step stops the run if they do."""
+    """Check a validation's results that came after their step, and report the findings; the next step stops the run if one asks for it."""
     if monitor.config.health.enable:
         _tell(run, step, monitor.check_validation(step, metrics))
 
@@ -177,7 +177,7 @@ def _tell(run: Run, step: int, findings: list[Finding]) -> None:
 
 
 def repetition_metrics(batch: pa.Table) -> dict[str, float]:
-    """health/duplicate_responses and health/ngram_repetition (see algorithms.repetition) of trajectories that have a live
+    """health/duplicate_responses and health/ngram_repetition (see algorithms.metrics) of trajectories that have a live
     token, as far as they are defined."""
     mask, offsets = ragged(batch, "response_mask")
     ids, _ = ragged(batch, "response_ids")

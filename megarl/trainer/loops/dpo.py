@@ -1,8 +1,8 @@
-"""Direct preference optimization: the loop; also of KTO, which learns from examples with labels.
+"""The loop of direct preference optimization, and of KTO, which learns from examples with labels.
 
 The reference is the policy before the first step: its log-probs of all chats are computed once, before training, so that no
-second copy of the weights is held. SimPO and ORPO have none. KTO's baseline takes a pass of the policy over a batch's prompts with other
-responses before each step.
+second copy of the weights is held. SimPO and ORPO have no reference. KTO's baseline takes a pass of the policy over a batch's prompts with
+other responses before each step.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def load_labelled(config: DPOConfig) -> tuple[LabelledChats, LabelledChats | Non
 
 
 def chat_sums(ranks: Ranks, chats: pa.Table) -> np.ndarray:
-    """The policy's log-prob of the trained tokens of each of any number of chats (`input_ids`, `loss_mask`): [chats]."""
-    # Data parallel ranks get equal numbers of chats: copies of the shortest one fill up.
+    """The policy's log-prob of each chat's trained tokens, for any number of chats (`input_ids`, `loss_mask`): [chats]."""
+    # Data parallel ranks get equal numbers of chats: copies of the shortest one make up the number.
     filling = chats.slice(int(list_lengths(chats, "input_ids").argmin()), 1)
     missing = rows_to_share(chats.num_rows, ranks.role.layout) - chats.num_rows
     shared = pa.concat_tables([chats, *[filling] * missing])
@@ -156,7 +156,7 @@ def validate(ranks: Ranks, how: DPOLossConfig, rankings: pa.Table) -> dict[str, 
 
 
 def labelled_with_reference(ranks: Ranks, examples: pa.Table) -> pa.Table:
-    """The examples with the current policy's log-probs of their chats and of those with other responses: `ref_log_prob`, `ref_kl_log_prob`."""
+    """The examples with the current policy's log-probs of their chats (`ref_log_prob`) and of the mismatched chats (`ref_kl_log_prob`)."""
     for name, chats in (("ref_log_prob", examples), ("ref_kl_log_prob", mismatched_chats(examples))):
         examples = examples.append_column(name, pa.array(chat_sums(ranks, chats), pa.float32()))
     return examples

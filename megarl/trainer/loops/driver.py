@@ -7,7 +7,7 @@
     made                           with all metrics, before the checkpoint
     checkpoints.after              if one is due, or the run is told to end
 
-Each loop says what a step's work is: `ppo`, `offline`, `supervised` (SFT, reward models, DPO), and a program's (`megarl.api`).
+Each loop defines the work of a step: `ppo`, `offline`, `supervised` (SFT, reward models, DPO), and a program's loop (`megarl.api`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.data.loader import BatchLoader
-from megarl.trainer.health.monitor import HealthMonitor, start_monitor, watch
+from megarl.trainer.health.monitor import HealthMonitor, start_monitor, watch, watch_validation
 from megarl.trainer.roles.device_memory import DeviceMemory
 from megarl.trainer.roles.roles import policy_checkpoints
 from megarl.trainer.roles.types import Roles
@@ -32,7 +32,7 @@ from megarl.trainer.stages.nonfinite import finite_step
 
 Metrics = dict[str, float]
 Work = Callable[[int, Metrics], pa.Table | None]
-"""A step's work: given its number, it adds its metrics, and returns the batch as it was trained on for `check` (None: no check)."""
+"""A step's work: given its number, it adds its metrics, and returns the batch that was trained on, for `check` (None: no check)."""
 
 
 def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -57,6 +57,7 @@ class Driver:
         poll: in steps without a validation: metrics of one that began in an earlier step.
         memory: reports the memory of the devices.
         check: metrics of a step's health, given the step, its metrics and its batch.
+        check_validation: called with a step that its guard has ended and the metrics of the validation after it, in place of `check`.
         made: called with a step's metrics after they are logged.
         checkpoints: None: none are written.
         stopped: whether the run ends before its last step.
@@ -70,12 +71,13 @@ class Driver:
     test_freq: int = -1
     memory: DeviceMemory | None = None
     check: Callable[[int, Metrics, pa.Table], Metrics] = lambda step, metrics, batch: {}
+    check_validation: Callable[[int, Metrics], None] = lambda step, metrics: None
     made: Callable[[int, Metrics], None] = lambda step, metrics: None
     checkpoints: Checkpoints | None = None
     stopped: Callable[[], bool] = lambda: False
 
     def drive(self, steps: Iterable[int], work: Work) -> None:
-        """Make steps until the run is stopped, which it may be before the first: by the checkpoint that it continues from."""
+        """Make steps until the run is stopped; the checkpoint that it continues from may stop it before the first step."""
         for step in steps:
             if self.stopped():
                 break
@@ -87,28 +89,33 @@ class Driver:
         Raises:
             Exceptions of the work, of `guard` and of `Checkpoints.after`.
         """
-        batch = None  # stays so where the guard ends the step
+        batch, validation = None, {}  # the first stays so where the guard ends the step
         with self.run.step(step) as metrics:
             with self.guard(step, metrics):
                 batch = work(step, metrics)
             if due(self.test_freq, step, self.last):
-                self.add_validation(step, metrics)
+                validation = self.add_validation(step, metrics)
             else:
                 metrics |= self.poll(step)
             if self.memory is not None:
                 metrics |= self.memory.report()
             if batch is not None:
                 metrics |= self.check(step, metrics, batch)
+            elif validation:
+                self.check_validation(step, validation)
         self.made(step, metrics)
         if self.checkpoints is not None:
             self.checkpoints.after(step, metrics, last=step == self.last or self.stopped())
         return metrics
 
-    def add_validation(self, step: int, metrics: Metrics) -> None:
-        """Validate after `step`, and add the metrics."""
+    def add_validation(self, step: int, metrics: Metrics) -> Metrics:
+        """Validate after `step`, add the metrics, and return them."""
+        found: Metrics = {}
         if self.validate is not None:
             with self.run.timed("validate"):
-                metrics |= self.validate(step)
+                found = self.validate(step)
+        metrics |= found
+        return found
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,7 @@ class LearningState:
             test_freq=config.trainer.test_freq,
             memory=roles.memory,
             check=partial(watch, run, self.monitor),
+            check_validation=partial(watch_validation, run, self.monitor),
             checkpoints=self.checkpoints,
             stopped=lambda: self.monitor.stop is not None,
         )

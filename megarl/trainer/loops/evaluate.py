@@ -90,7 +90,7 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
 
 
 def restarts_of(run: Run, engines: WorkerGroup, max_restarts: int) -> EngineRestarts:
-    """Restarts of engines that serve the weights of the model folder: a new engine loads them itself, and no models make room."""
+    """Restarts of engines that serve the weights of the model folder: a new engine loads them itself, and no models have to make room."""
     memory = DeviceMemory(run, [], {"sync": (), "generate": ()})
     return EngineRestarts(
         run,

@@ -1,7 +1,7 @@
-"""Half of training alone: trajectories without updates, updates on saved trajectories, and `megarl replay`.
+"""Generation alone, training alone on saved trajectories, and `megarl replay`.
 
     trainer.rollout_only    generate, score and write trajectories
-    trainer.train_only      train on trajectories that are written already
+    trainer.train_only      train on saved trajectories
     megarl replay           the learning part of a step again, from a checkpoint and the trajectories that the run wrote
 
 Guarantees, each asserted by a test:
@@ -57,7 +57,7 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
         config: resolved.
 
     Raises:
-        ValueError: the run folder is one of a run that trains.
+        ValueError: the run folder belongs to a run that trains.
     """
     folder = Path(config.trainer.default_local_dir)
     if steps_in(folder / CHECKPOINTS):
@@ -88,7 +88,7 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
 
 
 def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
-    """`trainer.train_only`: train on trajectories that are there; returns the folder of the exported model.
+    """`trainer.train_only`: train on saved trajectories; returns the folder of the exported model.
 
     Args:
         config: resolved.
@@ -151,8 +151,9 @@ def replay(request: Request) -> bool:
     """Train the step again and print its numbers next to those of the run; returns whether all are equal, bit for bit.
 
     Raises:
-        ValueError: there is no such run, or no trajectories from a checkpoint to the step; says which steps can be replayed.
-        NotFinite: as the run's.
+        ValueError: there is no such run, or trajectories between the checkpoint and the step are missing; says which steps can be
+            replayed.
+        NotFinite: as in the run.
     """
     config = _read_config(request)
     begin = _beginning(request)
@@ -192,7 +193,7 @@ def _replay_steps(
     found: dict[int, Metrics] = {}
 
     def check(step: int, metrics: Metrics, batch: pa.Table) -> Metrics:
-        """`health.auto_action` may have changed the controls for later steps; findings are not reported again."""
+        """Change the controls for later steps as `health.auto_action` did in the run; findings are not reported again."""
         if config.health.enable:
             state.monitor.act(state.monitor.check(step, {**metrics, **repetition_metrics(batch)}))
         return {}
@@ -276,7 +277,7 @@ def print_comparison(
 ) -> bool:
     """Print the numbers of a step next to those that the run logged; returns whether all are equal, bit for bit.
 
-    If the run ended within the step and logged no numbers, those of the replay are printed alone.
+    If the run ended within the step and logged no numbers, the replay's are printed alone.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headers = ("metric", "replayed") if logged is None else ("metric", "logged", "replayed", "")

@@ -89,7 +89,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
         first = config.trainer.log_val_generations if step == done + 1 else 0
         shown = max(first, config.trainer.log_train_generations)
         show_samples(run, inputs, step, "train", collected.table, shown)
-        with batches.during_learning(step) as learner:  # with some trainer.mode later batches are collected
+        with batches.during_learning(step) as learner:  # some modes collect later batches during it
             batch, learnt = learn(config, *learner, collected.table, state.controls, step, state.ptx_batches)
         metrics |= learnt
         inputs.loader.report(collected.prompt_uids, collected.scores)
@@ -123,7 +123,7 @@ def collect(
 def answer(
     config: TrainConfig, prompts: Iterator[pa.Table], run: Run, roles: Roles, rewards: Rewards, step: int
 ) -> tuple[Groups, dict[str, float]]:
-    """`collect` without a sync, with the weights in the engines."""
+    """As `collect`, without a sync: with the weights that the engines have."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
     noise, idle, counts = noise_seed(config.actor_rollout_ref.rollout, step), 0.0, EngineCounts()
@@ -160,11 +160,11 @@ def learn(
     step: int,
     ptx_batches: Iterator[pa.Table] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
-    """Learning: log-probs and values, advantages, updates of critic and policy; returns the batch as it was trained on.
+    """Learning: log-probs and values, advantages, updates of critic and policy; returns the batch that was trained on.
 
     Raises:
         NotFinite: an input or a computed number is not finite; no later update is made.
-        ValueError: the trajectories have given responses or kept tokens, and the loss is none for them.
+        ValueError: the trajectories have given responses or kept tokens, and the loss does not support them.
     """
     seed = config.trainer.seed * 1_000_003 + step
     check_given(batch, config)
@@ -194,7 +194,7 @@ def sync_and_validate(
 ) -> dict[str, float]:
     """Validate the policy after `step` (0: before the first); returns the metrics.
 
-    Its weights are synced for this: the metrics of step 0 include those of that sync.
+    The policy's weights are synced first: the metrics of step 0 include the sync's.
     """
     data, held = config.data, roles.memory.held
     with held("sync"):

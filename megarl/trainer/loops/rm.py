@@ -144,10 +144,10 @@ def export(
 
 
 def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The fields of config.json that make a language model one for sequence classification with one label.
+    """The fields of config.json that turn a language model into a sequence classifier with one label.
 
-    transformers scores a text at its last token that is not padding: where the end token is also the padding it would take an
-    earlier token, so no padding is named then.
+    transformers scores a text at its last token that is not padding. Where the end token is also the padding token, that would be an
+    earlier token, so no padding token is named.
     """
     pad = tokenizer.pad_token_id
     return {

@@ -160,7 +160,7 @@ def open_ranks(
     """A run, and the model's ranks on all of its devices.
 
     Args:
-        role: of `WORKERS`.
+        role: a key of `WORKERS`.
         counts: of training and validation examples; None: there is no validation.
         notes: lines about the data, to be printed.
         arguments: of the ranks' class, in addition to `spec`.
@@ -225,7 +225,7 @@ def run_steps(
     Args:
         update: makes one optimizer step on a batch; returns its metrics.
         validate: metrics of held-out examples, `val/loss` among them; None: there are no such examples.
-        export: as `Ranks.export`, which None stands for.
+        export: as `Ranks.export`; None: that method itself.
     """
     run, trainer, num_steps, export = ranks.run, ranks.config.trainer, ranks.num_steps, export or ranks.export
     progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)

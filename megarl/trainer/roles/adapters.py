@@ -36,7 +36,7 @@ def check_adapters(
 def adapter_problems(
     config: TrainConfig | TuningConfig, model: ModelConfig, critic: ModelConfig | None = None
 ) -> list[str]:
-    """What `check_adapters` raises, a line each."""
+    """The problems that `check_adapters` raises, one line each."""
     problems: list[str] = []
     if isinstance(config, TuningConfig):
         devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -62,7 +62,7 @@ def _serving_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
 def _problems(
     key: str, lora: LoraConfig, megatron: MegatronConfig, devices: int, model: ModelConfig
 ) -> Iterator[str]:
-    """`key`: of the section around `lora`; `model`: on so many devices."""
+    """The problems of one model's adapters. `key`: of the section around `lora`; `devices`: how many the model is on."""
     if lora.rank == 0:
         return
     layout = ParallelLayout.from_config(megatron, devices)
@@ -70,7 +70,7 @@ def _problems(
         adapted_weights(model, lora)
         check_expert_groups(model, lora, layout.ep)
         if lora.base_dtype is not None:
-            from megarl.models.float8 import check_base_block  # which needs torch: seconds before a refusal
+            from megarl.models.float8 import check_base_block  # which imports torch, and so takes seconds
 
             check_base_block(model, layout, lora.base_block)
     except ValueError as error:

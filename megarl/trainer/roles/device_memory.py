@@ -86,8 +86,8 @@ class DeviceMemory:
     def held(self, name: str) -> Iterator[None]:
         """Keep the memory that the phase `name` needs on the devices during the block, and no other movable memory.
 
-        At its end, with all memory that the phase allocates, it is measured: in the first two steps (the optimizer's states are
-        made in the first one) and in every `ACCOUNT_EVERY`th.
+        At the block's end, with all memory that the phase allocates, memory is measured: in the first two steps (the optimizer's
+        states are made in the first one) and in every `ACCOUNT_EVERY`th.
         """
         if name == "sync":
             self.recover(None)
@@ -130,7 +130,7 @@ class DeviceMemory:
         return [("update", tuple(roles))]
 
     def report(self) -> dict[str, float]:
-        """At the end of a step: its account as metrics in bytes, for each owner that of its fullest device, and the total.
+        """At the end of a step: its account as metrics in bytes: for each owner the bytes on its fullest device, and the total.
 
         Writes the account as a table into the run folder's `memory.txt` if it has changed, and prints the peak if that has changed.
         """
@@ -248,7 +248,7 @@ def share_gpus(one: WorkerGroup, other: WorkerGroup) -> bool:
 
 
 def gpu_turns(groups: Sequence[WorkerGroup]) -> list[list[int]]:
-    """The numbers of groups, turn by turn: those of a turn share no GPU and work at once; each comes in the first turn with room for it."""
+    """The numbers of groups, turn by turn: groups of a turn share no GPU and work at once; each is in the first turn with room for it."""
     found: list[list[int]] = []
     for number, group in enumerate(groups):
         free = (turn for turn in found if not any(share_gpus(groups[other], group) for other in turn))

@@ -34,13 +34,14 @@ def engine_config(
     return_routed_experts: bool = False,
     most_kept: int | None = None,
 ) -> EngineConfig:
-    """
+    """The configuration of an engine.
+
     Args:
-        synced: whether it waits for weights; others serve those of the model folder.
+        synced: whether the engine waits for weights; else it serves those in the model folder.
         releasable: whether its memory can be released.
         adapters: the adapters that it serves next to the weights; None: none.
         return_routed_experts: whether trajectories have the experts of their tokens.
-        most_kept: the most tokens that those of trajectories are drawn from, which these then have; None: all tokens.
+        most_kept: the most tokens that a token is drawn from, which trajectories then have; None: all tokens.
     """
     device, dtype = "cuda" if use_gpu else "cpu", rollout_dtype(rollout, use_gpu)
     return EngineConfig(
@@ -78,7 +79,7 @@ def engine_config(
 def synced_engine(
     config: TrainConfig, model: ModelConfig, adapters: LoraConfig | None, *, use_gpu: bool, freed: bool
 ) -> EngineConfig:
-    """An engine of a resolved training run.
+    """The configuration of an engine of a resolved training run.
 
     Args:
         adapters: the adapters that it serves next to the weights; None: none.
@@ -106,7 +107,7 @@ def most_kept(rollout: RolloutConfig) -> int | None:
 
 
 def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
-    """An engine of a resolved training run on GPUs."""
+    """The configuration of an engine of a resolved training run on GPUs."""
     policy = config.actor_rollout_ref
     freed = frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
@@ -122,7 +123,7 @@ def speculation(rollout: RolloutConfig) -> SpeculationConfig | None:
 
 
 def rollout_dtype(rollout: RolloutConfig, use_gpu: bool) -> str:
-    """The dtype that the engines hold: the configured one, or the machine's own."""
+    """The dtype of the engines' weights: the configured one, or the machine's default."""
     return rollout.dtype or ("bfloat16" if use_gpu else "float32")
 
 
@@ -184,7 +185,7 @@ _END = 1 << 14  # bytes of a log that are read
 
 @contextmanager
 def reporting_slow_start(say: Callable[[str], None], log: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """Print the last line of `log` every so many seconds during the block, if the file is on this machine and not empty."""
+    """Print the last line of `log` every `seconds` during the block, if the file is on this machine and not empty."""
     over = threading.Event()
 
     def tell() -> None:

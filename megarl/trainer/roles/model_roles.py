@@ -107,7 +107,7 @@ def _spec(
 
 
 def _router_replay(config: TrainConfig) -> str | None:
-    """What routers replay. A step of one update has no earlier pass to record, and its own choices are those that it would be given."""
+    """The choices that routers replay. A step of one update has no earlier pass to record: it would replay its own choices."""
     mode = config.actor_rollout_ref.actor.router_replay
     return None if mode == "trainer" and not needs_old_log_probs(config) else mode
 
@@ -192,7 +192,7 @@ def _start_model(
     kwargs: dict[str, Any],
     batching: MicroBatching,
 ) -> Role:
-    """`kwargs`: arguments of the ranks' class, `spec` among them."""
+    """Start a model's ranks. `kwargs`: arguments of the ranks' class, `spec` among them."""
     spec = kwargs["spec"]
     pool, model = run.pools[pool_name], read_model_config(spec.path)
     group = group_kind(len(pool), run.relays_from)(

@@ -54,7 +54,7 @@ class EngineRestarts:
         self.hung.add(failure.rank)
 
     def lose(self, failure: WorkerLost) -> list[int]:
-        """`note`, and the ranks of all lost engines."""
+        """As `note`; returns the ranks of all lost engines."""
         self.note(failure)
         return self.lost()
 
@@ -63,7 +63,7 @@ class EngineRestarts:
         return False
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
-        """Restart all engines that have ended or hang; they hold no weights yet.
+        """Restart all engines that have ended or hang; the new ones hold no weights yet.
 
         Args:
             failure: the failure that showed the loss; None: there was none.
@@ -126,13 +126,13 @@ class EngineRestarts:
                 starts, self.lacks_weights = self.engines.restart(rank), True
                 self.hung.discard(rank)
                 self.run.wait(starts)
-        self.memory.join(self.engines, ranks)
+            self.memory.join(self.engines, [rank])  # before the next one, which may not start
         self.connect()
 
 
 @dataclass(frozen=True)
 class DeferredRestarts:
-    """Restarts while the actor learns: a new engine comes after the updates; where the others are gone, too, all then serve the updated
+    """Restarts while the actor learns: a new engine comes after the updates; where no engine is left, all then serve the updated
     weights.
 
     Attributes:

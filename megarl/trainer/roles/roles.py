@@ -149,7 +149,7 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
 
 
 def teachers_of(judges: Mapping[str, Role]) -> dict[str, Role]:
-    """Several teachers by their names, of the references by their roles; {}: there are not several."""
+    """The teachers by their names, from the references by their roles; {}: there are none."""
     return {role.removeprefix(TEACHER): judge for role, judge in judges.items() if role != "ref"}
 
 
@@ -230,7 +230,7 @@ def _connect_eval_engines(
     join = partial(connect, run, actor, group, plan, config.trainer.collective_timeout)
     facts = join()
     most = config.actor_rollout_ref.rollout.max_restarts
-    # No other role is on their devices, and nothing of theirs ever leaves these.
+    # No other role is on their devices, and their memory never leaves these.
     memory = DeviceMemory(run, [], {"sync": (), "generate": ()})
     if most:
         run.spares.append(group)
@@ -286,7 +286,7 @@ def engine_devices(
     actor_pool: ResourcePool,
     engine_pool: ResourcePool,
 ) -> tuple[int, ...]:
-    """The devices of the engines' ranks: those that hold most of their weights already."""
+    """The devices of the engines' ranks, chosen so that most of their weights are there already."""
     sources = _places(actor_pool)[: layout.world]
     return best_device_order(model, layout, sources, engine_layout(rollout), _places(engine_pool))
 
@@ -304,7 +304,7 @@ def sync_plan(
     """The plan by which the actor's weights reach the engines.
 
     Args:
-        adapters: which the engines serve next to the weights.
+        adapters: the adapters that the engines serve next to the weights.
         mtp: whether the actor has its multi-token prediction layers.
     """
     places = _places(engine_pool)
@@ -357,7 +357,7 @@ def start_engines(
             watched_groups=run.groups,
             watch=run.watch,
             fork_server=run.fork_servers.get(ENGINE_PROCESSES),
-            spared_groups=run.spares,  # one of the other role may be lost while an engine is restarted
+            spared_groups=run.spares,  # an engine of the other role may be lost while one is restarted
         )
     )
 

@@ -54,7 +54,7 @@ class EvalEngines:
 class Roles:
     """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
     `critic.group` where the critic shares the actor's model. `teachers`: several in place of the reference, by name. `judges`: the reference,
-    or teachers, that engines serve, by role; they are in neither of these two.
+    or teachers, that engines serve, by role; neither `ref` nor `teachers` has them.
 
     A run that generates nothing has no engines, and so neither `sync` nor `restarts`. `eval`: None where validation has no engines of its own.
     """

@@ -1,4 +1,4 @@
-"""The actor's weights into all engines: connected once, sent before every rollout; before every validation to engines of its own.
+"""Sends the actor's weights to all engines: connected once, sent before every rollout, and before every validation to engines of its own.
 
 Where engines serve adapters, the weights go with the first version, and again when an engine has lost them.
 """
@@ -80,8 +80,8 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
 
 
 def sync_eval_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
-    """Give the engines of concurrent validation, none of which generates, the actor's weights as `version`; those that were lost are
-    replaced before.
+    """Give the engines of concurrent validation, none of which generates, the actor's weights as `version`; lost ones are replaced
+    before.
 
     Returns: as `sync_weights`, with names that begin with "eval_sync/".
     """

@@ -284,11 +284,12 @@ class Checkpoints:
             checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
             if saving.better:
                 self.run.store.mark_best(saving.step)
-            waited = saving.seconds + time.perf_counter() - begun
-            self.schedule.saved(waited)
+            now = time.perf_counter()
+            # Background writing, too: a run that ends waits for all of it.
+            self.schedule.saved(now - saving.begun)
             self.run.say(
                 f"checkpoint: {checkpoint.folder} ({checkpoint.manifest.num_bytes / 1e6:,.1f} MB in "
-                f"{time.perf_counter() - saving.begun:.1f} s, of which the run waited {waited:.1f} s)"
+                f"{now - saving.begun:.1f} s, of which the run waited {saving.seconds + now - begun:.1f} s)"
             )
             return checkpoint
         return None

@@ -24,7 +24,7 @@ SLOTS_PER_CORE = 16  # 32 on each of 2 cores did not come up within the two minu
 
 
 def pools_of(config: TrainConfig | TuningConfig | EvalConfig) -> Mapping[str, PoolConfig]:
-    """The pools of devices that a resolved run reserves; with train_only those of the trained models and the reference alone."""
+    """The pools of devices that a resolved run reserves; with train_only the pools of the trained models and the reference alone."""
     trainer = config.trainer
     if not isinstance(config, TrainConfig):
         return {GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)}

@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Endpoint(Tracker):
-    """Keeps the newest value of each metric; one that a step lacks, such as of a validation, stays."""
+    """Keeps the newest value of each metric; a metric that a step lacks, such as a validation's, stays as it was."""
 
     def __init__(self, project: str, run: str) -> None:
         self._labels = {"project": project, "run": run}
@@ -63,7 +63,7 @@ class Endpoint(Tracker):
 
 
 def prometheus_name(metric: str) -> str:
-    """A metric's name in Prometheus, which knows letters, digits and `_` alone: `val/pass@4` is `megarl_val_pass_at_4`."""
+    """A metric's name in Prometheus, which allows letters, digits and `_` alone: `val/pass@4` is `megarl_val_pass_at_4`."""
     return "megarl_" + re.sub(r"\W", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 
 
@@ -81,7 +81,7 @@ def _number(value: float) -> str:
 
 @contextmanager
 def serve_metrics(port: int | None, project: str, run: str) -> Iterator[list[Tracker]]:
-    """Serve what the yielded tracker is given until the end, on all interfaces; None: nothing is served.
+    """Serve the metrics of the yielded tracker during the block, on all interfaces; `port` None: nothing is served.
 
     Raises:
         ValueError: the port is taken, or this user may not open it.

@@ -35,7 +35,7 @@ def export_hf(
     With LoRA these are the merged weights, and the adapters are written as well.
 
     Args:
-        adapter: their folder; None: `adapter` next to `folder`.
+        adapter: the adapters' folder; None: `adapter` next to `folder`.
         fields, files: see `write_hf_checkpoint`.
     """
     plan: ExportPlan = run.wait(group.call("export_plan", model.mtp != "drop"))[0]
@@ -53,7 +53,7 @@ def export_hf(
 
 
 def _export_adapters(run: Run, group: WorkerGroup, model: TrainedModelConfig, folder: Path) -> None:
-    """The same of the adapters."""
+    """Write the adapters in PEFT's format into `folder`."""
     plan: AdapterExport = run.wait(group.call("adapter_plan"))[0]
     write_peft_adapter(str(folder), model.path, plan, run.wait(group.call("pack_adapters")))
     run.say(f"exported adapters: {folder}")

@@ -1,4 +1,4 @@
-"""What a run is: its configuration, batch arithmetic and `run.json` in its folder, and one screen of text when it starts.
+"""The facts of a run: its configuration, batch arithmetic and `run.json` in its folder, and one screen of text when it starts.
 
 `run.json` has the command, when and where the run started, versions, its GPUs, and how it ended. It is written again when the run has
 its devices and when it ends; a run that was killed has no outcome. Every key of the configuration is in the folder's config.yaml.
@@ -48,7 +48,7 @@ RUN_FILE = "run.json"
 FINISHED = "finished"
 _PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "ray")
 _NODE_SECONDS = 60.0  # that a machine may take to list its GPUs
-_CLOCKS_APART = 2.0  # seconds between this file's and the kernel's start of a process
+_CLOCKS_APART = 2.0  # seconds between a process's start in run.json and the kernel's
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def recorded(
 def record_gpus(pools: Iterable[ResourcePool], folder: Path) -> None:
     """Add the GPUs of these pools to the facts of the run in `folder`, if it has facts.
 
-    All GPUs of a pool are taken to be as the first of its first machine; a machine that does not answer within a minute is left out.
+    All GPUs of a pool are assumed to equal the first GPU of its first machine; a machine that does not answer within a minute is left out.
     """
     found: Counter[tuple[str, int]] = Counter()
     for pool in pools:
@@ -169,14 +169,14 @@ Facts = Mapping[str, str]
 
 
 def model_text(path: str, model: ModelConfig) -> str:
-    """Such as "outputs/model: qwen2, 2 layers of 128, 0.3M parameters"."""
+    """A model in a line, such as "outputs/model: qwen2, 2 layers of 128, 0.3M parameters"."""
     number = sum(math.prod(shape) for shape in logical_tensors(model).values())
     size = f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
     return f"{path}: {model.family}, {model.num_layers} layers of {model.hidden_size}, {size} parameters"
 
 
 def data_text(files: object, number: int, noun: str) -> str:
-    """Such as "data/train.parquet: 6,000 prompts"."""
+    """Data in a line, such as "data/train.parquet: 6,000 prompts"."""
     names = [files] if isinstance(files, str) else list(files) if isinstance(files, tuple) else []
     place = names[0] if names else "data.mixture"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -55,7 +55,7 @@ def with_restarts(
 
 @contextmanager
 def ending_after_signal(preemption: Preemption) -> Iterator[None]:
-    """End a run that was told to end and then loses a process with REQUEUE: the sender of the signal restarts it, not this process.
+    """End with REQUEUE a run that was told to end and then loses a process: the sender of the signal restarts it, not this process.
 
     Raises:
         SystemExit: with REQUEUE, for a loss.

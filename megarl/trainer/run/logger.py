@@ -99,8 +99,8 @@ class WandbTracker(Tracker):
         metrics: Mapping[str, float],
         samples: Mapping[str, Sequence[Mapping[str, Any]]],
     ) -> None:
-        """wandb leaves out what is logged for a step before its newest one: these metrics are logged with that, and drawn over LATE_STEP,
-        which has their own."""
+        """wandb drops metrics of a step before its newest one: these metrics are logged with the newest step, and drawn over LATE_STEP,
+        which has their own step."""
         if not self._late:
             self.run.define_metric(LATE_STEP)
         for name in metrics:
@@ -216,7 +216,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def mlflow_name(metric: str) -> str:
-    """A metric's name in MLflow, which knows letters, digits and `_-. /:` alone: `pass@4` is `pass_at_4`."""
+    """A metric's name in MLflow, which allows letters, digits and `_-. /:` alone: `pass@4` is `pass_at_4`."""
     return re.sub(r"[^\w\-./ :]", "_", metric.replace("@", "_at_"))
 
 
@@ -279,7 +279,7 @@ class RunLogger:
             logged in this folder for later steps (for a new run: for all steps) are dropped.
         console: where to print; None: standard output.
         tracked: the run as trackers see it; required with any tracker.
-        trackers: that are open already, further ones.
+        trackers: further trackers, which are open already.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class RunLogger:
             self._progress.update(self._task, completed=step, left="" if left is None else f"{left} left")
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show some answers, all with the same columns, in TensorBoard and in the trackers; the first one on the console, cut.
+        """Show some answers, all with the same columns, in TensorBoard and in the trackers; the first one, shortened, on the console.
 
         To be called before `log` of the same step.
 
@@ -365,7 +365,7 @@ class RunLogger:
         """Write further metrics of a step that was logged before, the results of a validation, and show some of its answers.
 
         Args:
-            samples: by their name, as of `log_samples`.
+            samples: answers by their name, as in `log_samples`.
         """
         samples = {tag: rows for tag, rows in samples.items() if rows}
         for tag, rows in samples.items():
@@ -377,7 +377,7 @@ class RunLogger:
             self._say("  ".join([f"validation after step {step}", *_figures(values)]))
 
     def _write(self, step: int, metrics: Mapping[str, float], marks: Mapping[str, bool]) -> dict[str, float]:
-        """Into the file, with further fields, and TensorBoard's; returns them as floats."""
+        """Write metrics into metrics.jsonl, with the fields `marks`, and into TensorBoard's file; returns them as floats."""
         values = {name: float(value) for name, value in metrics.items()}
         line = {
             "step": step,
@@ -508,7 +508,7 @@ def _write_scalars(path: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def _write_text(path: Path, step: int, tag: str, text: str) -> None:
-    """For TensorBoard's page of texts, which reads Markdown."""
+    """Write a text for TensorBoard's page of texts, which reads Markdown."""
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=TensorShapeProto())
     value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
@@ -516,7 +516,7 @@ def _write_text(path: Path, step: int, tag: str, text: str) -> None:
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table; line breaks and bars within a cell would end it."""
+    """The rows as a Markdown table; line breaks and bars within a cell, which would end it, are replaced."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

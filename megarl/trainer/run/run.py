@@ -63,7 +63,7 @@ class Restarts(Protocol):
         ...
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
-        """Restart all engines that have ended or hang; raises the failure if they cannot be."""
+        """Restart all engines that have ended or hang; raises the failure if that is not possible."""
         ...
 
 
@@ -148,10 +148,10 @@ class Run:
             return wait(refs, self.watched, self.phase_timeout, self.watch, self._spares, busy=busy)
 
     def refuse_silence(self, since: float, processes: Sequence[RankProcess]) -> None:
-        """Raise if it is longer than `phase_timeout` ago that one of these processes has returned something.
+        """Raise if none of these processes has returned anything for longer than `phase_timeout`.
 
         Args:
-            since: when one last has, by `time.monotonic`.
+            since: when one of them last returned something, by `time.monotonic`.
 
         Raises:
             WaitTimeout: names the processes and a report of all.

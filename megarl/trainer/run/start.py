@@ -57,7 +57,7 @@ def open_run(
 
     Args:
         config: resolved and checked.
-        cluster_setup: of its cluster (`cluster_setup_of`); None: they are opened here.
+        cluster_setup: the setup of its cluster (`cluster_setup_of`); None: it is opened here.
         facts: of models and data, to be printed (facts.py).
         resumable: whether it can continue from a checkpoint; else it begins anew.
         signals: whether a loop of `total_steps` acts on signals that tell the job to end; a program may make more steps.

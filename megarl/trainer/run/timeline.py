@@ -48,7 +48,7 @@ class _Thread(NamedTuple):
 
 
 class Timeline:
-    """The timeline of a run; its methods are the main thread's, but `span` and `mark`."""
+    """The timeline of a run; its methods are for the main thread, except `span` and `mark`."""
 
     def __init__(self, folder: Path, megabytes: int, *, goes_on: bool) -> None:
         """
@@ -159,7 +159,7 @@ Event = dict[str, Any]
 
 
 class TraceFile:
-    """`timeline.json` in a run folder, and `timeline.earlier.json` once the former is over half of the limit."""
+    """`timeline.json` in a run folder, and `timeline.earlier.json` once `timeline.json` is over half of the limit."""
 
     def __init__(self, folder: Path, limit: int, *, goes_on: bool) -> None:
         """

@@ -114,6 +114,7 @@ class InFlight:
         """Add prompts (rows of a prompt table) whose responses are to be generated with the weights `version`."""
         used = {
             *self.prompts,
+            *self.given_up,
             *(group.uid for group in self.ready),
             *(group.uid for group in self.dropped),
         }
@@ -199,7 +200,7 @@ class InFlight:
         return groups, metrics
 
     def drop_late(self, step: int) -> None:
-        """Before a step: discard groups that are too old for it, which there are only after a step that was skipped."""
+        """Before a step: discard groups that are too old for it; there are such groups only after a step that was skipped."""
         oldest = step - self.max_staleness
         late = [one for one in self.prompts.values() if one.version < oldest]
         self.give_up(late)
@@ -208,7 +209,7 @@ class InFlight:
         self.ready = in_time
 
     def _suffice(self, step: int, there: Sequence[InFlightPrompt | FinishedGroup]) -> bool:
-        """Whether a step can take its batch from `there`, and later steps everything else before it is too old."""
+        """Whether a step can take its batch from `there`, and later steps can take everything else before it is too old."""
         every: list[InFlightPrompt | FinishedGroup] = [*self.prompts.values(), *self.ready]
         if len(there) < self.num_prompts:
             return False

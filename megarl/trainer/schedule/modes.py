@@ -26,7 +26,7 @@ def make_batches(
     collect: Collect,
     answer: Collect,
 ) -> Batches:
-    """Arguments as of `OneStepOff` and `Streamed`."""
+    """The source of batches for `trainer.mode`. Arguments as of `OneStepOff` and `Streamed`."""
     mode = config.trainer.mode
     if mode == "sync":
         return Synchronous(config, run, roles, rewards, collect)

@@ -190,7 +190,7 @@ class Streamed(Batches):
         groups, rewards = self.in_flight.finished(), replace(self.rewards, run=run)
         table = pa.concat_tables([one.table() for one in groups]).combine_chunks()
         judge = roles.reward_model
-        # Requests go on while it scores, but not on the GPUs that the reward model computes on.
+        # Requests go on while the reward model scores, but not on the GPUs that it computes on.
         rests = judge is not None and share_gpus(judge.group, roles.engines)
         if rests:
             self._tell(run, "interrupt")

@@ -77,10 +77,10 @@ class Validations:
         return {}
 
     def resume(self, done: int) -> None:
-        """The run continues from a checkpoint of step `done`, which was loaded."""
+        """To be called once the checkpoint of step `done`, from which the run continues, was loaded."""
 
     def finish(self) -> None:
-        """At the end of the run."""
+        """To be called at the end of the run."""
 
     def state_dict(self) -> dict[str, Any]:
         """The step of a validation whose results have not come; None: there is none."""
@@ -124,14 +124,14 @@ class NoRestarts:
         return True
 
     def revive(self, failure: WorkerLost) -> None:
-        """EnginesLost, because no other engine is left."""
+        """Raises EnginesLost, because no other engine is left."""
         raise EnginesLost(str(failure)) from failure
 
     def serve_all(self) -> None:
-        """All engines that are there have the weights."""
+        """Does nothing: all engines that are left have the weights."""
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
-        """The next validation begins with it."""
+        """Does nothing: the next validation begins with it."""
 
 
 Answer = Callable[[Run, Rewards, int], tuple[dict[str, pa.Table], Metrics]]
@@ -145,7 +145,7 @@ class ConcurrentValidations(Validations):
     Attributes:
         rewards: with a scorer and a tokenizer that nothing else uses.
         report: given the results of each validation, in the main thread.
-        learnt: given the step and the metrics of each validation, also of one that the run that is continued has logged.
+        learnt: given the step and the metrics of each validation, also of one that was logged before the run continued.
         open: the step of the validation in progress; None: there is none.
     """
 
@@ -159,7 +159,7 @@ class ConcurrentValidations(Validations):
 
     def begin(self, step: int) -> Metrics:
         """As `Validations.begin`, after the validation before it; returns when the engines have the weights. A run that is told to end begins
-        none: the one that continues does."""
+        none: the run that continues does."""
         try:
             self._refuse_if_ending()
             if self.open is not None:
@@ -238,7 +238,7 @@ class ConcurrentValidations(Validations):
     def _take(self, remedy: str) -> bool:
         """Wait for the results, and report them; returns False if they were lost with the engines.
 
-        remedy: for the user, what is done about that.
+        remedy: for the user, what is done about the loss.
         """
         assert self._background is not None
         step, self.open = self.open, None
@@ -253,7 +253,11 @@ class ConcurrentValidations(Validations):
 
     def _validate(self, view: Run, step: int) -> Validated:
         with view.timed(PHASE, {"for_step": step}):
-            answers, metrics = self.answer(view, replace(self.rewards, run=view), step)
+            try:
+                answers, metrics = self.answer(view, replace(self.rewards, run=view), step)
+            except EnginesLost:  # the answers that came have uids that the repeated validation uses again
+                self.rewards.scorer.give_up()
+                raise
         seconds = {
             name if name == PHASE else f"{PHASE}/{name}": taken for name, taken in view.seconds.items()
         }

@@ -51,7 +51,7 @@ class Controls:
         kl: coefficient of the KL in the reward; adapted in `compute_batch_advantages`.
         kl_loss: coefficient of the KL in the actor's loss; adapted in `update`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        player_baselines: of games' players, for `algorithm.adv_estimator=spiral`; moved in `compute_batch_advantages`.
+        player_baselines: baselines of games' players, for `algorithm.adv_estimator=spiral`; moved in `compute_batch_advantages`.
     """
 
     kl: KLController
@@ -107,21 +107,21 @@ def compute_batch_advantages(
 ) -> tuple[pa.Table, dict[str, float]]:
     """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
-    The trajectories of a session are one after the other, as one: the sum of their rewards is compared with those of other sessions, and a
-    critic's returns go on from one to the next. So are those of a player of a session, which are compared with the same player's of the prompt's
-    other sessions.
+    The trajectories of a session follow one another and count as one: the sum of their rewards is compared with the sums of other sessions,
+    and a critic's returns continue from one to the next. The same holds for each player of a session, who is compared with the same player
+    in the prompt's other sessions.
 
     With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
     are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic, nor does one whose
     response is given (GIVEN): its advantages are 0.
 
     Args:
-        batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
+        batch: columns `score`, `old_log_probs` (not where a step is a single update), and the ones that the estimator and the KL
             need: `ref_log_probs`, `values`, `baseline_score`, named rewards; scores of steps where the reward gives any.
         player_baselines: as the last step left them; `spiral` moves them. None: there are none yet.
 
     Raises:
-        ValueError: a column is missing that the estimator needs, or it cannot see the scores of steps.
+        ValueError: a column that the estimator needs is missing, or the estimator cannot see the scores of steps.
     """
     # Given responses would move the means of their groups, so the policy's own are compared without them.
     if GIVEN in batch.column_names:
@@ -151,7 +151,7 @@ def compute_batch_advantages(
     # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, of_sessions, algorithm, kl, num_sessions(batch))
     metrics |= found
-    # Scores of steps come after the KL, which is of tokens, and before any comparison of groups.
+    # Scores of steps are added after the KL, which is per token, and before any comparison of groups.
     steps = flat_steps(batch, offsets)
     if steps is not None:
         if algorithm.adv_estimator == "gdpo":
@@ -176,7 +176,7 @@ def compute_batch_advantages(
         parts = torch.tensor(np.stack([batch[name].to_numpy()[last] for name in names], axis=1))
         spread = part_spread(parts[scored], [uid for uid, there in zip(uids, scored, strict=True) if there])
         metrics |= {f"reward/{name}_std": value for name, value in zip(weights, spread, strict=True)}
-    # Turns are told row by row: where sessions have several rows, no row tells the turns of its session.
+    # Turns are noted row by row: where sessions have several rows, no row has the turns of its session.
     turns = turns_of(batch, offsets) if len(first) == batch.num_rows else None
     if algorithm.adv_estimator == "gigpo" and turns is not None:
         metrics["critic/shared_states"] = shared_states(mask, offsets, turns, uids)
@@ -243,7 +243,7 @@ def _kl_by_teacher(
     offsets: torch.Tensor,
     algorithm: AlgorithmConfig,
 ) -> dict[str, float]:
-    """The estimate of the KL to each of several teachers, a mean over the live tokens that it judges."""
+    """The estimated KL to each of several teachers: the mean over the live tokens that the teacher judges."""
     estimate = kl_estimate(column["old_log_probs"], column["ref_log_probs"], algorithm.kl_penalty)
     judges = np.repeat(np.array(batch[TEACHER].to_pylist()), offsets.diff().numpy())
     live = {str(name): mask & torch.from_numpy(judges == name) for name in np.unique(judges)}
@@ -261,14 +261,14 @@ def _zeros(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turns_of(batch: pa.Table, offsets: torch.Tensor) -> Turns | None:
-    """The turns that the environment's notes tell of, one of each trajectory that has no more; None: they do not tell of all."""
+    """The turns in the environment's notes; a trajectory without any has one turn. None: the notes lack some turns."""
     if "environment_notes" not in batch.column_names:
         return None
     starts: list[int] = []
     states: list[str] = []
     rows = zip(offsets.tolist(), batch["num_turns"].to_pylist(), environment_notes(batch), strict=False)
     for start, num_turns, notes in rows:
-        if num_turns > max(1, len(notes.turns)):  # of trajectories that an earlier version has written
+        if num_turns > max(1, len(notes.turns)):  # trajectories that an earlier version wrote
             return None
         for place, state in notes.turns or ((0, ""),):
             starts.append(start + place)

@@ -1,8 +1,8 @@
 """Trajectories of responses that are given in the data, learnt from in place of the policy's own (GKD, arXiv:2306.13649).
 
 The objective is lambda E[D(x, y), y by the policy] + (1 - lambda) E[D(x, y), y given], D the divergence from the reference at each token.
-TRL's GKDTrainer 1.16.0 draws once a batch which of the two it is; here each prompt is drawn by itself: the expectation is the same, and most
-steps have some of both.
+TRL's GKDTrainer 1.16.0 draws one of the two for each batch; here it is drawn for each prompt: the expectation is the same, and most steps have
+some of both.
 
 Guarantees, each asserted by a test:
 - Which prompts are drawn depends on the data's seed and the step alone, so that a resumed run draws the same.
@@ -38,7 +38,7 @@ def draw_given(prompts: pa.Table, data: DataConfig, step: int, n: int) -> tuple[
     """The prompts that the policy answers in a step, and n trajectories of given responses to each of the others (None: there are none).
 
     Args:
-        n: responses to a prompt; with fewer given ones these come again.
+        n: responses to a prompt; if fewer are given, they are repeated.
 
     Raises:
         ValueError: the prompts have no given responses.
@@ -71,7 +71,7 @@ def given_trajectories(prompts: pa.Table, max_response_length: int, n: int, step
 
 
 def check_given(table: pa.Table, config: TrainConfig) -> None:
-    """ValueError: trajectories have given responses, and the actor's loss is none for them, as with trajectories of another run."""
+    """ValueError: the trajectories, of another run for example, have given responses, and the actor's loss cannot learn from these."""
     if GIVEN not in table.column_names:
         return
     problems = list(loss_problems(config, "trajectories with given responses"))
@@ -92,7 +92,7 @@ def split_given(table: pa.Table) -> tuple[pa.Table, pa.Table, np.ndarray]:
 
 
 def join_given(own: pa.Table, given: pa.Table, is_given: np.ndarray) -> pa.Table:
-    """The inverse of `split_given`; columns that the policy's trajectories have got since are filled with numbers that say nothing."""
+    """The inverse of `split_given`; columns that the policy's trajectories have gained since are filled with neutral values."""
     if not own.num_rows:
         return given.append_column(GIVEN, pa.array(is_given))
     filled = with_columns_of(given, own.schema)
@@ -102,7 +102,7 @@ def join_given(own: pa.Table, given: pa.Table, is_given: np.ndarray) -> pa.Table
 
 
 def with_columns_of(given: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Trajectories of given responses with the columns of scored ones, in their order: 0, no step that is scored, all tokens live."""
+    """Trajectories of given responses with the columns of scored ones, in their order, filled with 0, no scored steps, all tokens live."""
     columns = []
     for field in schema:
         if field.name in given.column_names:

@@ -2,8 +2,8 @@
 
 Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): where all responses to a prompt score the same, advantages that
 compare them are 0 and the prompt teaches nothing. Such groups are dropped, and others generated in their place, so that
-a step always trains on `data.train_batch_size` prompts. Where sessions have players, a prompt teaches something if one of these has
-different scores.
+a step always trains on `data.train_batch_size` prompts. Where sessions have players, a prompt teaches something if one of the players
+has different scores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Groups:
     num_dropped: int = 0
     num_surplus: int = 0
     names: dict[str, str] = field(default_factory=dict)  # uid within the step -> the data's
-    given: pa.Table | None = None  # trajectories of given responses, whose prompts are not generated for
+    given: pa.Table | None = None  # trajectories of given responses; the engines do not answer their prompts
 
     @property
     def complete(self) -> bool:
@@ -72,7 +72,7 @@ class Groups:
         """Take the trajectories of one generation.
 
         Raises:
-            ValueError: too few groups have come in the last generation that is allowed, or the reward does not give the
+            ValueError: too few groups after the last generation that is allowed, or the reward does not give the
                 metric.
         """
         columns = [name for name in _FOR_METRICS if name in scored.table.column_names]
@@ -107,7 +107,7 @@ class Groups:
             )
 
     def batch(self) -> pa.Table:
-        """The step's trajectories: the samples of a prompt are neighbours, prompts come as they were asked."""
+        """The step's trajectories: the samples of a prompt are neighbours, prompts are in the order in which they were drawn."""
         assert self.complete, f"{self.num_kept} of {self.num_prompts} prompts"
         if self.given is None:
             return concat_scored(self.kept).table
@@ -118,7 +118,7 @@ class Groups:
         return join_given(own, self.given, order >= own.num_rows)
 
     def prompt_scores(self) -> tuple[list[str], np.ndarray]:
-        """Of every session that was generated and scored, or each of its players: the prompt's uid in the data, the score [sessions]."""
+        """The prompt's uid in the data and the score of every session that was generated and scored, or of each of its players [sessions]."""
         if not self.parts:
             return [], np.empty(0)
         every = concat_scored(self.parts)

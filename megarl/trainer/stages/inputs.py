@@ -113,7 +113,7 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
 def check_teacher(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str, key: str
 ) -> None:
-    """ValueError: the teacher that `key` names, whose tokenizer is `other`, has other tokens: its log-probs would be those of other texts."""
+    """ValueError: the teacher that `key` names, whose tokenizer is `other`, has other tokens: its log-probs would belong to other texts."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     differing = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)
     if differing:

@@ -1,7 +1,7 @@
 """Engines of references judge the trajectories of a step, while Megatron's models compute log-probs and values.
 
-An engine gets all its rows in one call; the trajectories of a prompt go to one engine, which computes the prompt once. Rows of an engine that is
-lost are asked for again, of the one that takes its place.
+An engine gets all its rows in one call; the trajectories of a prompt go to one engine, which computes the prompt once. The rows of a lost
+engine are requested again, from the engine that takes its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARED_BY = ("uid", "prompt_uid", "prompt_ids", "response_ids")
 
 @dataclass
 class _Call:
-    """The rows of an engine. `process`: the engine's, which another one replaces when it is lost."""
+    """The rows of an engine. `process`: the engine's process at its last call; a restart replaces it."""
 
     group: WorkerGroup
     rank: int
@@ -46,11 +46,11 @@ class Judging:
         rows: Mapping[str, Sequence[int]],
         top: int,
     ) -> None:
-        """Begins.
+        """Call all engines that have rows.
 
         Args:
             asked: the trajectories as references read them, which `read` refers to.
-            rows: of each judge, by its role; one without any does nothing.
+            rows: the rows of each judge, by its role; a judge without rows does nothing.
             top: how many of the most likely tokens are asked for at each place; 0: none.
         """
         self._run, self._judges, self._read, self._top = run, judges, read, top
@@ -65,7 +65,7 @@ class Judging:
                 if share
             ]
             if self._calls[role]:
-                judge.restarts.replace_lost()  # those that died since the last step
+                judge.restarts.replace_lost()  # engines that died since the last step
             self._begin(self._calls[role])
 
     def results(self) -> dict[str, list[Any]]:
@@ -99,7 +99,7 @@ class Judging:
 
 
 def share_out(table: pa.Table, count: int) -> list[list[int]]:
-    """The rows of a table for each of `count` engines, in their order: those of a prompt together, tokens as even as that leaves them."""
+    """The rows of a table for each of `count` engines, in ascending order: a prompt's rows together, tokens as evenly as that allows."""
     lengths = sequence_lengths(table)
     names = table["prompt_uid" if "prompt_uid" in table.column_names else "uid"].to_pylist()
     groups: dict[str, list[int]] = {}

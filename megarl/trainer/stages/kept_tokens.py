@@ -12,7 +12,7 @@ from megarl.data.trajectories import ragged
 
 
 def check_kept(table: pa.Table, config: TrainConfig) -> None:
-    """ValueError: trajectories have kept tokens, and the configuration has a loss that is none for them, as with trajectories of another run."""
+    """ValueError: the trajectories, of another run for example, have kept tokens, and a loss of the configuration does not fit these."""
     if KEPT_COUNTS not in table.column_names:
         return
     problems = list(kept_token_problems(config, "trajectories with kept tokens"))
@@ -21,8 +21,8 @@ def check_kept(table: pa.Table, config: TrainConfig) -> None:
 
 
 def kept_metrics(table: pa.Table) -> dict[str, float]:
-    """rollout/kept_tokens/mean, max and alone: from how many tokens those that the policy chose were drawn, and the share of those that were drawn
-    from one, which have the log-prob 0 and no gradient; {}: from all."""
+    """From how many tokens the policy's tokens were drawn: rollout/kept_tokens/mean, max, and alone, the share of tokens that were drawn
+    from one token, with the log-prob 0 and no gradient; {}: all were drawn from the whole vocabulary."""
     if KEPT_COUNTS not in table.column_names:
         return {}
     counts = ragged(table, KEPT_COUNTS)[0][ragged(table, "response_mask")[0]]

@@ -1,4 +1,4 @@
-"""The steps of responses as a process reward model reads them: which tokens of which text it is asked at, and where each step ends in the
+"""The steps of responses as a process reward model reads them: at which tokens of which text it judges, and where each step ends in the
 policy's tokens.
 
 Guarantees, each asserted by a test:
@@ -59,7 +59,7 @@ class StepText:
     Attributes:
         ids: int32 [tokens].
         positions: numbers of its tokens, ascending, at which the model judges a step.
-        places: numbers of the response's tokens, of the policy, with which these steps end.
+        places: numbers of the response's tokens (the policy's) with which these steps end.
     """
 
     ids: np.ndarray
@@ -108,14 +108,14 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
 
 
 def _places(policy: PreTrainedTokenizerBase, response: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """The response's tokens with which steps end; the last one's is its last token, though that may be no text."""
+    """The numbers of the response's tokens with which steps end; the last step ends with the last token, though that may be no text."""
     return [*last_tokens(policy, response, ends[:-1]), len(response) - 1]
 
 
 def steps_in_tokens(
     policy: PreTrainedTokenizerBase, prompt: Sequence[int], response: Sequence[int], separator: str
 ) -> StepText:
-    """For a model with one label that reads the policy's tokens."""
+    """The text and its steps' ends, for a model with one label that reads the policy's tokens."""
     text = policy.decode(response, skip_special_tokens=True)
     places = _places(policy, response, [end for _, end in split_steps(text, separator)])
     ids = np.array([*prompt, *response], dtype=np.int32)
@@ -130,10 +130,10 @@ def rendered_steps(
     response: Sequence[int],
     separator: str,
 ) -> StepText:
-    """For a model with one label that reads the chat `rendered` by its own template, in its own tokens.
+    """The text and its steps' ends, for a model with one label that reads the chat `rendered` by its own template, in its own tokens.
 
     Raises:
-        ValueError: the response is not in it as it is, but for space at its ends.
+        ValueError: the chat does not contain the response unchanged, apart from space at its ends.
     """
     text = policy.decode(response, skip_special_tokens=True)
     ends = [end for _, end in split_steps(text, separator)]
@@ -159,7 +159,7 @@ def separated_steps(
     response: Sequence[int],
     separator: str,
 ) -> StepText:
-    """For a model for token classification, as TRL's PRMTrainer 1.x makes its texts (`tokenize_row`).
+    """The text and its steps' ends, for a model for token classification, as TRL's PRMTrainer 1.x makes its texts (`tokenize_row`).
 
     Args:
         prompt: ids of `own`.

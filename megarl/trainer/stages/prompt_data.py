@@ -33,7 +33,7 @@ from megarl.data.stream import StreamFeed, cut_pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PIECES_A_WINDOW = 4  # a window has rows of at least so many places in the files
+PIECES_A_WINDOW = 4  # a window has rows from at least this many places in the files
 
 Files = str | tuple[str, ...]
 Check = Callable[[pa.Table], None]
@@ -42,7 +42,7 @@ Check = Callable[[pa.Table], None]
 def may_lack(config: TrainConfig | EvalConfig) -> frozenset[str]:
     """The columns that rows of prompts may lack, because no reward reads them.
 
-    A column that the configuration names by another name than the usual one must be there.
+    A column that the configuration gives another name than the usual one must be there.
     """
     reward = config.reward
     if not needs_rules(config):
@@ -87,7 +87,7 @@ def training_reading(config: TrainConfig) -> dict[str, Any]:
 
 
 def preference_keys(data: RMDataConfig | DPODataConfig, margin: str | None = None) -> PreferenceKeys:
-    """The columns of rankings; `margin`: that of the margins, where the loss has them."""
+    """The columns of rankings; `margin`: the column of the margins, where the loss has them."""
     return PreferenceKeys(
         prompt=data.prompt_key,
         chosen=data.chosen_key,
@@ -123,7 +123,7 @@ def read_prompts(
     """All prompts of some files.
 
     Args:
-        max_samples: the first so many rows; -1: all.
+        max_samples: how many rows are read, from the first on; -1: all.
         may_lack: columns that rows may lack, see the function `may_lack`.
         several_turns: an environment continues the chats (rollout.multi_turn).
         further: `training_reading`, for training prompts.
@@ -151,9 +151,9 @@ def held_out_prompts(
     """Name, prompts and sampling of data.val_files, whose name is "", and of each of data.val_sets.
 
     Args:
-        max_samples: of those that name no number of their own; -1: all.
-        sampling: the same.
-        read: reads the first so many prompts of some files.
+        max_samples: the most rows of files and sets that name no number of their own; -1: all.
+        sampling: likewise.
+        read: reads a number of prompts of some files, from the first on.
     """
     found = []
     if data.val_files is not None:

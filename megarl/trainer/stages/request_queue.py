@@ -6,10 +6,10 @@ the first computes it and the others find it in the cache.
 
 An engine has *room* by figures that cost nothing to know:
 
-- an empty one for as many requests as it computes at a time (rollout.max_num_seqs), and tokens of its KV cache: those of the prompts, and
-  half of the longest response for each request, as nobody knows their lengths yet;
-- another one while few of its requests wait for a place within it. It says how many (`Landed.waiting`), and that is what the lengths of
-  its responses, its cache and its shared prompts come to.
+- an empty engine for as many requests as it computes at a time (rollout.max_num_seqs), and as fit its KV cache: the tokens of the prompts,
+  and half of the longest response for each request, as nobody knows the responses' lengths yet;
+- another engine while few of its requests wait for a place within it. It says how many (`Landed.waiting`): a number in which the lengths of
+  its responses, its cache and its shared prompts are all accounted for.
 
 The few that may wait fill the places that become free between two calls: a quarter of its places, or as many as became free between
 the last two; but no more than its share of the prompts that are left, so that at the end the last prompts go where there is room.
@@ -87,7 +87,7 @@ class RequestQueue:
         lost: ranks of engines that are gone.
         seconds: of generation since `take_idle`.
         busy: seconds in which an engine had an unfinished request, over all engines.
-        counts: of its requests, over all engines.
+        counts: counts of the requests, over all engines.
         last: when a trajectory last came, by `time.monotonic`.
     """
 
@@ -111,7 +111,7 @@ class RequestQueue:
 
     @property
     def marks(self) -> set[str]:
-        """Marks of the engines' processes that have requests."""
+        """Marks of the processes of engines that have requests."""
         working = {*self.engine_of.values()}
         return {process.mark for process in self.engines.processes if process.rank in working}
 
@@ -119,7 +119,7 @@ class RequestQueue:
         """Before generation begins or continues: ask the engines how much they compute at a time, and which requests they have.
 
         Args:
-            anew: have them give up requests that are left of an earlier generation.
+            anew: have them give up requests that are left over from an earlier generation.
 
         Engines that were restarted before get weights, and lost ones are restarted, as in `exchange`.
 
@@ -153,8 +153,8 @@ class RequestQueue:
         """By engine, the prompts that it gets now; from now on it has their requests.
 
         Args:
-            prompts: those that wait; the first ones are dealt. Only as many are taken as there is room for, and one more.
-            count: how many requests they are in all.
+            prompts: the prompts that wait; the first ones are dealt. Only as many are taken as there is room for, and one more.
+            count: how many requests these prompts have in all.
         """
         held = Counter(self.engine_of.values())
         alive = [engine for engine in range(self.engines.world_size) if engine not in self.lost]
@@ -166,7 +166,7 @@ class RequestQueue:
         free = [(held[engine], engine) for engine in alive if room[engine] > 0]
         heapq.heapify(free)
         for prompt in prompts if free else ():
-            # Of the engines with room the one with fewest requests; one whose cache is too full for this prompt gets no other.
+            # The engine with room that has the fewest requests; one whose cache is too full for this prompt gets no further prompt.
             while free:
                 number, engine = heapq.heappop(free)
                 if not dealt[engine] or cache.get(engine, prompt.expected) >= prompt.expected:
@@ -185,7 +185,7 @@ class RequestQueue:
         return dealt
 
     def _room(self, engine: int, held: int, share: int) -> int:
-        """For how many requests an engine that has `held` has room; `share`: its part of all that wait."""
+        """How many further requests an engine with `held` requests has room for; `share`: its part of all that wait."""
         places = self.capacities[engine].requests
         surplus = max(1, min(max(int(SURPLUS * places), self.landed.get(engine, 0)), share))
         if not held:
@@ -195,8 +195,8 @@ class RequestQueue:
     def exchange(self, run: Run, parts: Sequence[Sequence[Part]]) -> list[pa.Table]:
         """Send the engines requests, by engine, and return trajectories that finish within `apart` seconds, or until all have finished.
 
-        A lost engine is restarted at once, or with the `come_late` of run.restarts when no other engine is left; no engine has its
-        requests afterwards.
+        A lost engine is restarted at once, or, with `run.restarts.come_late`, when no other engine is left; no engine has its requests
+        afterwards.
 
         Raises:
             WorkerLost: an engine was lost that cannot be replaced.
@@ -215,7 +215,7 @@ class RequestQueue:
                 answers = dict(zip(calls, run.wait([*calls.values()], busy=self.marks), strict=True))
             except WorkerLost as found:
                 self._lose(run, found)
-                # The answers of the others are still to be had, and only once: the engines have forgotten these requests.
+                # Wait for the others all the same: an engine gives an answer only once, and then forgets the request.
                 failure, calls = found, {rank: call for rank, call in calls.items() if rank not in self.lost}
         tables = [answer.table for answer in answers.values() if answer.table is not None]
         for table in tables:
@@ -233,7 +233,7 @@ class RequestQueue:
         now = time.monotonic()
         passed, self._counted = now - self._counted, now
         self.seconds += passed
-        # Requests that wait for new weights between two phases count as unfinished, too: these seconds are not ours.
+        # Requests that wait for new weights between two phases count as unfinished, too: `min` leaves those seconds out.
         self.busy += sum(min(answer.busy, passed) for answer in answers.values())
         for answer in answers.values():
             self.counts += answer.counts
@@ -259,7 +259,7 @@ class RequestQueue:
         return True
 
     def close(self, run: Run) -> None:
-        """After generation: replace engines that the others did without."""
+        """After generation: replace lost engines that it continued without."""
         if self.lost:
             assert run.restarts is not None
             run.restarts.replace_lost()
@@ -272,7 +272,7 @@ class RequestQueue:
         return max(0.0, seconds - busy / self.engines.world_size), seconds
 
     def take_counts(self) -> EngineCounts:
-        """Of requests since the last call."""
+        """The counts of requests since the last call."""
         taken, self.counts = self.counts, EngineCounts()
         return taken
 

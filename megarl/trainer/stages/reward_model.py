@@ -133,8 +133,8 @@ class ModelScores:
     Attributes:
         scores: float32 [rows].
         truncated: rows whose text was longer than the model reads [rows].
-        steps: rewards of steps, which have the place of `scores`: of each row, numbers of tokens of the response and scores; None: there are
-            none.
+        steps: rewards of steps, which take the place of `scores`: for each row, numbers of the response's tokens and scores; None: there
+            are none.
         numbers: further numbers by name [rows]; NaN where a row has none.
     """
 
@@ -258,7 +258,7 @@ def _require_finite(batch: pa.Table, scores: np.ndarray) -> None:
 def _score_steps(
     run: Run, role: Role, batch: pa.Table, inputs: RewardModelInputs, steps: StepScoring
 ) -> ModelScores:
-    """The scores of all steps whose ends the model reads; a trajectory without one has the score 0."""
+    """The scores of all steps whose ends the model reads; a trajectory without such a step has the score 0."""
     texts = step_texts(batch, inputs, steps)
     truncated = np.array([len(text.ids) > inputs.max_length for text in texts])
     texts = [text.first(inputs.max_length) for text in texts]
@@ -312,7 +312,7 @@ def score_positions(
 
 
 def step_texts(batch: pa.Table, inputs: RewardModelInputs, steps: StepScoring) -> list[StepText]:
-    """What the model reads of each trajectory, and where its steps end.
+    """The text that the model reads of each trajectory, and where its steps end.
 
     Raises:
         ValueError: the model's chat template refuses a prompt, or does not write the response as it is.
@@ -356,7 +356,7 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
 def _rendered(
     batch: pa.Table, inputs: RewardModelInputs, own: PreTrainedTokenizerBase, answered: bool = True
 ) -> list[str]:
-    """Each trajectory's chat by the reward model's own template; with `answered` false its prompt."""
+    """Each trajectory's chat by the reward model's own template; with `answered` false, its prompt alone."""
     answers = inputs.policy.batch_decode(batch["response_ids"].to_pylist(), skip_special_tokens=True)
     rendered = []
     has_keywords = TEMPLATE_KWARGS in batch.column_names

@@ -25,8 +25,8 @@ Finished = Callable[[pa.Table], None]
 def roll_out(
     run: Run, engines: WorkerGroup, prompts: pa.Table, config: TrainConfig, seed: int, finished: Finished
 ) -> tuple[pa.Table, float, EngineCounts]:
-    """A step's trajectories: those of `rollout.n` requests for each prompt, in the prompts' order; the seconds in which an engine had no request
-    during it, as the mean over all engines; and counts of the engines' requests.
+    """A step's trajectories, of `rollout.n` requests for each prompt, in the prompts' order; the seconds in which an engine had no request, as
+    the mean over all engines; and counts of the engines' requests.
 
     ReMax's baseline is the score of the prompt's greedy answer: the greedy answers follow after all samples.
 
@@ -64,7 +64,7 @@ def training_sampling(
 
 
 def noise_seed(rollout: RolloutConfig, version: int) -> int:
-    """The seed of the noise of a step's rollouts, or of those with a weight version."""
+    """The seed of the noise of a step's rollouts, or of rollouts that begin with a weight version."""
     return rollout.seed * 1_000_003 + version
 
 
@@ -87,7 +87,7 @@ def answer_all(
 ) -> tuple[pa.Table, float, EngineCounts]:
     """As `roll_out`, for requests that are sampled differently, part by part.
 
-    Engines get prompts as they have room (request_queue.py), also those of engines that are lost.
+    Engines get prompts as they have room (request_queue.py), also the prompts of lost engines.
     """
     queue = RequestQueue(engines, "batch")
     queue.open(run, anew=True)
@@ -111,7 +111,7 @@ def answer_all(
 
 
 def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:
-    """The rows of a table in the order of `uids`, which are their requests', in memory of `blocks`."""
+    """The rows of a table in the order of their requests' `uids`, in memory of `blocks`."""
     first = first_rows(table)
     bounds = np.append(first, table.num_rows).tolist()
     names = table["uid"].to_pylist()

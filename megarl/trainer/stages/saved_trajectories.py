@@ -41,7 +41,7 @@ def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
         n: responses to a prompt.
 
     Raises:
-        ValueError: the file is missing, damaged, without scores, or of a step of other sizes than those of `data` and `n`.
+        ValueError: the file is missing, damaged, without scores, or does not have the sizes of `data` and `n`.
     """
     table = read_trajectories(path, finite=False)
     if "score" not in table.column_names:
@@ -55,7 +55,7 @@ def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
 
 
 def check_sizes(table: pa.Table, path: str | Path, data: DataConfig, n: int) -> None:
-    """ValueError: the trajectories from `path` are not those of a step with `data` and `n` responses to a prompt: too many,
+    """ValueError: the trajectories from `path` do not fit a step with `data` and `n` responses to a prompt: they are too many,
     too few, or too long."""
     found = num_sessions(table)
     if found != data.train_batch_size * n:

@@ -38,6 +38,7 @@ from megarl.rewards.processes.scorer import Scorer
 from megarl.rewards.sample import Sample, Score
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
+from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import ModelScores, RewardModelInputs, score_with_model
 from megarl.trainer.stages.rollouts import GREEDY
 from megarl.trainer.stages.step_scores import add_step_scores, step_sums, with_step_scores
@@ -92,12 +93,12 @@ class Scored:
         )
 
     def by_player(self) -> Scored:
-        """One row of each player of each session, its last: what is compared. Sessions without players have one row."""
+        """The last row of each player of each session, for comparisons. Sessions without players have one row."""
         last = last_rows_of_players(self.table)
         return self if len(last) == self.table.num_rows else self.take(last)
 
     def sessions(self) -> Scored:
-        """One row of each session, its last: what is counted. Of several players it has the means of scores and numbers, and the first error."""
+        """The last row of each session, for counts. With several players it has the means of their scores and numbers, and the first error."""
         each = self.by_player()
         first, last = first_rows(each.table), last_rows(each.table)
         if len(last) == each.table.num_rows:
@@ -132,7 +133,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Asks for scores as trajectories finish, and gives them to the table of all of them.
+    """Requests scores as trajectories finish, and joins them to the table of all trajectories.
 
     Attributes:
         rule_weight, model_weight: score = rule_weight * the scorer's + model_weight * the reward model's; with a
@@ -164,19 +165,26 @@ class Rewards:
     def ask_model(
         self, roles: Roles, table: pa.Table, phase: Callable[[str], AbstractContextManager]
     ) -> ModelScores | None:
-        """The reward model's scores of trajectories, whose `collect` then takes them; None: there is no reward model.
+        """The reward model's scores of trajectories, for `collect`; None: there is no reward model.
 
         Args:
             phase: `DeviceMemory.phase`, or `held` where the time belongs to no phase of the step.
+
+        Raises:
+            NotFinite: a score is not finite; what `submit` requested for the trajectories is given up.
         """
         if roles.reward_model is None:
             return None
         assert self.model is not None, "read with the run's inputs"
-        with phase("score_model"):
-            return score_with_model(self.run, roles.reward_model, table, self.model)
+        try:
+            with phase("score_model"):
+                return score_with_model(self.run, roles.reward_model, table, self.model)
+        except NotFinite:  # the run may go on, and the prompts may come again under the same uids
+            self.scorer.give_up(table["uid"].to_pylist())
+            raise
 
     def collect(self, table: pa.Table, when: str, by_model: ModelScores | None = None) -> Scored:
-        """Append `score` to trajectories that were submitted, in any order; waits for those that are open.
+        """Append `score` to trajectories that were submitted, in any order; waits for scores that are open.
 
         Args:
             when: such as "step 3", for reports of failed rewards.
@@ -238,7 +246,7 @@ def make_samples(table: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Sa
 def mix_scores(scored: Scored, by_model: ModelScores, rule_weight: float, model_weight: float) -> Scored:
     """score = rule_weight * the scorer's + model_weight * the reward model's; 0 where the scorer failed.
 
-    Where the model scores steps, the rewards of these take the place of its score: they are added to STEP_SCORES.
+    Where the model scores steps, the steps' rewards take the place of its score: they are added to STEP_SCORES.
     """
     rules, of_model = scored.scores, by_model.scores if by_model.steps is None else 0.0
     mixed = np.where(scored.failed, 0.0, rule_weight * rules + model_weight * of_model)
@@ -262,7 +270,7 @@ def environment_scores(table: pa.Table) -> np.ndarray:
 def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
     """Append `score` (0 where there is none); rows whose reward failed lose all tokens of their `response_mask`.
 
-    An environment's score is used before the one of `scores`; rows with neither are scored by the reward model alone. An environment
+    An environment's score is preferred to the one in `scores`; rows with neither are scored by the reward model alone. An environment
     that failed costs its trajectory as a reward does; its numbers are added to the reward's.
     """
     found = [scores.get(uid) for uid in table["uid"].to_pylist()]
@@ -287,7 +295,7 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
 
 
 def of_sessions(table: pa.Table, scores: Mapping[str, Score]) -> dict[str, Score]:
-    """The score of each row's session, or of its player there, which the last row has (by uid)."""
+    """By uid, the score of each row's session, or of its player there, which is the last row's score."""
     uids, first, last = table["uid"].to_pylist(), first_rows_of_players(table), last_rows_of_players(table)
     return {
         uids[row]: scores[uids[end]]
@@ -329,7 +337,7 @@ def live_rows(table: pa.Table) -> np.ndarray:
 
 
 def _means_between(values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The mean of the values from each of `first` to the next one, in float64 [first]; NaN counts nowhere, and is the mean of nothing."""
+    """The mean of the values from each of `first` to the next one, in float64 [first]; NaN is left out, and is the mean of no values."""
     there = ~np.isnan(values)
     count = np.add.reduceat(there.astype(np.float64), first)
     total = np.add.reduceat(np.where(there, values, 0.0).astype(np.float64), first)
@@ -413,7 +421,7 @@ def punish_overlong(scored: Scored, overlong: OverlongBufferConfig, max_response
 def with_baselines(scored: Scored, greedy: np.ndarray) -> Scored:
     """Rows other than the greedy ones, with their prompt's greedy score as `baseline_score`.
 
-    Samples whose baseline failed have none to be compared with: they fail, too.
+    Samples whose baseline failed cannot be compared: they fail, too.
 
     Args:
         greedy: rows of greedy answers [rows], one of each prompt.

@@ -1,6 +1,6 @@
 """Scores of a response's steps: from the characters that a reward function names to tokens, as a column of trajectories.
 
-The column has a text a row, JSON: [[number of a token of the response, score], ...]; most rewards give none, and then it is "[]".
+The column has a JSON text for each row: [[number of a token of the response, score], ...]; "[]" without steps, as with most rewards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP_SCORES = "step_scores"
 def with_step_scores(
     table: pa.Table, scores: Mapping[str, Score], tokenizer: PreTrainedTokenizerBase, weight: float
 ) -> pa.Table:
-    """Append STEP_SCORES; `weight` is multiplied to the scores of the steps of `scores` (by uid)."""
+    """Append STEP_SCORES: the steps' scores from `scores` (by uid), each times `weight`."""
     found = []
     for row, uid in enumerate(table["uid"].to_pylist()):
         steps = scores[uid].steps if uid in scores else ()
@@ -52,7 +52,7 @@ def add_step_scores(
 
 
 def last_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """The number of the token with which the text of `ids`, without special tokens, has its first `end` characters, for each of `ends`."""
+    """For each of `ends`, the number of the token with which the text of `ids`, without special tokens, reaches that many characters."""
 
     def text(count: int) -> str:
         return tokenizer.decode(ids[:count], skip_special_tokens=True)
@@ -68,9 +68,9 @@ def last_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Se
 
 
 def _lengths(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], whole: str) -> list[int] | None:
-    """The complete characters of the text of the first tokens, for each number of them, in one pass; None: tokens do not tell.
+    """By token, the number of complete characters in the text up to and with it, in one pass; None: the tokens do not tell.
 
-    A stream holds back bytes that are no character yet, which are a replacement character at a text's end, so none may be in `whole`.
+    A stream holds back bytes that are no character yet. At a text's end they are a replacement character, so `whole` must not have one.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer) or "\ufffd" in whole:

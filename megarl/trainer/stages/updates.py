@@ -63,8 +63,8 @@ from megarl.trainer.workers.ptx import plan_ptx
 def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:
     """Append `old_log_probs`, `ref_log_probs`, `full_kl` and `values`, as far as the algorithm uses them.
 
-    All roles compute at once, but those that share GPUs, which take turns. With `algorithm.rollout_correction.bypass_mode` the old
-    log-probs are those of the engine; where a step is a single update, the update computes them (`is_single_update`).
+    All roles compute at once, but roles that share GPUs take turns. With `algorithm.rollout_correction.bypass_mode` the old log-probs
+    are the engine's; where a step is a single update, the update computes them (`is_single_update`).
 
     Args:
         seed: of the step's `update`.
@@ -119,7 +119,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         answers += [answer for names, refs in begun for answer in _by_role(names, run.wait(refs))]
     answers += judging.results().items()
     judged = [(name, results) for name, results in answers if name.startswith(TEACHER)]
-    if judged:  # each has its own rows
+    if judged:  # each teacher has its own rows
         batch = merge_columns(batch, [part for _, results in judged for part in results], run.blocks)
     for name, results in answers:
         if not name.startswith(TEACHER):
@@ -133,10 +133,10 @@ Calls = list[tuple[tuple[str, ...], WorkerGroup, tuple[Any, ...]]]  # roles, gro
 
 
 def _judged_rows(roles: Roles, asked: pa.Table) -> dict[str, np.ndarray]:
-    """The rows that each of several teachers judges, and a reference that engines serve, by role.
+    """By role, the rows that each of several teachers judges, or a reference that engines serve.
 
     Raises:
-        ValueError: the trajectories do not say by whom they are judged, or by one that there is not.
+        ValueError: the trajectories do not name their teachers, or name an unknown one.
     """
     if "ref" in roles.judges:
         return {"ref": np.arange(asked.num_rows)}
@@ -165,18 +165,18 @@ def _teacher_calls(
     config: TrainConfig,
     judged: Mapping[str, np.ndarray],
 ) -> Calls:
-    """The calls by which several teachers judge the trajectories of their rows, each as many of them as there are.
+    """The calls by which several teachers judge the trajectories of their rows, however many each has.
 
     Args:
         asked: the trajectories as references read them, which `read` refers to.
-        judged: the rows of each, by its role; empty: none is judged.
+        judged: the rows of each teacher, by its role; empty: none is judged.
     """
     top, calls = top_k_in_loss(config), []
     for name, teacher in teachers.items():
         rows = judged.get(f"{TEACHER}{name}", ())
         if not len(rows):
             continue
-        # Ranks share rows evenly: the first come again until they can, and are computed twice.
+        # Ranks share rows evenly: the first rows are repeated until that is possible, and computed again.
         filled = np.resize(rows, rows_to_share(len(rows), teacher.layout))
         shares = forward_plan(take(asked.select(_LENGTHS), filled), teacher.layout, teacher.batching)
         numbered = [[[int(filled[row]) for row in micro] for micro in share] for share in shares]

@@ -51,12 +51,12 @@ class ValidationSet:
 
     @property
     def prefix(self) -> str:
-        """Of its metrics."""
+        """The beginning of its metrics' names."""
         return f"{self.name}/" if self.name else ""
 
     @property
     def file(self) -> str:
-        """Begins the name of its trajectories' file."""
+        """The beginning of the name of its trajectories' file."""
         return f"val-{self.name}" if self.name else "val"
 
 
@@ -81,7 +81,7 @@ def validate(
         by_model: a reward model's scores of trajectories.
 
     Returns:
-        The scored answers by `ValidationSet.file`, and metrics (see `session_metrics`), those of a set under its prefix.
+        The scored answers by `ValidationSet.file`, and metrics (see `session_metrics`), a set's under its prefix.
         `score/mean` is the mean of all sets' means.
 
     Raises:
@@ -111,7 +111,7 @@ def validate(
 def session_metrics(scored: Scored, sampling: SamplingConfig) -> dict[str, float]:
     """The metrics of sessions as answers (see `answer_metrics`), and under player/<name>/ those of each player's answers, where there are some.
 
-    A session of several players counts with the mean of their scores: in a game that one loses what another wins that is always the same.
+    A session of several players counts with the mean of their scores, which is always the same in a game where one loses what another wins.
     """
     each = scored.by_player()
     names, metrics = players(each.table), answer_metrics(scored.sessions(), sampling)
@@ -159,7 +159,7 @@ def group_metrics(
 ) -> dict[str, float]:
     """Means over prompts, each of which has an array of scores, and of answers as the reward read them.
 
-    A prompt some of whose `n` rewards failed counts with those that it has, also where they are fewer than k.
+    A prompt some of whose `n` rewards failed counts with the scores that it has, even if they are fewer than k.
     """
     metrics = {
         f"mean@{n}": float(np.mean([group.mean() for group in scores])),
@@ -186,7 +186,7 @@ def pass_at_k(n: int, passes: int, k: int) -> float:
 
 
 def majority_score(scores: np.ndarray, preds: Sequence[str | None]) -> float | None:
-    """The mean score of the responses that give the most frequent answer, of equals the one that came first.
+    """The mean score of the responses that give the most frequent answer, or the first of equally frequent ones.
 
     Responses without an answer (None) have no vote. None: no response has one.
     """

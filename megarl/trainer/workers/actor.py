@@ -77,7 +77,7 @@ class ActorWorker(ModelWorker):
             moe, layers = self.config.moe, self.config.num_layers
             self.loads = ExpertLoads(unwrap(self.chunks), layers, moe.num_experts)
             self.z_loss = RouterZLoss(unwrap(self.chunks))
-        # By the role of the engines that they lead to. Engines of each map slots of their own.
+        # By the role of the engines that they send to. The engines of each role map slots of their own.
         self.outboxes: dict[str, Outbox] = {}
         self.slots: dict[str, Slots] = {}
         self.reference: list[GPTModel] | None = None
@@ -95,12 +95,12 @@ class ActorWorker(ModelWorker):
 
     def compute_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, at the sampling temperature; where the updates are to replay its routers'
-        choices, these as ROUTED_EXPERTS."""
+        choices, the choices as ROUTED_EXPERTS."""
         head = self.lm_head(temperature=self.temperature)
         return self.compute_columns(table, shares, self._pack_policy, head, [column], record=self._records)
 
     def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
-        """The reference's log-probs of the responses as `column`, at the sampling temperature; its routers choose themselves."""
+        """The reference's log-probs of the responses as `column`, at the sampling temperature; its routers choose experts themselves."""
         assert self.reference is not None
         head = self.lm_head(self.reference_config.vocab_size, temperature=self.temperature)
         pack = partial(self.pack_share, replayed=False)
@@ -109,7 +109,7 @@ class ActorWorker(ModelWorker):
 
     def compute_ref_top_tokens(self, table: pa.Table, shares: list[Share], count: int) -> RowColumns | None:
         """`compute_ref_log_probs` as `ref_log_probs`, and the `count` most likely tokens at each position as REF_TOP_TOKENS; a worker without a
-        reference is it."""
+        reference is the reference itself."""
         config = self.config if self.reference is None else self.reference_config
         head = self.lm_head(config.vocab_size, temperature=self.temperature, top=count)
         pack = partial(self.pack_share, replayed=False)
@@ -144,11 +144,11 @@ class ActorWorker(ModelWorker):
         return self.with_reference_head(self._pack_policy(table, share))
 
     def with_reference_head(self, batches: Sequence[PackedBatch], beta: float = 1.0) -> Sequence[PackedBatch]:
-        """The batches with the reference's hidden states and head, from which the exact divergence from it (of `beta`) is computed with
-        the log-probs."""
+        """The batches with the reference's hidden states and head, from which the exact divergence from the reference (of `beta`) is
+        computed together with the log-probs."""
         assert self.reference is not None
         assert_resident(self.reference)
-        # Its routers choose themselves, also where it is the policy's own model without adapters.
+        # The reference's routers choose experts themselves, also where it is the policy's own model without adapters.
         unrouted = [replace(batch, experts=None, is_routed=None) for batch in batches]
         with self._without_adapters():
             hidden = forward_only(self.reference, unrouted, hidden_head)
@@ -247,7 +247,7 @@ class ActorWorker(ModelWorker):
                 assert examples is not None
                 batches = [*batches, *pack_ptx(self, examples, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
-            take_counts(self.replays)  # those of other passes
+            take_counts(self.replays)  # drops the counts of other passes
             if self.loads is not None:
                 self.loads.forget()
             learnt = count.tokens + (0 if ptx is None else ptx.counts[number])
@@ -266,7 +266,7 @@ class ActorWorker(ModelWorker):
                 )
             # All ranks must stop together, or the next collective hangs.
             if how.target_kl is not None:
-                # Without a token of the policy's own it is 0.
+                # Without a token of the policy's own the KL is 0.
                 change = result.stats["actor/ppo_kl"] / max(result.stats["actor/tokens"], 1.0)
                 steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
                 if steps[-1]["stopped_early"]:
@@ -275,7 +275,7 @@ class ActorWorker(ModelWorker):
         return steps
 
     def open_outbox(self, share: SyncShare, host: str, timeout: float, to: str = ENGINES) -> Address:
-        """Prepare to send this rank's share of the weights to engines; closes an earlier connection with these.
+        """Prepare to send this rank's share of the weights to engines; closes an earlier connection with them.
 
         Args:
             host: this machine's address.
@@ -324,7 +324,7 @@ class ActorWorker(ModelWorker):
         return {f"{EXPERT_VIOLATION}{layer}": value for layer, value in violations(loads).items()}
 
     def _routing_counts(self) -> dict[str, float]:
-        """Of the last step, over all ranks: tokens of layers that were replayed, and those of them whose own choice was another one."""
+        """Counts over the last step's layers and all ranks: replayed tokens, and how often the router itself chose other experts."""
         if self.routing is None:
             return {}
         counts = take_counts(self.replays).to(platform.device())
@@ -362,7 +362,7 @@ def trajectories_of(batch: PackedBatch) -> Sequences:
 
 
 def with_own_tokens(table: pa.Table) -> pa.Table:
-    """`table` with the column OWN, 1 on the tokens of the policy's own responses and 0 on those of given ones, where there are any."""
+    """`table` with the column OWN: 1 on tokens of the policy's own responses, 0 on tokens of given ones; `table` itself without GIVEN."""
     if GIVEN not in table.column_names:
         return table
     _, offsets = ragged(table, "response_mask")
@@ -400,7 +400,7 @@ def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, 
 
 
 def largest_on_ranks(difference: RolloutDifference) -> list[float]:
-    """`difference.largest` of all ranks."""
+    """The maximum of `difference.largest` over all ranks."""
     mine = difference.largest
     found = torch.zeros(2, dtype=torch.double, device=platform.device()) if mine is None else mine.clone()
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)

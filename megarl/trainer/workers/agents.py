@@ -46,7 +46,7 @@ from megarl.util.plugins import load_plugins
 
 
 def check_sandbox(spec: AgentsSpec) -> None:
-    """Before an engine is started.
+    """Check the sandbox of the agents before an engine is started.
 
     Raises:
         ValueError: this machine has no such sandbox.
@@ -59,7 +59,7 @@ class Agents:
     """Runs the agents of one engine's requests."""
 
     def __init__(self, spec: AgentsSpec, engine: SGLangEngine, stop_token_ids: tuple[int, ...]) -> None:
-        """Listens from now on. `stop_token_ids`: those of the engine that are not the model's own ends."""
+        """Begin to listen. `stop_token_ids`: the engine's stop tokens that are not the model's own end tokens."""
         load_plugins(spec.plugins)
         settings = spec.gateway
         assert spec.model.tokenizer_path is not None, "resolved"
@@ -94,7 +94,7 @@ class Agents:
         )
         self._server = _Server(config)
 
-        # An agent in a sandbox reaches the gateway alone, by a socket in the file system.
+        # An agent in a sandbox reaches nothing but the gateway, by a socket in the file system.
         sandbox: Sandbox = NoSandbox()
         if settings.sandbox != "none":
             local = Path(tempfile.mkdtemp(prefix="gateway-"), "socket")
@@ -107,7 +107,7 @@ class Agents:
 
         self._serving = engine.run(serve())
         score = None if settings.score is None else find_function(settings.score, "rollout.gateway.score")
-        # By the marks the cluster's guards find what an agent leaves behind.
+        # By these marks the cluster's guards find the processes that an agent leaves behind.
         passed = {
             name: value
             for name, value in os.environ.items()
@@ -152,7 +152,7 @@ class Agents:
 
 
 class _Server(uvicorn.Server):
-    """A server in a process whose signals are others'."""
+    """A server that leaves the signal handlers of its process alone."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -61,11 +61,11 @@ def agents_spec(
         if gateway.python is None:
             find_function(gateway.agent, "rollout.gateway.agent")
             _find_modules(gateway.preload, Path(path).parent)
-        else:  # links in virtual environments say which environment it is
+        else:  # not resolved: the link tells Python its virtual environment
             found = shutil.which(Path(gateway.python).expanduser())
             assert found is not None, "checked"
             gateway = replace(gateway, python=os.path.abspath(found))
-        # A container has the image's own.
+        # A container runs the image's own Python.
         python = "python3" if gateway.sandbox in CONTAINERS else gateway.python
         command = (*python_command(python, "call", *agent),)
         readable = (*readable, str(Path(path).parent))

@@ -46,22 +46,23 @@ from megarl.data.trajectories import (
 from megarl.layout.grid import ParallelLayout
 from megarl.rollout.engine import EngineCounts
 
-TRAINING = "training"  # whose requests an engine has: those that training has in flight from call to call
-# Roles of engines: those of the rollouts, and those of concurrent validation.
+TRAINING = "training"  # the owner of an engine's requests that training has in flight from call to call
+# Roles of engines: for the rollouts, and for concurrent validation.
 ENGINES, EVAL_ENGINES = "rollout", "eval"
 NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with a model
 
 
 @dataclass(frozen=True)
 class PredictionTraining:
-    """How a model's layers of multi-token prediction are trained: the weight of their loss, and whether it has no gradient for the rest."""
+    """How a model's layers of multi-token prediction are trained: the weight of their loss, and whether it has no gradient for the rest
+    of the model."""
 
     coef: float
     detached: bool
 
 
 def prediction_training(model: TrainedModelConfig) -> PredictionTraining | None:
-    """What the section of a model says of it; None: these layers are not trained."""
+    """How the section of a model has its multi-token prediction layers trained; None: they are not trained."""
     return PredictionTraining(model.mtp_loss_coef, model.mtp_detached) if model.mtp == "train" else None
 
 
@@ -81,7 +82,7 @@ class ModelSpec:
         timeout: seconds after which a collective that not all ranks joined is an error.
         plugins: the user's files, as absolute paths, that the ranks import before anything is looked up by name.
         lora: the adapters that are trained instead of the weights, if their rank is not 0.
-        share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
+        share_prompts: the option by which trajectories of one prompt compute the prompt once; None: it is not set.
         router_replay: "rollout": routers choose the experts that trajectories came with; "trainer": those that `compute_log_probs`
             has recorded; None: their own.
         mtp: how layers of multi-token prediction are trained; None: the model is built without them.
@@ -114,7 +115,7 @@ class PolicyUpdate:
     Attributes:
         aggregation: from token losses to a mini-batch's loss.
         select: which tokens of each mini-batch the loss treats apart; None: none.
-        target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
+        target_kl: after a mini-batch whose ppo_kl (nats a token) is over this, the step's later ones are left out; None: never.
         seed: of the step's random choices.
         expert_bias_update_rate: by how much each mini-batch moves the biases of routers; 0: they stay.
         router_z_loss_coef: of the router z-loss; 0: there is none.
@@ -152,13 +153,13 @@ class MicroBatching:
 
 
 RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
-"""What a rank or an engine has computed: row numbers, and by column (flat values, offsets) of one list for each of these rows."""
+"""The results of a rank or an engine: row numbers, and by column the (flat values, offsets) of one list for each of these rows."""
 
 # The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask", ROUTED_EXPERTS, KEPT_IDS, KEPT_COUNTS)
 LEARNT = (*READ, GIVEN, TEACHER, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
-# Before a layer's number: the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).
+# Prefix of a layer's number in the key of an update's results that says how uneven the layer's routing was (`expert_load.violations`).
 EXPERT_VIOLATION = "expert_violation/"
 ROUTER_Z_LOSS = "router_z_loss"  # key of an update's results: the loss without its coefficient
 
@@ -210,7 +211,7 @@ def _plan(
 
 
 def _num_mini_batches(table: pa.Table, batching: MicroBatching) -> int | None:
-    """Of trajectories of sessions, which `mini_batch_size` counts; None: each trajectory is a session, or there is one mini-batch."""
+    """The number of mini-batches, where `mini_batch_size` counts sessions; None: each trajectory is a session, or there is one mini-batch."""
     if batching.mini_batch_size >= table.num_rows or "uid" not in table.column_names:
         return None
     sessions = num_sessions(table)
@@ -218,8 +219,8 @@ def _num_mini_batches(table: pa.Table, batching: MicroBatching) -> int | None:
 
 
 def with_idle_rows(batch: pa.Table, layouts: Iterable[ParallelLayout]) -> pa.Table:
-    """Trajectories of sessions, filled up with copies of the shortest one without a live token, so that every layout can plan them: there may
-    be any number of them. The copies count to the last session.
+    """The trajectories, filled up with copies of the shortest one that have no live token, so that every layout can plan them: sessions may
+    give any number of trajectories. The copies belong to the last session.
     """
     unit = math.lcm(*(rows_to_share(1, layout) for layout in layouts))
     missing = -batch.num_rows % unit
@@ -325,19 +326,19 @@ def _schedule_multiple(layout: ParallelLayout) -> int:
 
 
 def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """The present columns of these names; others need not travel to every node of a job."""
+    """The table with only the columns of these names that it has; others need not travel to every node of a job."""
     return table.select([name for name in table.column_names if name in names])
 
 
 def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = None) -> pa.Table:
-    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order, in memory of `blocks`; of a row that
-    was computed more than once the first result."""
+    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order, in memory of `blocks`. A row that
+    was computed more than once gets its first result."""
     parts = [part for part in results if part is not None]
     rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
     found, order = np.unique(rows, return_index=True)
     assert np.array_equal(found, np.arange(table.num_rows)), "each row is computed"
     for name in parts[0][1]:
-        if parts[0][1][name][0].dtype.kind == "V":  # in a type of their own
+        if parts[0][1][name][0].dtype.kind == "V":  # lists of binary values
             lists = pa.chunked_array([list_of_binary(*columns[name]) for _, columns in parts])
             table = table.append_column(name, take(pa.table({name: lists}), order, blocks)[name])
             continue
@@ -349,11 +350,11 @@ def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = No
 
 @dataclass(frozen=True)
 class Landed:
-    """What an engine returns from time to time while it generates (`EngineWorker.land`).
+    """The results that an engine returns from time to time while it generates (`EngineWorker.land`).
 
     Attributes:
         table: trajectories that have finished; None: there are none.
-        waiting: requests that it has and has not begun to decode: they wait for a place, for room in the cache or for their prompt.
+        waiting: requests that the engine has not begun to decode: they wait for a place, for room in the cache or for their prompt.
         busy: seconds since the last call in which it had an unfinished request.
         counts: of its requests since the last call.
     """
@@ -365,14 +366,14 @@ class Landed:
 
 
 def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
-    """The pairs of these rankings' texts, numbered as `texts_of` has them, and each text's margin [texts] (float32)."""
+    """The pairs of these rankings' texts, numbered in the order of `texts_of`, and each text's margin [texts] (float32)."""
     chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
     pairs, counts = _pairs(chosen)
     return pairs, torch.tensor(chosen["margin"].to_pylist()).repeat_interleave(counts)
 
 
 def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
-    """The pairs of these rankings' chats, numbered as `texts_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
+    """The pairs of these rankings' chats, numbered in the order of `texts_of`, and each one's `ref_log_probs` [chats] (float32)."""
     chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
     reference = [value for own in chosen["ref_log_probs"].to_pylist() for value in own]
     return _pairs(chosen)[0], torch.tensor(reference, dtype=torch.float32)

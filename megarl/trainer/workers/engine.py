@@ -1,7 +1,7 @@
 """The process that owns a rollout engine: takes weights, answers prompts with trajectories.
 
 An engine on several nodes has such a process on each. Requests go to the first; the others only start their
-node's ranks, and write their inboxes: the slices that each takes from which trainer rank.
+node's ranks, and write their inboxes: which slices each rank takes from which trainer rank.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Requests:
     """Requests that were launched and have not landed.
 
     Attributes:
-        signs: the engine's last sign of life when they were last seen to go on.
+        signs: the engine's last sign of life when the requests were last seen to make progress.
         launched: by uid, the request's table and row.
         waited: seconds in which they were waited for since then.
-        busy: as the flight's, at the last call.
+        busy: the flight's `busy` at the last call.
     """
 
     flight: Flight[list[Generation]]
@@ -57,8 +57,8 @@ class _Requests:
     def trajectories(
         self, finished: Iterable[Sequence[Generation]], routing: RoutingShape | None, keeps: bool
     ) -> pa.Table | None:
-        """The trajectories of finished requests, one or several of each, which it forgets; None: there are none. `routing`, `keeps`: as of
-        `build_trajectories`."""
+        """The trajectories of finished requests, one or several of each request; None: there are none. The requests are forgotten.
+        `routing`, `keeps`: as in `build_trajectories`."""
         found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
         for generations in finished:
             requests, row = self.launched.pop(request_of(generations[0].uid))
@@ -82,7 +82,7 @@ class EngineWorker:
     ) -> None:
         """`turns`: how trajectories of several turns are generated; None: trajectories have one turn."""
         self.info = info
-        # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
+        # SGLang and multiprocessing put sockets into this folder, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
         if isinstance(turns, AgentsSpec):
             check_sandbox(turns)
@@ -102,7 +102,7 @@ class EngineWorker:
 
         Args:
             of: whose requests they are.
-            anew: give those up, which an earlier generation, as one that failed, has left behind.
+            anew: give up the requests that an earlier generation, such as one that failed, has left behind.
         """
         if anew:
             self._requests(of).flight.cancel()
@@ -114,12 +114,12 @@ class EngineWorker:
     ) -> Landed:
         """Begin to answer further requests, and return the trajectories that have finished since the last call.
 
-        They are waited for so many seconds, or until all requests are answered. Requests continue between calls; while weights change or
+        It waits for them for `seconds`, or until all requests are answered. Requests continue between calls; while weights change or
         memory is released they wait, and then continue after their last token.
 
         Args:
             parts: tables of requests (see `expand_prompts`), each with its own sampling.
-            of: whose requests they are: a validation lands none of those that training has in flight.
+            of: whose requests they are: a validation lands none of the requests that training has in flight.
 
         Raises:
             EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
@@ -151,7 +151,7 @@ class EngineWorker:
         self, requests: pa.Table, sampling: SamplingParams
     ) -> list[Coroutine[Any, Any, list[Generation]]]:
         """A coroutine for each of the requests, in their order; it returns the request's trajectories."""
-        if isinstance(self.players, Agents):  # their prompts are what the agents ask
+        if isinstance(self.players, Agents):  # the agents write the prompts
             return self.players.answers(requests, sampling, self.engine.weight_version)
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
         for uid, ids in zip(uids, prompts, strict=True):

@@ -20,8 +20,8 @@ class JudgeWorker(EngineWorker):
     engine_class = SGLangJudge
 
     def judge(self, table: pa.Table, rows: Sequence[int], top: int) -> RowColumns:
-        """What `ActorWorker.compute_ref_log_probs` gives of these rows, and with `top` what `compute_ref_top_tokens` does: 0 for tokens that the
-        policy did not choose. Of a row without a token of the policy nothing is asked."""
+        """The columns that `ActorWorker.compute_ref_log_probs` returns for these rows, or `compute_ref_top_tokens` with `top`: 0 for tokens that
+        the policy did not choose. No request is made for a row without a token of the policy."""
         assert isinstance(self.engine, SGLangJudge), "the other parts of an engine are not called"
         names = ["uid", "prompt_ids", "response_ids", "response_mask"]
         own = table.select(names).take(pa.array(rows, pa.int64())).to_pylist()

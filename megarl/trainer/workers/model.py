@@ -3,7 +3,7 @@
 Everything here is the same for actor, critic, reference, reward model and supervised training; these differ by the head and the loss
 that they pass.
 
-- A checkpoint of a rank has the model's weights; with adapters it has these, the value head, and the identity of the base model.
+- A checkpoint of a rank has the model's weights; with adapters it has the adapters, the value head, and the identity of the base model.
 - Every call of a rank is a range with the method's name: in a trace of torch's profiler, and on CUDA as an NVTX range that
   `nsys profile` shows.
 """
@@ -116,13 +116,13 @@ Share = list[list[int]]
 class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
-    sums_prefix = ""  # of the names of the sums of its losses
-    two_labels = False  # whether a head of two labels is read, as one of one label
+    sums_prefix = ""  # of the names of its losses' sums
+    two_labels = False  # whether a stored head of two labels is read, as a head of one label
 
     def __init__(self, info: RankInfo, spec: ModelSpec, base: ModelWorker | None = None) -> None:
         """
         Args:
-            base: the rank, of the same layout, whose model this one's adapters are put on; None: it loads its own.
+            base: the worker in this process, of the same layout, on whose model the adapters are put; None: the model is loaded.
         """
         self.info, self.spec = info, spec
         if not platform.is_cuda():
@@ -145,7 +145,7 @@ class ModelWorker:
         # With a base model this rank shares its weights and parallel state, and adds adapters and a value head of its own.
         self.config = read_model_config(spec.path)
         self.dtype = platform.resolve_dtype(spec.megatron.dtype)
-        # Layers of multi-token prediction that are trained.
+        # The number of multi-token prediction layers that are trained.
         self.depth = self.config.num_mtp_layers if spec.mtp is not None and spec.optim is not None else 0
         self.adapter = ADAPTER if base is None else f"{ADAPTER}_{spec.head}"
         if base is None:
@@ -283,10 +283,10 @@ class ModelWorker:
         return chunks
 
     def _overrides(self) -> dict[str, Any]:
-        """Of Megatron's TransformerConfig: the configuration's, what products in float8 are, and what routing replay needs."""
+        """Fields of Megatron's TransformerConfig: from the configuration, for products in float8, and for routing replay."""
         megatron = self.spec.megatron
         given = {**float8_settings(megatron), **(megatron.override_transformer_config or {})}
-        # Transformer Engine's kernel chooses experts itself, and would not ask for those of an earlier pass (megatron-core 0.19.2).
+        # Transformer Engine's kernel chooses experts itself, and would not take the experts of an earlier pass (megatron-core 0.19.2).
         return given if self.spec.router_replay is None else {**given, "moe_router_fusion": False}
 
     def read_weights(
@@ -303,7 +303,7 @@ class ModelWorker:
         load_hf_weights(path, config, self.layout, rank, parameters, head, blocks, mtp, two_labels)
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None:
-        """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
+        """Fill a value head that was put on the model of `base`, if the Hugging Face folder has one."""
         load_value_head(path, weight)
 
     def reserve_memory(self, parts: list[str]) -> None:
@@ -324,8 +324,8 @@ class ModelWorker:
             self.parts[part].reload()
 
     def memory(self) -> list[dict[str, int]]:
-        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, of all that torch
-        has allocated there ("allocated"); one entry, since the process has one device."""
+        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, of everything
+        that torch has allocated there ("allocated"); one entry, since the process has one device."""
         found = {name: part.device_bytes() for name, part in self.parts.items()}
         found["on_host"] = sum(part.host_bytes() for part in self.parts.values())
         if platform.is_cuda():
@@ -361,7 +361,7 @@ class ModelWorker:
         with_entropy: bool = False,
         **more: Any,
     ) -> Callable:
-        """The head of this rank's model; of another one with `vocab_size` tokens. `more`: of `outputs.lm_head`."""
+        """The head of this rank's model, or of another model with `vocab_size` tokens. `more`: arguments of `outputs.lm_head`."""
         return lm_head(
             vocab_size=vocab_size or self.config.vocab_size,
             temperature=temperature,
@@ -382,7 +382,7 @@ class ModelWorker:
 
         Args:
             replayed: with the engine's experts, if the model replays them.
-            learnt: for `train`, with what multi-token prediction layers predict if they are trained.
+            learnt: for `train`, with the targets of multi-token prediction layers if they are trained.
         """
         how = {
             "depth": self.depth if learnt else 0,
@@ -420,8 +420,8 @@ class ModelWorker:
 
         Args:
             chunks: the model; None: this rank's own.
-            rest: the column of all outputs behind these, as bytes; None: there are none.
-            record: with the experts that the routers choose, as the column ROUTED_EXPERTS.
+            rest: the name of a column of all further outputs, as bytes; None: there are none.
+            record: whether the experts that the routers choose are returned, as the column ROUTED_EXPERTS.
 
         Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
         """
@@ -472,8 +472,8 @@ class ModelWorker:
 
         Args:
             names: gives the names of the micro-batches' sequences, for the error; None: they have none.
-            learnt: tokens that the step learns from, on all ranks, over which the losses of multi-token prediction layers and of indexers are
-                means where these are trained; the batches were packed for it.
+            learnt: the number of tokens, over all ranks, that the step learns from. The losses of multi-token prediction layers and of indexers,
+                where these are trained, are means over them; the batches were packed with `learnt`.
             more: leave updated weights to be gathered in the next forward pass (`overlap_param_gather`); the caller ends with
                 `gather_parameters`.
 
@@ -496,9 +496,10 @@ class ModelWorker:
             result = replace(result, stats=result.stats | self.indexer_loss.sums(self.sums_prefix))
         if not (more and result.ok):
             gather_parameters(self.chunks)
-        for reserved in self.reserved:  # the first step makes the optimizer's states
-            reserved.reserve()
-        self.reserved = []
+        if result.ok:
+            for reserved in self.reserved:  # the first update makes the optimizer's states
+                reserved.reserve()
+            self.reserved = []
         why = partial(find_source, self.chunks, batches, head, loss, names)
         check_update(result, self.spec.optim.min_loss_scale, why)
         return result

@@ -59,7 +59,7 @@ class Players:
     """Plays the requests of one engine, in the engine's process."""
 
     def __init__(self, spec: TurnsSpec, answer: Answer, stop_token_ids: tuple[int, ...]) -> None:
-        """`answer`: the engine's; `stop_token_ids`: as of `Player`."""
+        """`answer`: the engine's; `stop_token_ids`: as in `Player`."""
         load_plugins(spec.plugins)
         multi_turn, model = spec.multi_turn, spec.model
         assert multi_turn.environment is not None and model.tokenizer_path is not None

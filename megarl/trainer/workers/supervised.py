@@ -77,7 +77,7 @@ class SFTWorker(ModelWorker):
 class RMWorker(RewardModelWorker):
     """A rank of the reward model.
 
-    `head_init`: "zeros" or "normal"; how the head begins that the model's folder does not have.
+    `head_init`: "zeros" or "normal"; the first weights of a head that the model's folder does not have.
     """
 
     def __init__(self, info: RankInfo, spec: ModelSpec, head_init: str) -> None:
@@ -120,7 +120,7 @@ class DPOWorker(ModelWorker):
         """One optimizer step on the loss of all rankings of the table.
 
         Args:
-            table: `PREFERENCE_CHAT_SCHEMA`, and `ref_log_probs`: of each chat its reference's log-prob.
+            table: `PREFERENCE_CHAT_SCHEMA`, and `ref_log_probs`: the reference's log-prob of each chat.
             shares: rows of the table; the chats of a ranking are in one micro-batch.
         """
         options = DPOOptions(how.beta, how.label_smoothing, how.loss_type, how.gamma)
@@ -142,7 +142,7 @@ class DPOWorker(ModelWorker):
         """One optimizer step on KTO's loss of all examples of the table.
 
         Args:
-            table: `LABELLED_SCHEMA`, and `ref_log_prob`: of each chat its reference's log-prob.
+            table: `LABELLED_SCHEMA`, and `ref_log_prob`: the reference's log-prob of each chat.
             shares: rows of the table.
             baseline: of the batch (`kto_baseline`).
         """
@@ -168,10 +168,10 @@ def _train_compared(
     head: Head,
     loss_of: Callable[[torch.Tensor, PackedBatch, Any, torch.Tensor], LossAndSums],
 ) -> StepResult:
-    """One optimizer step on a loss of whole sequences, such as one that compares those of each ranking.
+    """One optimizer step on a loss of whole sequences, such as one that compares the sequences of each ranking.
 
     Args:
-        side: from rows of the table to their sequences; packs these; gives the pairs (or labels) and the numbers that the loss compares.
+        side: three functions: the sequences of rows of the table; their packing; the pairs (or labels) and the numbers that the loss compares.
         loss_of: the loss and its sums, of a micro-batch's outputs, pairs (or labels) and numbers.
     """
     share = shares[worker.coords.dp]

@@ -107,7 +107,7 @@ def _num_buffers(tensors: dict[str, Any]) -> int:
 
 
 def test_dense(ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str]) -> None:
-    saved = Setting(4, {"pp": 2, "vpp": 2})
+    saved = Setting(4, {"pp": 2, "vpp": 2, "chunk_layers": (1, 1, 1, 1)})
     others = [Setting(4, {"tp": 2, "sp": True}, distributed=False), Setting(1, {})]
     check(ranks, tmp_path, model_of("tied"), saved, others)
 

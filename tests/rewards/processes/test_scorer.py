@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from ray import cloudpickle
@@ -123,6 +124,53 @@ def test_a_failure_elsewhere_ends_the_wait(plain, monkeypatch):
     assert len(calls) == 2
     (score,) = plain.collect().values()
     assert score.score is None
+
+
+@pytest.mark.parametrize(("kind", "sleep", "num_workers"), [
+    ("def", "time.sleep", 3), ("async def", "await asyncio.sleep", 1),
+])  # fmt: skip
+def test_the_score_of_a_sample_that_was_given_up_is_not_that_of_one_with_its_uid(
+    tmp_path, kind, sleep, num_workers
+):
+    """Neither in another process nor in the same one; other samples stay open."""
+    reward = tmp_path / "waits.py"
+    reward.write_text(
+        "import asyncio, pathlib, time\n"
+        f"{kind} compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    pathlib.Path(solution_str + '.begun').touch()\n"
+        f"    while not pathlib.Path(solution_str).exists():\n        {sleep}(0.01)\n"
+        "    return float(ground_truth)\n"
+    )
+    old, new, other = (str(tmp_path / name) for name in ("old", "new", "other"))
+
+    def begin(uid, path, truth):
+        scorer.submit([Sample(uid, "mine", "", path, truth, None)])
+        wait_for(Path(f"{path}.begun").exists)
+
+    with Scorer(RewardSpec(custom_path=str(reward)), num_workers=num_workers, timeout=60.0) as scorer:
+        begin("b", other, "3")
+        begin("a", old, "1")
+        scorer.give_up(["a", "unknown"])
+        begin("a", new, "2")
+        Path(old).touch()
+        assert scorer.collect(Path(new).touch, ["a"])["a"].score == 2.0
+        Path(other).touch()
+        assert {uid: score.score for uid, score in scorer.collect().items()} == {"b": 3.0}
+
+
+def test_what_is_given_up_before_it_began_is_not_scored(file, tmp_path):
+    begun = tmp_path / "begun"
+    with Scorer(RewardSpec(custom_path=file), num_workers=1, timeout=60.0) as scorer:
+        scorer.submit(
+            [
+                Sample("a", "mine", "", "sleep", "", None),
+                Sample("b", "mine", "", "sleep", "", json.dumps({"begun": str(begun)})),
+            ]
+        )
+        scorer.give_up()
+        assert scorer.collect() == {}
+        assert scored(scorer, "1")[0].score == 1.5
+    assert not begun.exists()
 
 
 def test_many_samples_in_several_parts(plain):

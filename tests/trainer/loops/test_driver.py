@@ -39,6 +39,10 @@ class Told:
         self.done.append("check")
         return {"health/findings": 0.0}
 
+    def check_validation(self, step: int, metrics: Metrics) -> None:
+        assert metrics == {"val/score": float(step)}
+        self.done.append("check validation")
+
     def made(self, step: int, metrics: Metrics) -> None:
         assert "timing_s/step" in metrics
         self.done.append("made")
@@ -50,7 +54,8 @@ class Told:
 
     def driver(self, **keys: Any) -> Driver:
         return Driver(
-            self.run, validate=self.validate, memory=self, check=self.check, made=self.made, checkpoints=self, **keys
+            self.run, validate=self.validate, memory=self, check=self.check, check_validation=self.check_validation, made=self.made,
+            checkpoints=self, **keys
         )  # fmt: skip
 
 
@@ -77,6 +82,10 @@ def test_a_step_that_its_guard_ends_is_not_checked() -> None:
 
     metrics = told.driver(guard=guard).make(1, work)
     assert metrics["training/skipped"] == 1.0 and told.done == ["memory", "made", "checkpoint"]
+    told.done.clear()
+    metrics = told.driver(guard=guard, test_freq=1).make(2, work)  # the validation after it is
+    assert metrics["val/score"] == 2.0
+    assert told.done == ["validate", "memory", "check validation", "made", "checkpoint"]
     with pytest.raises(ArithmeticError):
         told.driver().make(2, work)
 

@@ -340,6 +340,24 @@ def test_a_deadline_ends_the_run_in_time(tmp_path: Path) -> None:
     checkpoints.run.store.close()
 
 
+@pytest.mark.parametrize(("seconds", "ends"), [(40.0, False), (60.0, True)])
+def test_a_deadline_leaves_time_for_files_that_are_written_in_the_background(
+    tmp_path: Path, seconds: float, ends: bool
+) -> None:
+    """Two minutes, of which 40 s are over: half as much again as a step of 1 s and a save must fit into the rest."""
+    checkpoints = start(
+        tmp_path, begun=time.monotonic() - 40, max_run_minutes=2.0, save_freq=2, async_save=True
+    )
+    checkpoints.after(2, {}, last=False)
+    assert checkpoints._unfinished is not None
+    checkpoints._unfinished = replace(checkpoints._unfinished, begun=checkpoints._unfinished.begun - seconds)
+    checkpoints.groups["actor"].slow = False
+    checkpoints.after(3, {}, last=False)  # commits it
+    with pytest.raises(SystemExit) if ends else nullcontext():
+        checkpoints.after(5, {}, last=False)
+    checkpoints.run.store.close()
+
+
 @pytest.mark.parametrize("error", ["here", "in a rank"])
 def test_a_full_disk(tmp_path: Path, error: str) -> None:
     """The older checkpoint stays; the run ends, or goes on and says so."""

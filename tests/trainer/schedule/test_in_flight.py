@@ -201,6 +201,19 @@ def test_a_prompt_that_comes_again_has_a_uid_of_its_own() -> None:
     assert requests["uid"].to_pylist() == ["a@3~2/0", "a@3~2/1"]
 
 
+def test_a_prompt_that_was_given_up_and_comes_again_is_answered() -> None:
+    """Late answers to the old requests are still discarded."""
+    state = made(num_prompts=1)
+    state.ask(prompts("a"), version=3)
+    (old,) = state.prompts.values()
+    state.give_up([old])
+    state.ask(prompts("a"), version=3)
+    (new,) = state.prompts.values()
+    assert state.receive(trajectories(old, 2)).num_rows == 0 and not state.finished()
+    finish(state, new)
+    assert state.finished() == [new] and new.uid == "a@3~2"
+
+
 def test_trajectories_are_in_the_order_of_their_requests_whatever_came_first() -> None:
     state = made(num_answers=13)
     state.ask(prompts("a"), version=1)

@@ -12,6 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from megarl.rewards.processes.scorer import Scorer
+from megarl.rewards.registry import RewardSpec
+from megarl.rewards.sample import Sample
 from megarl.trainer.run.run import Run
 from megarl.trainer.schedule import validations
 from megarl.trainer.schedule.validations import (
@@ -44,6 +47,7 @@ class Memory:
 @dataclass
 class Rewards:
     run: Run
+    scorer: Scorer
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Told:
     """Concurrent validations whose answers wait for `go`, and what they told."""
 
     run: QuietRun
+    scorer: Scorer  # without processes
     go: threading.Event = field(default_factory=threading.Event)
     raises: list[BaseException] = field(default_factory=list)
     synced: list[tuple[int, int]] = field(default_factory=list)  # (version, validations that ran by then)
@@ -71,23 +76,25 @@ class Told:
         restarts = SimpleNamespace(max_restarts=3)
         roles = SimpleNamespace(memory=Memory(), eval=SimpleNamespace(group=None, restarts=restarts))
         return ConcurrentValidations(
-            self.run, lambda step: {}, roles, Rewards(self.run), self.answer, self.reported.append,
+            self.run, lambda step: {}, roles, Rewards(self.run, self.scorer), self.answer, self.reported.append,
             lambda step, metrics: self.learnt.append((step, metrics)),
         )  # fmt: skip
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     run = QuietRun(tmp_path, console=None)
     run.watch = SimpleNamespace(idle_timeout=None, cluster=None)
-    found = Told(run)
+    scorer = Scorer(RewardSpec(), num_workers=0, timeout=1.0)
+    found = Told(run, scorer)
 
     def sync(run: Run, roles: Any, version: int) -> dict[str, float]:
         found.synced.append((version, len(found.reported)))
         return {"eval_sync/bytes_total": 8.0}
 
     monkeypatch.setattr(validations, "sync_eval_weights", sync)
-    return found
+    with scorer:
+        yield found
 
 
 def ended(one: ConcurrentValidations) -> ConcurrentValidations:
@@ -145,6 +152,23 @@ def test_without_engines_it_is_repeated_with_the_newest_weights(told: Told) -> N
         4,
         5,
     ]
+
+
+def test_a_repeated_one_may_submit_the_answers_that_came_before_the_loss(told: Told) -> None:
+    """They have the same uids."""
+    one = told.made()
+
+    def answer(view: Run, rewards: Rewards, step: int) -> tuple[dict[str, pa.Table], dict[str, float]]:
+        rewards.scorer.submit([Sample("p/0", "openai/gsm8k", "", "#### 7", "7", None)])
+        return told.answer(view, rewards, step)
+
+    one.answer = answer
+    told.raises = [EnginesLost("eval rank 0 died")]
+    told.go.set()
+    one.begin(2)
+    ended(one).poll(3)
+    one.finish()
+    assert [found.step for found in told.reported] == [3]
 
 
 def test_at_the_end_it_is_repeated_with_the_last_weights(told: Told) -> None:

@@ -1,5 +1,7 @@
 import itertools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -7,7 +9,10 @@ import pytest
 
 from megarl.config import OverlongBufferConfig
 from megarl.data.trajectories import expand_prompts, ragged, replace_column, take, validate_trajectories
+from megarl.rewards.processes.scorer import Scorer
+from megarl.rewards.registry import RewardSpec
 from megarl.trainer.stages import scoring
+from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import ModelScores
 from megarl.trainer.stages.rollouts import greedy_requests
 from tests.trainer.trajectories import (
@@ -179,6 +184,25 @@ def test_a_reward_models_scores_are_weighed_with_the_rules(tmp_path):
     alone.submit(table)
     assert not alone.scorer.batches
     assert alone.collect(table, "step 1", by_model).scores.tolist() == [10.0, 20.0]
+
+
+def test_a_reward_model_whose_score_is_not_finite_leaves_no_open_samples(tmp_path, monkeypatch):
+    """Of its own trajectories, whose prompts may come again in a later step; others stay open."""
+    table, other = (answer(expand_prompts(prompts(name), 2)) for name in "ab")
+
+    def fail(run, role, batch, inputs):
+        raise NotFinite("a score is nan", batch)
+
+    monkeypatch.setattr(scoring, "score_with_model", fail)
+    with Scorer(RewardSpec(), num_workers=0, timeout=1.0) as scorer:
+        asked = scoring.Rewards(FakeRun(tmp_path), scorer, FakeTokenizer(), model="facts")
+        asked.submit(other)
+        asked.submit(table)
+        with pytest.raises(NotFinite, match="a score is nan"):
+            asked.ask_model(SimpleNamespace(reward_model="ranks"), table, nullcontext)
+        asked.submit(table)
+        with pytest.raises(AssertionError, match="'b/0' was submitted twice"):
+            asked.submit(other)
 
 
 def test_overlong_penalty_is_the_papers():

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,10 @@ def _overflow(rank: int, world: int, folders: list[str], table: pa.Table) -> tup
     worker = actor(rank, world, folders, MegatronConfig(dtype="float16"), optim)
     before = {name: tensor.clone() for name, tensor in local_parameters(worker.chunks).items()}
     how = PolicyUpdate(LossAggregation("token-mean"), PolicyLossOptions(0.2, 0.2, None), None, None, seed=0)
+    reserved: list[str] = []
+    worker.reserved = [SimpleNamespace(reserve=lambda: reserved.append("optimizer"))]
     steps = worker.update_policy(table, *plan_of([[0, 3], [5]], [[6, 1, 2]]), how)
+    assert not reserved and worker.reserved, "there are no states of the optimizer yet"
     with pytest.raises(FloatingPointError) as caught:
         worker.update_policy(table, *plan_of([[0, 3], [5]]), how)
     same = all(torch.equal(tensor, before[name]) for name, tensor in local_parameters(worker.chunks).items())

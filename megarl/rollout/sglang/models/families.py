@@ -1,4 +1,4 @@
-"""SGLang's classes for the families of `megarl.models`; those of MiniMax-M2, Qwen3-Next, Qwen3.5 and sparse attention are in modules of their own."""
+"""SGLang's classes for the families of `megarl.models`; MiniMax-M2, Qwen3-Next, Qwen3.5 and sparse attention have modules of their own."""
 
 from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, gpt_oss, llama, qwen2, qwen3, qwen3_moe
 

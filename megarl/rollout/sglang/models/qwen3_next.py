@@ -1,6 +1,7 @@
 """SGLang's class for Qwen3-Next, all of whose norms have the engine's type.
 
-In SGLang 0.5.21 those of gated delta nets' outputs have the type that config.json names (srt/models/qwen3_next.py), whatever the engine's is.
+In SGLang 0.5.21 the norms of gated delta nets' outputs have the type that config.json names (srt/models/qwen3_next.py), whatever the
+engine's is.
 """
 
 from typing import Any

@@ -19,13 +19,13 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """What an indexer says of a batch's new tokens, for the attention of its layer and of those that take its choice.
+    """What an indexer says of a batch's new tokens, for the attention of its layer and of the layers that take its choice.
 
     Attributes:
         queries: [tokens, heads, dim]. weights: [tokens, heads], float32.
         keys: [slots, dim], of all tokens in the cache.
         topk: how many keys are chosen for a query.
-        choices: what attention has made of it.
+        choices: the masks that attention has made of it.
     """
 
     queries: Tensor
@@ -56,7 +56,7 @@ class Indexer(torch.nn.Module):
         self.k_norm = torch.nn.LayerNorm(width, eps=1e-6, dtype=torch.float32).requires_grad_(False)
 
     def index(self, x: Tensor, low_rank: Tensor, rotary: Tensor, slots: Tensor) -> Index:
-        """Of new tokens, whose keys are put into the cache.
+        """The `Index` of new tokens, whose keys are put into the cache.
 
         Args:
             x: [tokens, hidden], the layer's normed input. low_rank: [tokens, low rank], the normed queries before their up-projection.
@@ -119,7 +119,7 @@ class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
                 _take_choice(attention, source)
 
     def keep_index_keys(self, pool: Any) -> None:
-        """Give each indexer a cache of keys, with SGLang's cache and like it: of as many tokens, and released with it."""
+        """Give each indexer a cache of keys, for as many tokens as SGLang's cache, and released with it."""
         indexers = [module for module in self.modules() if isinstance(module, Indexer)]
         with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             pool.index_keys = [
@@ -130,7 +130,7 @@ class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
             indexer.kept = [keys]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> None:
-        """As SGLang calls it; indexers take their own."""
+        """Load weights as SGLang's class does; indexers take their own."""
         super().load_weights(self._others(weights), *args, **options)
 
     def _others(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,7 +169,7 @@ def _ask_indexer(attention: Any, indexer: Indexer) -> None:
 
 
 def _take_choice(attention: Any, source: Any) -> None:
-    """Have a layer's attention choose the keys that another layer's does, which is computed before it."""
+    """Have a layer's attention take the keys that an earlier layer chose."""
 
     def take(module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         attention.attn_mqa.index = source.index

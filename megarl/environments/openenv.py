@@ -77,9 +77,8 @@ class OpenEnv(Environment):
 
     async def close(self) -> None:
         if self._socket is not None and not self._socket.closed:
-            with suppress(
-                ConnectionResetError
-            ):  # the server has left before, as some do when an episode is done
+            # Some servers have left by now: they end the session when an episode is done.
+            with suppress(ConnectionResetError):
                 await self._socket.send_json({"type": "close"})
             await self._socket.close()
         if self._http is not None:

@@ -80,7 +80,7 @@ class GroupTransport:
         timeout = self._member.timeout
         with self._errors(peer):
             arrived = work.wait(timedelta(seconds=timeout))
-            # torch 2.13 takes an aborted NCCL operation for one that has arrived (WorkNCCL::isCompleted in ProcessGroupNCCL.cpp).
+            # torch takes an aborted NCCL operation for one that has arrived (WorkNCCL::isCompleted in ProcessGroupNCCL.cpp).
             if self._member.problem is not None:
                 raise LinkError(self._member.problem)
             if not arrived:

@@ -327,7 +327,7 @@ class Communicators:
 
 
 class Communicator:
-    """As torch 2.13 (ProcessGroupNCCL.cpp) where an operation is begun, waited for or aborted."""
+    """As torch (ProcessGroupNCCL.cpp) where an operation is begun, waited for or aborted."""
 
     def __init__(self, connect: Callable[[], None], blocking: str | None) -> None:
         self.connect, self.blocking, self.aborted, self.place = connect, blocking, False, None

@@ -3,8 +3,9 @@
 Written against megatron-core 0.19.2. What megarl itself sets is in megatron/transformer_config.py and megatron/build.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 from megarl.config.options import OptionTable, option_problems
 from megarl.config.schema.models import MegatronConfig
@@ -27,6 +28,14 @@ _MEMORY = "the weights' place is megarl's: use megatron.param_offload, optim.opt
 _INFERENCE = "Megatron's models generate nothing here: engines do"
 _START = "megarl makes the shards itself and fills them from the model's folder"
 _LAYOUT = "it changes which rank holds which part of the weights, which loading, checkpoints and syncs follow from the keys of megatron"
+_INVARIANT = (
+    "it changes the sums of attention alone: the products whose bits do not depend on the batch are put in by Megatron-core's "
+    "set_batch_invariant_mode(), which megarl does not call"
+)
+_GROUPS = (
+    "megarl makes micro-batches a multiple of pipeline_model_parallel_size, which is Megatron's own value; larger groups need as many micro-batches, "
+    "whose number follows from the lengths of texts"
+)
 _CALLS = "it is a function or process state that Megatron is given while it runs"
 
 TRANSFORMER = OptionTable(
@@ -89,6 +98,8 @@ TRANSFORMER = OptionTable(
         ),
         "inference_.*|flash_decode|symmetric_ar_type|nccl_all_reduce_for_prefill|mlp_chunks_for_.*|cache_mla_latents|"
         "moe_pad_experts_for_.*|clone_scatter_output_in_embedding": _INFERENCE,
+        "batch_invariant_mode": _INVARIANT,
+        "microbatch_group_size_per_vp_stage": _GROUPS,
         ".*_func|timers|use_te_rng_tracker|config_logger_dir|test_mode": _CALLS,
     },
     known={
@@ -105,11 +116,10 @@ TRANSFORMER = OptionTable(
         "memory_efficient_layer_norm": "Norms whose backward pass starts from the output.",
         "gradient_accumulation_fusion": "Weights' gradients are added to the float32 ones within the product; on GPUs true where it can be.",
         "attention_backend": "Which attention Transformer Engine takes: flash, fused (cuDNN), unfused, or auto.",
-        "flash_attention_version": "Of flash attention: 2, 3 or 4.",
-        "cp_comm_type": "How context parallel ranks exchange keys and values: p2p, all_gather, a2a, a2a+p2p.",
-        "microbatch_group_size_per_vp_stage": "Micro-batches that the interleaved schedule takes together.",
-        "deterministic_mode": "Kernels that give the same bits each time, slower.",
-        "batch_invariant_mode": "Kernels whose bits do not depend on the batch, slower.",
+        "flash_attention_version": "Of flash attention: 2 or 3.",
+        "cp_comm_type": "How context parallel ranks exchange keys and values: p2p, all_gather, or a2a, which cuts a rank's heads.",
+        "deterministic_mode": "Kernels that give the same bits each time, slower. With Transformer Engine the environment that Ray is started in "
+        "needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.",
         "fine_grained_activation_offloading": "Activations of offload_modules go to the host; the memory plan does not count it.",
         "offload_modules": "Which.",
     },
@@ -176,7 +186,57 @@ def megatron_option_problems(key: str, megatron: MegatronConfig) -> Iterator[str
         yield from option_problems(
             f"{key}.override_transformer_config", given, TRANSFORMER, transformer_fields()
         )
+        yield from _attention_problems(f"{key}.override_transformer_config", given)
     if megatron.override_ddp_config:
         yield from option_problems(
             f"{key}.override_ddp_config", megatron.override_ddp_config, DDP, ddp_fields()
         )
+
+
+def _attention_problems(key: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """Values with which Transformer Engine (2.18) has no attention."""
+    if given.get("flash_attention_version") == 4:
+        yield (
+            f"{key}.flash_attention_version=4: ranks have flash-attn-4 turned off, since SGLang brings another version of it than Transformer Engine "
+            "(2.18) was made for; give 2 or 3, or leave it out"
+        )
+    for kind in _exchanges(given):
+        if kind == "a2a+p2p":
+            yield f"{key}.cp_comm_type=a2a+p2p: Transformer Engine (2.18) has it for texts of one length alone, and megarl packs texts; give p2p, all_gather or a2a"
+        elif kind not in ("p2p", "all_gather", "a2a"):
+            yield f"{key}.cp_comm_type={kind!r}: it is one of p2p, all_gather, a2a"
+
+
+def _exchanges(given: Mapping[str, Any]) -> list[str]:
+    """The values of `cp_comm_type`, each once: there is one for all layers, or a list of one for each."""
+    value = given.get("cp_comm_type")
+    values = value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(one for one in values if isinstance(one, str)))
+
+
+def exchange_problems(
+    key: str, megatron: MegatronConfig, heads: Mapping[str, int], sinks: bool
+) -> Iterator[str]:
+    """What is wrong with a section's `cp_comm_type` for a model: `a2a` gives context parallel ranks a part of a rank's heads, and alone has sinks
+    (Transformer Engine 2.18, context_parallel.py).
+
+    Args:
+        heads: the numbers of attention's heads that must be cut, by name.
+        sinks: whether the model has attention sinks, whose heads are checked whatever is given.
+    """
+    kinds = _exchanges(megatron.override_transformer_config or {})
+    tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
+    name = f"{key}.override_transformer_config.cp_comm_type"
+    if cp == 1:
+        return
+    if sinks:
+        for kind in kinds:
+            if kind != "a2a":
+                yield f"{name}={kind}: Transformer Engine (2.18) has attention sinks with a2a alone; leave it out"
+    elif "a2a" in kinds:
+        for fact, count in heads.items():
+            if count % tp == 0 and count % (tp * cp):
+                yield (
+                    f"{name}=a2a cuts heads, and {fact}={count} cannot be divided by {tp * cp}, {key}.tensor_model_parallel_size={tp} times "
+                    f"context_parallel_size={cp}; leave it out for p2p"
+                )

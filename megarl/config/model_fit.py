@@ -6,7 +6,8 @@ from math import gcd, isqrt
 from types import MappingProxyType
 from typing import Protocol
 
-from megarl.config.pipeline_layout import parse_layout, pipeline_layout_problems
+from megarl.config.megatron_options import exchange_problems
+from megarl.config.pipeline_layout import layer_problems, parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import (
     JUDGED_ROOM,
@@ -57,6 +58,15 @@ class DeltaNetFacts(Protocol):
     def key_heads(self) -> int: ...
 
 
+class LatentFacts(Protocol):
+    """The widths of a head of latent attention that an engine's float8 must fit; an MLAConfig has them."""
+
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
 class IndexerFacts(Protocol):
     """What an engine may have of an indexer of sparse attention; an IndexerConfig has it."""
 
@@ -74,11 +84,15 @@ class ModelFacts(Protocol):
     @property
     def num_query_groups(self) -> int: ...
     @property
+    def head_dim(self) -> int: ...
+    @property
+    def output_gate(self) -> bool: ...
+    @property
     def ffn_hidden_size(self) -> int: ...
     @property
     def moe(self) -> ExpertFacts | None: ...
     @property
-    def mla(self) -> object | None: ...
+    def mla(self) -> LatentFacts | None: ...
     @property
     def indexer(self) -> IndexerFacts | None: ...
     @property
@@ -177,7 +191,7 @@ def fit_problems(
     if isinstance(config, TrainConfig):
         problems += _served_problems(config, model, teachers)
     if rollout is not None and model is not None and _positive(rollout[1]):
-        problems += _rollout_problems(*rollout, model)
+        problems += _rollout_problems(*rollout, model, loads=isinstance(config, EvalConfig))
     if isinstance(config, TrainConfig) and model is not None and model.moe is None:
         replayed = config.actor_rollout_ref.actor.router_replay
         if replayed is not None:
@@ -253,7 +267,7 @@ def _served_problems(
         if facts is None:
             continue
         if _positive(engines):
-            yield from _rollout_problems(f"{key}.engine", engines, facts)
+            yield from _rollout_problems(f"{key}.engine", engines, facts, loads=True)
         field, most = facts.context_length
         if prompt + response + JUDGED_ROOM > most:
             yield (
@@ -389,7 +403,11 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
             "attention and gated delta nets need it there; leave it out (null: true where that is over 1)"
         )
     yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
-    yield from _layer_problems(key, megatron, model.num_layers)
+    yield from layer_problems(key, megatron, model.num_layers)
+    heads = {"num_attention_heads": model.num_attention_heads}
+    if model.mla is None:
+        heads["num_query_groups"] = model.num_query_groups
+    yield from exchange_problems(key, megatron, heads, sinks=model.family == "gpt_oss")
     if model.delta_net is not None:
         yield from _delta_net_problems(key, megatron, model)
     elif megatron.fp8 is not None:
@@ -442,45 +460,6 @@ def _undivided(key: str, size: int, sizes: Mapping[str, int]) -> Iterator[str]:
             yield f"{key}={size} does not divide {name}={total}; possible: {_list(possible)}"
 
 
-def _layer_problems(key: str, megatron: MegatronConfig, layers: int) -> Iterator[str]:
-    pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
-    if megatron.pipeline_model_parallel_layout is not None:
-        if list(pipeline_layout_problems(key, megatron)):
-            return  # reported with the keys alone
-        counts = parse_layout(megatron.pipeline_model_parallel_layout)
-        if sum(counts) != layers:
-            yield (
-                f"{key}.pipeline_model_parallel_layout={megatron.pipeline_model_parallel_layout!r} has {sum(counts)} layers (t), the model "
-                f"num_layers={layers}"
-            )
-        return
-    given = {
-        name: getattr(megatron, name)
-        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        if getattr(megatron, name) is not None
-    }
-    chunks = f" x virtual_pipeline_model_parallel_size={vpp} chunks" if vpp > 1 else ""
-    left, stages = layers - sum(given.values()), pp - len(given)
-    for name, count in given.items():
-        if count % vpp:
-            yield f"{key}.{name}={count} is no multiple of virtual_pipeline_model_parallel_size={vpp}"
-    if not given and layers % (pp * vpp):
-        possible = [
-            size for size in _divisors(layers) if layers % (size * vpp) == 0 and (vpp == 1 or size > 1)
-        ]
-        yield (
-            f"{key}.pipeline_model_parallel_size={pp}{chunks} does not divide num_layers={layers}; "
-            f"possible: {_list(possible)}, or others with num_layers_in_first_pipeline_stage or "
-            "num_layers_in_last_pipeline_stage"
-        )
-    elif given and (left < stages or (left % (stages * vpp) if stages > 0 else left)):
-        ends = " and ".join(f"{name}={count}" for name, count in given.items())
-        wanted = "each needs at least one" if 0 <= left < stages else "they cannot be shared out evenly"
-        yield (
-            f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; {wanted}"
-        )
-
-
 def _float8_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
     """cuBLAS's products in float8 take rows of multiples of 16; Megatron-core 0.19.2 has layers in bfloat16 on one stage at each end."""
     tp, etp, moe = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size, model.moe
@@ -513,10 +492,13 @@ def _expert_problems(model: ModelFacts, ep: tuple[str, int], etp: tuple[str, int
             yield f"{key}={size}: the model has no experts; leave it out"
 
 
-def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+def _rollout_problems(
+    key: str, rollout: RolloutConfig, model: ModelFacts, loads: bool = False
+) -> Iterator[str]:
+    """`loads`: whether the engines load the model's folder themselves, rather than being sent weights."""
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     yield from _head_problems(key, rollout, model)
-    yield from _block_problems(key, rollout, model)
+    yield from _block_problems(key, rollout, model, loads)
     yield from _draft_problems(key, rollout, model)
     if model.delta_net is not None:
         unknown = {
@@ -588,12 +570,25 @@ def _blocks(block: tuple[int, int] | None) -> str:
     return "its own type" if block is None else f"float8 by blocks of {block[0]},{block[1]}"
 
 
-def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    """In float8 the blocks that share a scale must not be cut by a rank's share of a width, as SGLang (0.5.21) asks."""
-    if rollout.quantization != "fp8" or min(rollout.quantization_block_size) < 1:
+def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts, loads: bool) -> Iterator[str]:
+    """In float8 the blocks that share a scale must not be cut by a rank's part of a weight, as SGLang (0.5.21) asks."""
+    tp, moe = rollout.tensor_model_parallel_size, model.moe
+    if rollout.quantization == "fp8":
+        block, cause = rollout.quantization_block_size, f"{key}.quantization=fp8"
+        blocks = f"blocks of quantization_block_size={block[0]},{block[1]}"
+    elif loads and model.fp8_block is not None:
+        block, cause = model.fp8_block, f"{key}.tensor_model_parallel_size={tp}"
+        blocks = f"the blocks of {block[0]},{block[1]} that the model's folder has"
+    else:
         return
-    tp, moe, (rows, columns) = rollout.tensor_model_parallel_size, model.moe, rollout.quantization_block_size
-    widths = [(name, size, tp) for name, size in _widths(model).items() if name.endswith("ffn_hidden_size")]
+    if min(block) < 1:  # told already
+        return
+    whole = rollout.moe_a2a_backend is not None  # each rank then has the shared experts as a whole
+    widths = [
+        (name, size, 1 if whole and name.startswith("shared") else tp)
+        for name, size in _widths(model).items()
+        if name.endswith("ffn_hidden_size")
+    ]
     if moe is not None:
         widths.append(
             ("the experts' ffn_hidden_size", moe.ffn_hidden_size, tp // rollout.expert_parallel_size)
@@ -602,11 +597,34 @@ def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
         if ranks < 1 or size % ranks:  # told already
             continue
         part = size // ranks
-        if part % rows or (tp > 1 and part % columns):
+        if part % block[0] or (tp > 1 and part % block[1]):
             yield (
-                f"{key}.quantization=fp8: each of {ranks} ranks has {part} of {name}={size}, which cuts blocks of "
-                f"quantization_block_size={rows},{columns}; change {key}.tensor_model_parallel_size or expert_parallel_size"
+                f"{cause}: each of {ranks} ranks has {part} of {name}={size}, which cuts {blocks}; change {key}.tensor_model_parallel_size or "
+                "expert_parallel_size"
             )
+    parts = _attention_parts(model, tp // rollout.attention_data_parallel_size)
+    if uneven := [f"{size} {name}" for name, size in parts if size % block[name.startswith("columns")]]:
+        otherwise = " or leave quantization out" if rollout.quantization == "fp8" else ""
+        yield f"{cause}: a rank has {', '.join(uneven)}, which cuts {blocks}; change {key}.tensor_model_parallel_size{otherwise}"
+
+
+def _attention_parts(model: ModelFacts, ranks: int) -> Iterator[tuple[str, int]]:
+    """The rows and columns of attention's weights on each of the `ranks` ranks that cut it, if SGLang (0.5.21) counts them in blocks of float8.
+
+    It does where a weight is cut, and always where queries, keys and values are one tensor.
+    """
+    groups, mla = model.num_query_groups, model.mla
+    if ranks < 1 or model.num_attention_heads % ranks or (mla is None and groups % ranks and ranks % groups):
+        return  # told already
+    heads = model.num_attention_heads // ranks
+    if mla is None or ranks > 1:
+        yield "rows of queries", heads * model.head_dim * (1 + model.output_gate)
+    if mla is None:
+        yield "rows of keys", max(1, groups // ranks) * model.head_dim
+    elif ranks > 1:
+        yield "rows of keys and values", heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    if ranks > 1:
+        yield "columns of o_proj", heads * (model.head_dim if mla is None else mla.v_head_dim)
 
 
 def _head_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:

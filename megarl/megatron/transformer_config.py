@@ -4,6 +4,7 @@ Written against megatron-core 0.19.2.
 """
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,18 @@ def transformer_config(
         mtp: "detached", "attached" or None, as `build_model`'s.
 
     Raises:
-        ValueError: as `check_layout`, or Megatron refuses an override.
+        ValueError: as `check_layout`, Megatron refuses an override, or Transformer Engine has no attention in float32.
     """
     check_layout(config, layout)
     if mtp is not None:
         _assert_predicts(config, layout)
     fused = has_transformer_engine()
+    if fused and dtype == torch.float32 and layout.cp > 1:
+        # Flash attention and cuDNN's take no float32, and the unfused one no context parallelism (Transformer Engine 2.18).
+        raise ValueError(
+            f"megatron.dtype=float32 with megatron.context_parallel_size={layout.cp}: Transformer Engine has no attention for both; set dtype to "
+            "bfloat16, or context_parallel_size to 1"
+        )
     if (
         recompute_granularity == "selective"
         and not fused
@@ -136,11 +143,19 @@ def _make(
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Refuse what a configuration's checks cannot know of: the packages of this machine.
+    """Refuse what a configuration's checks cannot know of: the packages and the environment of this machine.
 
     Raises:
-        ValueError: DeepEP's or HybridEP's kernels are asked for, and are not installed here.
+        ValueError: DeepEP's or HybridEP's kernels are asked for, and are not installed here; deterministic attention is, of which
+            Transformer Engine (2.18) is told by the environment alone.
     """
+    variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    if overrides.get("deterministic_mode") and has_transformer_engine() and os.environ.get(variable) != "0":
+        raise ValueError(
+            f"megatron.override_transformer_config.deterministic_mode=true needs {variable}=0 in the environment of ranks, which is "
+            f"{os.environ.get(variable, 'not set')}: Transformer Engine's attention is deterministic by it alone; start Ray with it, or leave "
+            "deterministic_mode out"
+        )
     if overrides.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
         raise ValueError(
             "megatron.override_transformer_config.moe_token_dispatcher_type=flex sends tokens by DeepEP's kernels: the package deep_ep is not "

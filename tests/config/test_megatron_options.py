@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from megarl.config import TrainConfig, check_config
 from megarl.config.checks.layout import _megatron_problems
@@ -15,6 +16,10 @@ from megarl.config.megatron_options import (
     transformer_fields,
 )
 from megarl.config.schema.models import MegatronConfig
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron import transformer_config
+from megarl.models import read_model_config
+from megarl.util.packages import shipped
 
 
 def problems(transformer: dict | None = None, ddp: dict | None = None) -> list[str]:
@@ -55,6 +60,12 @@ def test_tables_are_of_fields_that_there_are(table, fields, count: int) -> None:
         ("attention_backend", "fa3", "one of flash, fused, unfused, auto"),
         ("moe_token_dispatcher_type", "allgather", "one of alltoall, flex"),
         ("flash_attention_version", 5, "takes Optional[Literal[2, 3, 4]]"),
+        ("flash_attention_version", 4, "flash-attn-4 turned off"),
+        ("cp_comm_type", "a2a+p2p", "megarl packs texts; give p2p, all_gather or a2a"),
+        ("cp_comm_type", ["a2a", "a2a+p2p"], "megarl packs texts"),
+        ("cp_comm_type", "ring", "one of p2p, all_gather, a2a"),
+        ("microbatch_group_size_per_vp_stage", 4, "a multiple of pipeline_model_parallel_size"),
+        ("batch_invariant_mode", True, "set_batch_invariant_mode(), which megarl does not call"),
     ],
 )
 def test_refused_settings(name: str, value: object, words: str) -> None:
@@ -79,7 +90,13 @@ def test_refused_settings_of_data_parallelism(name: str, value: object, words: s
 def test_what_is_right_is_taken() -> None:
     assert (
         problems(
-            {"moe_token_dispatcher_type": "flex", "attention_backend": "fused", "cp_comm_type": "a2a"},
+            {
+                "moe_token_dispatcher_type": "flex",
+                "attention_backend": "fused",
+                "cp_comm_type": "a2a",
+                "flash_attention_version": 3,
+                "deterministic_mode": True,
+            },
             {"bucket_size": 8},
         )
         == []
@@ -114,3 +131,42 @@ def test_routers_that_are_given_their_choice_are_not_fused(train: Callable[..., 
     )
     with pytest.raises(ValueError, match="Transformer Engine's kernel makes its own"):
         check_config(config, data_files=False)
+
+
+def build(dtype: torch.dtype = torch.bfloat16, cp: int = 1, **overrides: object) -> None:
+    """Megatron's configuration of a model, as ranks make it."""
+    model = read_model_config(str(shipped() / "recipes" / "models" / "qwen2.5-7b"))
+    layout = ParallelLayout(world=cp, cp=cp)
+    transformer_config.transformer_config(model, layout, dtype, None, overrides=overrides)
+
+
+@pytest.fixture
+def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_config, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(transformer_config, "TransformerConfig", dict)
+
+
+def test_what_only_transformer_engine_cannot_have_is_taken_without_it() -> None:
+    build(torch.float32, cp=2)
+    build(deterministic_mode=True)
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+def test_cut_sequences_have_no_attention_in_float32_on_gpus() -> None:
+    build(torch.float32)
+    build(torch.bfloat16, cp=2)
+    with pytest.raises(
+        ValueError, match=r"dtype=float32 with megatron\.context_parallel_size=2: .*no attention"
+    ):
+        build(torch.float32, cp=2)
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+def test_deterministic_attention_needs_the_variable_that_transformer_engine_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    with pytest.raises(ValueError, match=r"deterministic_mode=true needs NVTE_.*=0 .* is not set: "):
+        build(deterministic_mode=True)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    build(deterministic_mode=True)

@@ -13,12 +13,15 @@ from megarl.config import (
     SFTConfig,
     TrainConfig,
     check_model,
+    fit_problems,
     position_warnings,
     resolve,
 )
 from megarl.config.model_fit import check_rollout_model
 from megarl.config.schema.rollout import SpeculativeConfig
+from megarl.models import read_model_config
 from megarl.models.config import DeltaNetConfig, IndexerConfig, MLAConfig, MoEConfig
+from megarl.util.packages import shipped
 from tests.config.conftest import lines_of, problems
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -29,6 +32,8 @@ class Facts:
     num_layers: int = 4
     num_attention_heads: int = 8
     num_query_groups: int = 8
+    head_dim: int = 128
+    output_gate: bool = False
     ffn_hidden_size: int = 64
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
@@ -42,7 +47,6 @@ class Facts:
     family: str = "qwen3_moe"
     data_parallel_attention: bool = True
     vocab_size: int = 640
-    num_mtp_layers: int = 0
     tie_word_embeddings: bool = False
 
 
@@ -81,41 +85,6 @@ def test_megatron_shares_no_key_value_head() -> None:
     assert lines == [
         f"{ACTOR}.tensor_model_parallel_size=4 does not divide num_query_groups=2; possible: 1,2"
     ]
-
-
-def test_layers_are_shared_out_evenly() -> None:
-    pp3 = MegatronConfig(pipeline_model_parallel_size=3)
-    assert lines_of(lambda: fit(pp3, Facts(), key="critic.megatron")) == [
-        "critic.megatron.pipeline_model_parallel_size=3 does not divide num_layers=4; possible: 1,2,4, or others with num_layers_in_first_pipeline_stage or "
-        "num_layers_in_last_pipeline_stage"
-    ]
-    chunks = MegatronConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    assert lines_of(lambda: fit(chunks, Facts())) == [
-        f"{ACTOR}.pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 chunks does not divide "
-        "num_layers=4; possible: 2, or others with num_layers_in_first_pipeline_stage or "
-        "num_layers_in_last_pipeline_stage"
-    ]
-
-
-def test_uneven_stages() -> None:
-    uneven = {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 1}
-    fit(MegatronConfig(**uneven), Facts(num_layers=5))
-    assert lines_of(lambda: fit(MegatronConfig(**uneven), Facts(num_layers=4))) == [
-        f"{ACTOR}.num_layers_in_last_pipeline_stage=1 leave 3 of num_layers=4 for the other 2 stages; "
-        "they cannot be shared out evenly"
-    ]
-
-
-@pytest.mark.parametrize("chunks", [None, 2])
-def test_a_stage_without_a_layer(chunks: int | None) -> None:
-    ends = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2}
-    sizes = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": chunks}
-    (line,) = lines_of(lambda: fit(MegatronConfig(**sizes, **ends), Facts()))
-    assert line.startswith(
-        f"{ACTOR}.num_layers_in_first_pipeline_stage=2 and num_layers_in_last_pipeline_stage=2 leave 0 of num_layers=4 for "
-        "the other 2 stages"
-    )
-    assert line.endswith("; each needs at least one")
 
 
 def test_experts_divide() -> None:
@@ -290,6 +259,92 @@ def test_blocks_in_float8_are_not_cut(tp: int, ep: int, cut: list[str]) -> None:
     assert all(line.startswith("rollout.quantization=fp8: each of ") for line in lines)
 
 
+QWEN = Facts(family="qwen2", num_attention_heads=14, num_query_groups=2, head_dim=64, ffn_hidden_size=4864)
+FLASH = Facts(
+    family="glm4_moe_lite",
+    num_attention_heads=20,
+    num_query_groups=20,
+    head_dim=256,
+    ffn_hidden_size=10240,
+    mla=replace(MLA, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256),
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "tp", "dp", "cut"),
+    [
+        (QWEN, 1, 1, ""),
+        (QWEN, 2, 1, "448 rows of queries, 64 rows of keys, 448 columns of o_proj"),
+        (replace(QWEN, family="qwen3"), 2, 2, ""),
+        (replace(QWEN, output_gate=True), 2, 1, "64 rows of keys, 448 columns of o_proj"),
+        (replace(QWEN, num_query_groups=1), 1, 1, "64 rows of keys"),
+        (replace(QWEN, num_attention_heads=16, head_dim=128, ffn_hidden_size=4096), 4, 1, ""),
+        (FLASH, 2, 1, ""),
+        (FLASH, 4, 1, "2240 rows of keys and values"),
+        (FLASH, 8, 2, "2240 rows of keys and values"),
+        (FLASH, 4, 4, ""),
+    ],
+)
+def test_blocks_in_float8_are_not_cut_in_attention(facts: Facts, tp: int, dp: int, cut: str) -> None:
+    """As SGLang's Fp8LinearMethod asks of Qwen2.5-0.5B, with heads of 64, and GLM-4.7-Flash, with 192 + 256 rows for a head's keys and values."""
+    sizes = {"tensor_model_parallel_size": tp, "attention_data_parallel_size": dp}
+    check_rollout_model(RolloutConfig(**sizes), facts, key="rollout")
+    rollout = RolloutConfig(**sizes, quantization="fp8")
+    if not cut:
+        check_rollout_model(rollout, facts, key="rollout")
+        return
+    assert lines_of(lambda: check_rollout_model(rollout, facts, key="rollout")) == [
+        f"rollout.quantization=fp8: a rank has {cut}, which cuts blocks of quantization_block_size=128,128; change "
+        "rollout.tensor_model_parallel_size or leave quantization out"
+    ]
+
+
+def test_shared_experts_that_each_rank_has_as_a_whole_are_not_cut() -> None:
+    moe = MoEConfig(256, 8, 2048, shared_ffn_hidden_size=2048)
+    facts = Facts(num_attention_heads=128, num_query_groups=128, moe=moe)
+    cut = RolloutConfig(tensor_model_parallel_size=32, expert_parallel_size=32, quantization="fp8")
+    check_rollout_model(replace(cut, moe_a2a_backend="deepep"), facts)
+    (line,) = lines_of(lambda: check_rollout_model(cut, facts))
+    assert "each of 32 ranks has 64 of shared_ffn_hidden_size=2048" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "words"),
+    [
+        ("minimax-m2", 4, ""),
+        ("minimax-m2", 8, "each of 8 ranks has 192 of the experts' ffn_hidden_size=1536"),
+        ("deepseek-v3", 8, ""),
+        ("deepseek-v3", 32, "each of 32 ranks has 64 of the experts' ffn_hidden_size=2048"),
+    ],
+)
+def test_engines_that_load_a_folder_in_float8_do_not_cut_its_blocks(
+    train: Callable[..., TrainConfig], evaluation: Callable[..., EvalConfig], model: str, tp: int, words: str
+) -> None:
+    """Those of an evaluation and of references; the policy's are sent weights in a type of their own."""
+    facts = read_model_config(str(shipped() / "recipes" / "models" / model))
+    size = f"tensor_model_parallel_size={tp}"
+    pools = "resource_pools={global: {n_gpus_per_node: 4}, far: {n_gpus_per_node: 4}}"
+    engine = f"engine: {{tensor_model_parallel_size: {tp}}}"
+    taught = train(
+        "algorithm.use_kl_in_reward=true",
+        pools,
+        f"actor_rollout_ref.ref={{model: {{path: teacher}}, resource_pool: far, {engine}}}",
+    )
+
+    def cut(config: Any, **models: Any) -> list[str]:
+        found = fit_problems(resolve(config), **{"model": None, **models})
+        return [line for line in found if "blocks" in line]
+
+    for found, key in (
+        (cut(evaluation(f"rollout.{size}"), model=facts), "rollout"),
+        (cut(taught, teachers={"ref": facts}), "actor_rollout_ref.ref.engine"),
+    ):
+        assert bool(found) is bool(words) and all(line.startswith(f"{key}.{size}: ") for line in found)
+        assert all("cuts the blocks of 128,128 that the model's folder has" in line for line in found)
+        assert not words or any(words in line for line in found)
+    assert cut(train(f"actor_rollout_ref.rollout.{size}"), model=facts) == []
+
+
 def test_parts_of_products_in_float8_are_multiples_of_16() -> None:
     """64 / 8 = 8 and 48 / 2 = 24 are none; without float8 they do."""
     sizes = {"tensor_model_parallel_size": 8, "expert_tensor_parallel_size": 2}
@@ -331,6 +386,33 @@ def test_layouts_of_gpt_oss() -> None:
     assert line.startswith("megatron.context_parallel_size=4: with attention sinks it cuts heads")
     (line,) = check(fp8="hybrid")
     assert line.startswith("megatron.fp8=hybrid: training in float8 was not executed for experts with biases")
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "tp", "cp", "words"),
+    [
+        (Facts(), "a2a", 2, 4, ""),
+        (Facts(), "a2a", 1, 16, "num_attention_heads=8 cannot be divided by 16"),
+        (Facts(num_query_groups=2), "a2a", 2, 2, "num_query_groups=2 cannot be divided by 4"),
+        (Facts(num_query_groups=2), ["p2p", "p2p", "p2p", "a2a"], 2, 2, "num_query_groups=2 cannot be"),
+        (Facts(num_query_groups=2), "all_gather", 2, 2, ""),
+        (Facts(num_query_groups=2), "a2a", 2, 1, ""),
+        (Facts(num_query_groups=2, mla=MLA), "a2a", 2, 2, ""),
+        (GPT_OSS, "a2a", 2, 2, ""),
+        (GPT_OSS, "p2p", 2, 2, "has attention sinks with a2a alone; leave it out"),
+    ],
+)
+def test_context_parallel_ranks_that_exchange_heads_have_as_many(
+    facts: Facts, kind: str | list[str], tp: int, cp: int, words: str
+) -> None:
+    """As Transformer Engine's AttnFuncWithCPAndQKVOA2A asks of the heads of a tensor parallel rank."""
+    sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    megatron = MegatronConfig(**sizes, override_transformer_config={"cp_comm_type": kind})
+    found = lines_of(lambda: fit(megatron, facts)) if words else fit(megatron, facts)
+    assert not words or any(
+        line.startswith(f"{ACTOR}.override_transformer_config.cp_comm_type=") and words in line
+        for line in found
+    )
 
 
 def test_muon_and_biases_of_experts(train: Callable[..., TrainConfig], sft: Callable[..., SFTConfig]) -> None:

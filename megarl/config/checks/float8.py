@@ -77,7 +77,6 @@ def _problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
         ("moe_token_dispatcher_type", "flex"),
         ("moe_shared_expert_overlap", True),
         ("fine_grained_activation_offloading", True),
-        ("batch_invariant_mode", True),
     ):
         if overrides.get(name) == value:
             yield f"{given} with {key}.override_transformer_config.{name}={value} has not been executed; leave out one of them"

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from megarl.config import TrainConfig, check_config
 from megarl.config.checks.layout import _megatron_problems
@@ -16,10 +15,6 @@ from megarl.config.megatron_options import (
     transformer_fields,
 )
 from megarl.config.schema.models import MegatronConfig
-from megarl.layout.grid import ParallelLayout
-from megarl.megatron import transformer_config
-from megarl.models import read_model_config
-from megarl.util.packages import shipped
 
 
 def problems(transformer: dict | None = None, ddp: dict | None = None) -> list[str]:
@@ -131,42 +126,3 @@ def test_routers_that_are_given_their_choice_are_not_fused(train: Callable[..., 
     )
     with pytest.raises(ValueError, match="Transformer Engine's kernel makes its own"):
         check_config(config, data_files=False)
-
-
-def build(dtype: torch.dtype = torch.bfloat16, cp: int = 1, **overrides: object) -> None:
-    """Megatron's configuration of a model, as ranks make it."""
-    model = read_model_config(str(shipped() / "recipes" / "models" / "qwen2.5-7b"))
-    layout = ParallelLayout(world=cp, cp=cp)
-    transformer_config.transformer_config(model, layout, dtype, None, overrides=overrides)
-
-
-@pytest.fixture
-def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer_config, "has_transformer_engine", lambda: True)
-    monkeypatch.setattr(transformer_config, "TransformerConfig", dict)
-
-
-def test_what_only_transformer_engine_cannot_have_is_taken_without_it() -> None:
-    build(torch.float32, cp=2)
-    build(deterministic_mode=True)
-
-
-@pytest.mark.usefixtures("with_transformer_engine")
-def test_cut_sequences_have_no_attention_in_float32_on_gpus() -> None:
-    build(torch.float32)
-    build(torch.bfloat16, cp=2)
-    with pytest.raises(
-        ValueError, match=r"dtype=float32 with megatron\.context_parallel_size=2: .*no attention"
-    ):
-        build(torch.float32, cp=2)
-
-
-@pytest.mark.usefixtures("with_transformer_engine")
-def test_deterministic_attention_needs_the_variable_that_transformer_engine_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
-    with pytest.raises(ValueError, match=r"deterministic_mode=true needs NVTE_.*=0 .* is not set: "):
-        build(deterministic_mode=True)
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    build(deterministic_mode=True)

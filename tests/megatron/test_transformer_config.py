@@ -40,9 +40,9 @@ def test_latent_attentions_rotary_kernel_takes_powers_of_two_alone(
 def built(model: str, layout: ParallelLayout | None = None, **options):
     """Megatron's own configuration of one of the recipes' models."""
     config = read_model_config(str(shipped() / "recipes" / "models" / model))
-    granularity = options.pop("granularity", None)
+    granularity, dtype = options.pop("granularity", None), options.pop("dtype", torch.bfloat16)
     return transformer_config.transformer_config(
-        config, layout or ParallelLayout(world=1), torch.bfloat16, granularity, **options
+        config, layout or ParallelLayout(world=1), dtype, granularity, **options
     )
 
 
@@ -117,3 +117,38 @@ def test_stages_are_as_the_layout_has_them() -> None:
             assert layers_of(layout, 24, stage)[chunk] == list(range(first, first + count))
             first += count
     assert first == 24
+
+
+QWEN, CUT = "qwen2.5-7b", ParallelLayout(world=2, cp=2)
+
+
+@pytest.fixture
+def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_config, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(transformer_config, "TransformerConfig", dict)
+
+
+def test_what_only_transformer_engine_cannot_have_is_taken_without_it() -> None:
+    built(QWEN, CUT, dtype=torch.float32)
+    built(QWEN, overrides={"deterministic_mode": True})
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+def test_cut_sequences_have_no_attention_in_float32_on_gpus() -> None:
+    built(QWEN, dtype=torch.float32)
+    built(QWEN, CUT)
+    with pytest.raises(
+        ValueError, match=r"dtype=float32 with megatron\.context_parallel_size=2: .*no attention"
+    ):
+        built(QWEN, CUT, dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+def test_deterministic_attention_needs_the_variable_that_transformer_engine_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    with pytest.raises(ValueError, match=r"deterministic_mode=true needs NVTE_.*=0 .* is not set: "):
+        built(QWEN, overrides={"deterministic_mode": True})
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    built(QWEN, overrides={"deterministic_mode": True})

@@ -12,7 +12,7 @@ the system calls (`seccomp`). Its files, as `isolation` says:
 It does not stop a program from claiming, by a search of the interpreter's frames, that it passed assertions, because these run
 in its own process. Printed and returned values are compared outside.
 
-bubblewrap (0.8 was tried) could stand for `namespaces` alone, and only where an administrator has installed it: the refused
+bubblewrap (0.8 was tried) could replace `namespaces` alone, and only where an administrator has installed it: the refused
 system calls, the limits and a child for each test would remain, and so would `namespaces` for all other machines.
 
 This room must not know: anything but the standard library, for the jail runs with nothing else.

@@ -7,7 +7,7 @@ A request is a JSON object: `isolation`, `folders` (readable in addition to /usr
 - "assert": `code` after the program, in the same module; it passes if that ends.
 
 The answer is `{"results": [...]}`, one object a test that was run (those after `total_seconds`, or with `stop_at_failure`
-after one that did not end well, are not), or `{"error": text}` if there is no such isolation here. A result has
+after one that did not end well, are not), or `{"error": text}` if the jail cannot be set up here. A result has
 `outcome` ("ok", "error", "timeout", "killed"), `output`, `stderr` (its end), and for a call `value`.
 """
 
@@ -87,8 +87,8 @@ def _run_all(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _run(request: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """One test in a child."""
-    names = ("input", "output", "stderr", "value")
+    """One test in a child. OSError: the child could not be set up."""
+    names = ("input", "output", "stderr", "value", "failure")
     files = [os.memfd_create(name) for name in names]
     try:
         os.write(files[0], test.get("input", "").encode())
@@ -104,6 +104,8 @@ def _run(request: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
     finally:
         for file in files:
             os.close(file)
+    if texts["failure"]:
+        raise OSError(texts["failure"])
     result = {"outcome": outcome, "output": texts["output"], "stderr": texts["stderr"][-_STDERR_BYTES:]}
     # The program may end the process, or print anything: without this line its test did not reach its end.
     head, _, value = texts["value"].partition("\n")
@@ -140,8 +142,13 @@ def _be_child(request: dict[str, Any], test: dict[str, Any], token: str, files: 
         os.closerange(len(files), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
         builtins.exit = builtins.quit = sys.exit  # the module site, which is not imported here, makes them
-        _set_limits(request["memory_mb"], request["seconds"])
-        seccomp.apply(may_write=request["isolation"] == "namespaces")
+        try:
+            _set_limits(request["memory_mb"], request["seconds"])
+            seccomp.apply(may_write=request["isolation"] == "namespaces")
+        except BaseException as error:
+            os.write(4, (str(error) or type(error).__name__).encode())
+            raise
+        os.close(4)  # the program must not be able to claim such a failure
         code = _perform(request["program"], test, token)
     except BaseException:
         with contextlib.suppress(BaseException):
@@ -157,16 +164,23 @@ def _stream(descriptor: int, mode: str) -> TextIO:
 
 
 def _set_limits(memory_mb: int, seconds: float) -> None:
-    memory = memory_mb << 20
-    for kind, value in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
+    """ValueError: a hard limit of this process is below a program's."""
+    memory, whole = memory_mb << 20, math.ceil(seconds)
+    for name, value, most in (
+        ("RLIMIT_AS", memory, memory),
+        ("RLIMIT_FSIZE", OUTPUT_BYTES, OUTPUT_BYTES),
+        ("RLIMIT_NOFILE", _OPEN_FILES, _OPEN_FILES),
+        ("RLIMIT_CORE", 0, 0),
+        ("RLIMIT_CPU", whole, whole + 1),  # SIGXCPU, marking a timeout, then SIGKILL
     ):
-        resource.setrlimit(kind, (value, value))
-    whole = math.ceil(seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))  # SIGXCPU, by which it is known, then SIGKILL
+        kind = getattr(resource, name)
+        try:
+            resource.setrlimit(kind, (value, most))
+        except ValueError:
+            hard = resource.getrlimit(kind)[1]
+            raise ValueError(
+                f"{name}={most} is over the hard limit here, {hard}; raise that (ulimit -H)"
+            ) from None
 
 
 def _perform(program: str, test: dict[str, Any], token: str) -> int:
@@ -210,7 +224,7 @@ def _text(file: int) -> str:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process at its parent's death; one that died before is for `_end_unless`."""
+    """Have the kernel kill this process at its parent's death; `_end_unless` handles a parent that died before."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

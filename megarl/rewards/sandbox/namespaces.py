@@ -50,14 +50,14 @@ def make_root(folders: Sequence[str], writable: Sequence[str] = ()) -> None:
     """Replace the root folder by one in which only `folders` (and the targets of /lib and the like) can be read.
 
     Args:
-        writable: those of the folders that can be written into, besides /tmp, which is empty.
+        writable: which of `folders` can be written into, besides /tmp, which is empty.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     # Before the folders: one of them may lie in /tmp.
     os.mkdir(f"{_MOUNT_POINT}/tmp")
     _mount("tmpfs", f"{_MOUNT_POINT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_TMP_BYTES},mode=1777")
-    for path in [*_system_folders(), *sorted(folders, key=len)]:  # those that have others within them first
+    for path in [*_system_folders(), *sorted(folders, key=len)]:  # outer folders before the ones within them
         if os.path.islink(path):  # /lib -> usr/lib
             if not os.path.lexists(_MOUNT_POINT + path):
                 os.symlink(os.readlink(path), _MOUNT_POINT + path)
@@ -85,7 +85,7 @@ def make_root(folders: Sequence[str], writable: Sequence[str] = ()) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all that this process may do beyond its user."""
+    """Give up all rights that this process has beyond its user's."""
     version = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
     header, none = struct.pack("Ii", version, 0), bytes(24)
     _check(_libc.syscall(_number(_SYS_CAPSET), header, none), "capset", "")
@@ -97,7 +97,7 @@ def _system_folders() -> list[str]:
 
 
 def _change_mounts(path: str, flags: int, set_attributes: int = 0, clear_attributes: int = 0) -> None:
-    """Change attributes of a mount (with _AT_RECURSIVE of all below it too), the others as they are."""
+    """Change attributes of a mount (with _AT_RECURSIVE of all below it too); other attributes stay as they are."""
     attributes = struct.pack("QQQQ", set_attributes, clear_attributes, 0, 0)
     result = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, len(attributes))
     _check(result, "mount_setattr", path)

@@ -1,6 +1,6 @@
 """A filter of system calls (seccomp, in classic BPF) for a process that computes and prints, and does nothing else.
 
-All system calls are allowed but the listed ones, because Python and its libraries need many, and other ones in each version.
+All system calls are allowed but the listed ones, because Python and its libraries need many, and different ones in each version.
 Sources: linux/seccomp.h, linux/filter.h, linux/audit.h; numbers from asm/unistd_64.h and asm-generic/unistd.h.
 """
 

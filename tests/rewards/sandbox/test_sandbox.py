@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.rewards.sandbox import jail, sandbox
 from megarl.rewards.sandbox.sandbox import Limits, best_isolation, run_tests
 from tests.rewards.processes.found import descendants, is_running
 from tests.waiting import wait_for
@@ -256,3 +257,38 @@ def test_a_program_does_not_outlive_who_asked(isolation, tmp_path):
         family = wait_for(lambda: len(found := descendants(process.pid)) >= 2 and found)
         process.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, family)))
+
+
+def test_a_hard_limit_below_a_programs_is_an_error_and_not_a_score(isolation):
+    code = (
+        "import resource\n"
+        "from megarl.rewards.sandbox.sandbox import *\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        f"print(run_tests('', [{{'kind': 'stdin'}}], Limits(), {isolation!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert f"RuntimeError: the code sandbox cannot be set up (isolation {isolation!r})" in done.stderr
+    assert "RLIMIT_FSIZE=4194304 is over the hard limit here, 1048576" in done.stderr
+
+
+def test_a_kernel_that_refuses_the_filter_is_an_error(monkeypatch):
+    def refuse(may_write):
+        raise OSError(22, "prctl(22)")
+
+    monkeypatch.setattr(jail.seccomp, "apply", refuse)
+    request = {"memory_mb": 8192, "seconds": 5.0, "isolation": "seccomp", "program": ""}
+    with pytest.raises(OSError, match="prctl"):
+        jail._run(request, {"kind": "stdin"}, 20.0)
+
+
+def test_a_program_cannot_claim_that_its_sandbox_was_not_set_up(isolation):
+    program = "import os\nos.write(4, b'not set up')"
+    (result,) = run_tests(program, [{"kind": "stdin"}], Limits(20.0), isolation)
+    assert result.outcome == "error" and "Bad file descriptor" in result.stderr
+
+
+def test_namespaces_in_which_an_empty_program_fails_are_not_taken(monkeypatch):
+    monkeypatch.setattr(sandbox, "run_tests", lambda *_: [sandbox.TestResult("killed", "", "")])
+    with pytest.raises(RuntimeError, match="ended with 'killed'"):
+        best_isolation.__wrapped__()

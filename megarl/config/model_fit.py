@@ -10,7 +10,8 @@ from megarl.config.megatron_options import exchange_problems
 from megarl.config.pipeline_layout import layer_problems, parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import (
-    JUDGED_ROOM,
+    ENGINE_ROOM,
+    drafted_room,
     full_kl_in_loss,
     full_kl_in_reward,
     megatron_sections,
@@ -68,7 +69,7 @@ class LatentFacts(Protocol):
 
 
 class IndexerFacts(Protocol):
-    """What an engine may have of an indexer of sparse attention; an IndexerConfig has it."""
+    """The fact about sparse attention's indexers that an engine must fit; an IndexerConfig has it."""
 
     @property
     def interleaved(self) -> bool: ...
@@ -118,12 +119,12 @@ class ModelFacts(Protocol):
 
 
 def check_model(megatron: MegatronConfig, model: ModelFacts, key: str = ACTOR_KEY) -> None:
-    """Raise one ValueError with all that does not fit, if a model does not fit the layout of the section `key`."""
+    """Raise one ValueError that lists all problems if a model does not fit the layout of the section `key`."""
     raise_if_any("the model does not fit its layout", list(_megatron_problems(key, megatron, model)))
 
 
 def check_rollout_model(rollout: RolloutConfig, model: ModelFacts, key: str = ROLLOUT_KEY) -> None:
-    """The same for a rollout engine, which may also give several ranks the same key/value head."""
+    """`check_model` for a rollout engine, which may also give several ranks the same key/value head."""
     raise_if_any("the model does not fit its layout", list(_rollout_problems(key, rollout, model)))
 
 
@@ -139,9 +140,9 @@ def check_models(
     Args:
         config: resolved.
         model: facts of the model that is trained or evaluated.
-        critic: those of critic.model.path; None: the same.
-        reward_model: those of reward_model.model.path; None: it is not checked.
-        teachers: of the references that are other models than the policy, by their roles (`taught_references`).
+        critic: facts of critic.model.path; None: `model`.
+        reward_model: facts of reward_model.model.path; None: it is not checked.
+        teachers: facts of the references that are other models than the policy, by their roles (`taught_references`).
     """
     raise_if_any(
         "the model does not fit its layout",
@@ -158,7 +159,7 @@ def fit_problems(
 ) -> list[str]:
     """The problems that `check_models` raises, a line each, of the models whose facts are given.
 
-    Of a resolved configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
+    The configuration is resolved, and `check_config` may refuse it: layouts with sizes below 1 are left out.
     """
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts | None]] = []
     rollout: tuple[str, RolloutConfig] | None = None
@@ -179,7 +180,7 @@ def fit_problems(
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
         rollout = ("rollout", config.rollout)
-    # All problems of all roles are collected: a user who mends one shall not start again to hear of the next.
+    # All problems of all roles are collected: a user who mends one should not have to start again to hear of the next.
     problems: list[str] = []
     for key, megatron, facts in megatrons:
         assert megatron is not None, "resolved"
@@ -221,7 +222,7 @@ def fit_problems(
 def _muon_problems(
     config: TrainConfig | TuningConfig, model: ModelFacts | None, critic: ModelFacts | None
 ) -> Iterator[str]:
-    """Of experts with biases, which are no matrices: Megatron's distributed optimizer does not have these next to Muon (0.19.2)."""
+    """Experts with biases, which are no matrices: Megatron's distributed optimizer (0.19.2) does not support these next to Muon."""
     if isinstance(config, TuningConfig):
         trained = [("", config.optim, config.megatron, model)]
     else:
@@ -235,7 +236,7 @@ def _muon_problems(
             continue
         if megatron.expert_model_parallel_size > 1 and megatron.use_distributed_optimizer:
             yield (
-                f"{prefix}optim.optimizer=muon: the model's experts have biases, which a distributed optimizer does not have next to Muon "
+                f"{prefix}optim.optimizer=muon: the model's experts have biases, which a distributed optimizer does not support next to Muon "
                 f"with {prefix}megatron.expert_model_parallel_size={megatron.expert_model_parallel_size}; set "
                 f"{prefix}megatron.use_distributed_optimizer=false"
             )
@@ -269,15 +270,15 @@ def _served_problems(
         if _positive(engines):
             yield from _rollout_problems(f"{key}.engine", engines, facts, loads=True)
         field, most = facts.context_length
-        if prompt + response + JUDGED_ROOM > most:
+        if prompt + response + ENGINE_ROOM > most:
             yield (
-                f"{key}.engine: data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens, and {JUDGED_ROOM} "
+                f"{key}.engine: data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens, and {ENGINE_ROOM} "
                 f"that SGLang keeps free, do not fit into the context of its model, {most} ({field} in its config.json); lower one of them"
             )
 
 
 def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
-    """Layers of multi-token prediction are trained where there are some, and Megatron-core (0.19.2) builds them as they are."""
+    """Multi-token prediction layers are trained only where a model has some that Megatron-core (0.19.2) can build as they are."""
     if isinstance(config, EvalConfig):
         return
     trained = config.model if isinstance(config, TuningConfig) else config.actor_rollout_ref.model
@@ -298,7 +299,7 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
             "embedding and a head of its own; give 1"
         )
     if model.moe is not None and model.num_layers - 1 in model.moe.dense_layers:
-        # Megatron makes them like the model's last layer; those of checkpoints have experts.
+        # Megatron makes these layers like the model's last one; in checkpoints they have experts.
         yield f"{key}: multi-token prediction layers have experts, which the model's last layer has not; give keep"
     if model.delta_net is not None and model.num_layers - 1 in model.delta_net.layers:
         yield f"{key}: multi-token prediction layers have attention, which the model's last layer has not; give keep"
@@ -309,7 +310,7 @@ def _prediction_problems(config: TrainConfig | TuningConfig | EvalConfig, model:
     ):
         yield (
             f"{key}: the last part of {section}.pipeline_model_parallel_layout={layout!r} has no layer (t), and multi-token prediction layers "
-            "are made like the last one of it; give it one"
+            "are made like its last one; give it one"
         )
 
 
@@ -323,7 +324,7 @@ def _indexer_problems(config: TrainConfig | TuningConfig | EvalConfig, model: Mo
 
 
 def _positive(section: MegatronConfig | RolloutConfig) -> bool:
-    """Whether all sizes of groups of devices are."""
+    """Whether all parallel sizes are at least 1."""
     sizes = [
         getattr(section, member.name) for member in fields(section) if member.name.endswith("parallel_size")
     ]
@@ -333,9 +334,9 @@ def _positive(section: MegatronConfig | RolloutConfig) -> bool:
 def position_warnings(
     config: TrainConfig | TuningConfig, model: ModelFacts, critic: ModelFacts | None = None
 ) -> list[str]:
-    """Where texts have positions that a model was never trained on.
+    """Warnings about texts with positions that a model was never trained on.
 
-    Nothing refuses them in Megatron: every family's positions are rotary, for which there is no table of learnt vectors. (An
+    Megatron refuses no such texts: every family's positions are rotary, for which there is no table of learnt vectors. (An
     engine does, see `check_models`; a reward model's texts are cut to reward_model.max_length, which is checked where it
     is read.)
 
@@ -364,17 +365,20 @@ def position_warnings(
 
 
 def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
-    """Prompts with their responses (all turns) must fit into the context that SGLang serves of the model."""
+    """Prompts with their responses (all turns) must fit into the context that SGLang serves for the model."""
     if isinstance(config, TuningConfig):
         return
     if isinstance(config, TrainConfig) and config.trainer.train_only is not None:
         return
     key = "actor_rollout_ref.model.path" if isinstance(config, TrainConfig) else "model.path"
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
+    drafted = drafted_room(rollout.speculative.algorithm, rollout.speculative.num_draft_tokens)
     field, most = model.context_length
-    if prompt + response > most:
+    if prompt + response + drafted > most:
+        drafts = f", and {drafted} that SGLang keeps free for drafts," if drafted else ""
         yield (
-            f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens do not fit into "
+            f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens{drafts} do not fit into "
             f"the context of the model in {key}, {most} ({field} in its config.json); lower one of them"
         )
 
@@ -440,7 +444,7 @@ def _sink_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Ite
 
 
 def _delta_net_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
-    """Context parallel ranks have a part of a delta net's heads each (megatron-core 0.19.2)."""
+    """Each context parallel rank has a part of a delta net's heads (megatron-core 0.19.2)."""
     tp, cp, net = megatron.tensor_model_parallel_size, megatron.context_parallel_size, model.delta_net
     assert net is not None
     if cp > 1 and net.key_heads % tp == 0 and net.key_heads % (tp * cp):
@@ -549,7 +553,7 @@ def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iter
             "use ngram, or eagle3 with a draft model"
         )
     if algorithm == "mtp" and model.family == "glm4_moe_lite":
-        # A shadow of it ends in post_load_weights, which reads model.start_layer; Glm4MoeLiteModelNextN has none (sglang 0.5.21).
+        # A shadow run of it fails in post_load_weights, which reads model.start_layer; Glm4MoeLiteModelNextN has none (sglang 0.5.21).
         yield f"{name}=mtp: SGLang's class of this family's own layer fails after loading weights; use ngram, or eagle3 with a draft model"
     served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
     if (

@@ -25,7 +25,7 @@ from megarl.config.schema.rollout import TeacherEngineConfig
 from megarl.config.schema.supervised import TuningConfig, TuningTrainerConfig, learns_rankings
 
 GLOBAL_POOL, EVAL_POOL = "global", "eval"
-# A micro-batch whose size is not given holds this multiple of the tokens that it must hold, up to so many tokens.
+# A micro-batch whose size is not given holds CHOSEN_MULTIPLE times the tokens that it must hold, up to CHOSEN_TOKENS.
 CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 
 # Of a micro-batch, at most: tokens, trajectories.
@@ -123,9 +123,14 @@ def needs_reference(config: TrainConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-# SGLang (0.5.21) computes inputs that are so many tokens shorter than its context, or its cache, at least.
-JUDGED_ROOM = 7
+# SGLang (0.5.21) computes inputs that are at least this many tokens shorter than its context and its cache.
+ENGINE_ROOM = 7
 TEACHER = "teacher_"  # begins the role of one of several teachers
+
+
+def drafted_room(algorithm: str | None, num_draft_tokens: int) -> int:
+    """Tokens that SGLang (0.5.21, `compute_num_reserved_tokens`) keeps free in its context for a request's drafts by a model (mtp, eagle3)."""
+    return num_draft_tokens + 1 if algorithm in ("mtp", "eagle3") else 0
 
 
 def all_references(config: TrainConfig) -> dict[str, RefConfig]:
@@ -144,7 +149,7 @@ def references(config: TrainConfig) -> dict[str, RefConfig]:
 
 
 def served_references(config: TrainConfig) -> dict[str, RolloutConfig]:
-    """The engines of the other ones (of a resolved configuration), as sections of engines that generate have them."""
+    """The references that engines serve (of a resolved configuration), by role: their engines, as sections `rollout`."""
     return {
         role: engines_of(section)
         for role, section in all_references(config).items()
@@ -227,7 +232,7 @@ def needs_ref_log_probs(config: TrainConfig) -> bool:
 
 
 def evaluates(config: TrainConfig) -> bool:
-    """Whether a step has log-probs, of policy or reference, or values computed before its updates."""
+    """Whether a step computes log-probs, of policy or reference, or values before its updates."""
     return not is_single_update(config) or needs_ref_log_probs(config) or config.critic is not None
 
 
@@ -261,8 +266,8 @@ def validates_concurrently(config: TrainConfig) -> bool:
 
 
 def eval_rollout(config: TrainConfig) -> RolloutConfig:
-    """The section `rollout` of these engines (of a resolved configuration): that of the rollouts, on their own pool, where nothing else
-    needs memory, and as many engines as it holds."""
+    """The section `rollout` of concurrent validation's engines (of a resolved configuration): the rollouts' own, but on a pool where
+    nothing else needs memory, and with as many engines as it holds."""
     assert config.resource_pools is not None and config.trainer.eval_resource_pool is not None, "resolved"
     pool = config.trainer.eval_resource_pool
     alone = replace(
@@ -365,7 +370,7 @@ def _resolve_ref(
     ref: R, actor: ActorConfig, actor_model: str, longest: int, pools: dict[str, PoolConfig]
 ) -> R:
     named = replace(ref.model, path=ref.model.path or actor_model)
-    if ref.engine is not None:  # what is Megatron's stays null, and the pool is its own
+    if ref.engine is not None:  # Megatron's keys stay null, and the pool is its own
         return replace(ref, model=named, engine=_with_engines(ref.engine, pools.get(ref.resource_pool or "")))
     dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     tokens, trajectories = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
@@ -440,7 +445,7 @@ def _counted(dynamic: bool | None, size: Size) -> Size:
 
 
 def _chosen(dynamic: bool | None, size: Size, longest: int) -> Size:
-    """The same, chosen where neither number is given."""
+    """`_counted`, or a chosen size where neither number is given."""
     size = _counted(dynamic, size)
     if size != (None, None):
         return size
@@ -457,7 +462,7 @@ def _with_tokenizer(model: M) -> M:
 
 
 def _layout(megatron: MegatronConfig, checkpointing: bool | None = None) -> MegatronConfig:
-    """`checkpointing`: the model's enable_gradient_checkpointing. A granularity that was given stays, also one that contradicts it, which
+    """`checkpointing`: the model's enable_gradient_checkpointing. A granularity that was given stays, even one that contradicts it, which
     `check_config` refuses."""
     parallel, granularity = megatron.sequence_parallel, megatron.recompute_granularity
     return replace(
@@ -476,11 +481,11 @@ class Overlaps:
 
 
 def overlaps(megatron: MegatronConfig, replicas: int, *, on_gpus: bool, adapted: bool) -> Overlaps:
-    """`overlap_grad_reduce` and `overlap_param_gather`, with what null stands for.
+    """`overlap_grad_reduce` and `overlap_param_gather`, with null filled in.
 
     Args:
         replicas: ranks that share the states of a dense weight, over data and context parallelism.
-        adapted: whether adapters are trained in place of the weights: their gathering takes no time that were worth hiding.
+        adapted: whether adapters are trained in place of the weights: gathering these takes no time worth hiding.
     """
     fast = on_gpus and replicas > 1 and megatron.use_distributed_optimizer
     gradients = fast if megatron.overlap_grad_reduce is None else megatron.overlap_grad_reduce

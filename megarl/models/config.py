@@ -57,8 +57,8 @@ class DeltaNetConfig:
 
     Attributes:
         layers: numbers, from 0, of the layers that have one.
-        key_heads: of queries, too. value_heads: a multiple of the former; each has a state [key_dim, value_dim].
-        conv: tokens, itself among them, from which each channel of queries, keys and values is mixed.
+        key_heads: of queries, too. value_heads: a multiple of `key_heads`; each has a state [key_dim, value_dim].
+        conv: how many tokens, the current one among them, each channel of queries, keys and values is mixed from.
     """
 
     layers: tuple[int, ...]
@@ -100,7 +100,7 @@ class IndexerConfig:
     attends to: among `topk` or fewer it has no choice.
 
     Attributes:
-        layers: numbers, from 0, of the layers that have one; others take the choice of the last one before. Layers for MTP have one.
+        layers: numbers, from 0, of the layers that have one; others take the choice of the last indexer before. Layers for MTP have one.
         heads, head_dim: of its queries; its keys have one head.
         topk: keys of a query.
         interleaved: whether it rotates pairs of neighbouring dimensions. SGLang then has `wk` and `weights_proj` in one tensor.
@@ -114,7 +114,7 @@ class IndexerConfig:
 
 
 # In SGLang's order of preference.
-_CONTEXT_FIELDS = (
+CONTEXT_FIELDS = (
     "max_sequence_length",
     "seq_length",
     "max_seq_len",
@@ -133,8 +133,8 @@ QWEN_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families of gated delta nets and gated attention, by whose names SGLang 0.5.21 and files call the same parts."""
 
 ENGINE_STATES = {"cpu": 3, "cuda": 5}
-"""By device, the states of gated delta nets that SGLang 0.5.21 needs for each request that runs: its own, cached prompts', and on a GPU those
-of the step to come (mem_cache/kv_cache_configurator.py, `_calculate_mamba_ratio`)."""
+"""By device, the states of gated delta nets that SGLang 0.5.21 needs for each request that runs: its own, cached prompts', and on a GPU the
+next step's (mem_cache/kv_cache_configurator.py, `_calculate_mamba_ratio`)."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +228,11 @@ class ModelConfig:
     def context_length(self) -> tuple[str, int]:
         """The field of config.json that says how many tokens SGLang serves, and their number.
 
-        As its `get_context_length` (0.5.21) has it: the first of these fields. A scaling of the rotary embedding multiplies
+        As in SGLang's `get_context_length` (0.5.21) it is the first of these fields. A scaling of the rotary embedding multiplies
         it only where it does not name the original length; both kinds that `rope_facts` reads do name it.
         """
         fields = self.fields
-        return next((name, int(fields[name])) for name in _CONTEXT_FIELDS if fields.get(name) is not None)
+        return next((name, int(fields[name])) for name in CONTEXT_FIELDS if fields.get(name) is not None)
 
 
 def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] | None]:
@@ -299,7 +299,7 @@ def _refuse_unknown(rope: Fields, known: Collection[str], *read: str) -> None:
 
 
 def _rotary_percent(hf: Fields, default: float | None) -> float:
-    """From transformers 5 (`rope_parameters`) or 4 keys; `default` None: heads may only rotate in full."""
+    """The share of a head that rotates, from transformers 5 (`rope_parameters`) or 4 keys; `default` None: heads may only rotate in full."""
     outer = hf.number("partial_rotary_factor", default or 1.0)
     share = hf.object("rope_parameters").number("partial_rotary_factor", outer)
     if share > 1 or (default is None and share != 1):
@@ -347,7 +347,7 @@ def _fp8_block(hf: Fields) -> tuple[int, int] | None:
 
 
 def _check_channels(how: Fields) -> None:
-    """Refuse what compressed-tensors (0.18) may do beside float8 weights with a scale for each row."""
+    """Refuse options of compressed-tensors (0.18) other than float8 weights with a scale for each row."""
     refuse_unsupported(how, {"format": ("float-quantized",), "kv_cache_scheme": (None,)})
     refuse_unsupported(how.object("sparsity_config"), {"format": ("dense",)})
     groups = how.object("config_groups")

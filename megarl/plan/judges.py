@@ -1,6 +1,6 @@
-"""What engines that serve references take: bytes of a rank, and the seconds in which they judge a step's trajectories.
+"""The costs of engines that serve references: bytes of a rank, and the seconds in which they judge a step's trajectories.
 
-They have devices of their own, on which weights and cache stay. Weights of a folder in float8 are held as they are there.
+They have devices of their own, on which weights and cache stay. Weights that are in float8 in their folder are held in float8.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megarl.config import RolloutConfig, TrainConfig, all_references, reference_key, served_references
 from megarl.config.batches import resolve_batches
-from megarl.config.resolve import JUDGED_ROOM, TEACHER
+from megarl.config.resolve import ENGINE_ROOM, TEACHER
 from megarl.costs.engine import (
     ServedModel,
     cache_bytes,
@@ -29,7 +29,7 @@ from megarl.plan.inputs import PlanInputs, engine_layout, precision
 
 @dataclass(frozen=True)
 class JudgeBytes:
-    """Of a rank of an engine that serves the reference `role`: bytes of weights and cache; `lacking`: why a trajectory does not fit, or ""."""
+    """A rank of an engine that serves the reference `role`: bytes of weights and cache; `lacking`: why a trajectory does not fit, or ""."""
 
     role: str
     pool: str
@@ -39,8 +39,8 @@ class JudgeBytes:
 
 
 def judge_bytes(config: TrainConfig, inputs: PlanInputs, limit: int) -> Iterator[JudgeBytes]:
-    """Of a resolved configuration. `limit`: bytes of a device."""
-    longest = config.data.max_prompt_length + config.data.max_response_length + JUDGED_ROOM
+    """The bytes of a rank of each engine that serves a reference. `config`: resolved; `limit`: bytes of a device."""
+    longest = config.data.max_prompt_length + config.data.max_response_length + ENGINE_ROOM
     for role, engines in served_references(config).items():
         model, layout, dtype = _model(inputs, role), engine_layout(engines), precision(engines.dtype)
         weights = _weights(inputs, role, engines) + rotary_bytes(model, longest)
@@ -53,7 +53,7 @@ def judge_bytes(config: TrainConfig, inputs: PlanInputs, limit: int) -> Iterator
         lacking = ""
         if tokens < longest:
             lacking = (
-                f"the cache of {reference_key(role)}.engine holds {tokens:,} tokens, less than one trajectory with what SGLang keeps free, {longest:,}: "
+                f"the cache of {reference_key(role)}.engine holds {tokens:,} tokens, less than one trajectory and the tokens that SGLang keeps free, {longest:,}: "
                 "raise its gpu_memory_utilization or tensor_model_parallel_size"
             )
         assert engines.resource_pool is not None, "checked"
@@ -85,7 +85,7 @@ class JudgeSeconds:
 def judge_seconds(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, prompt: float, response: float
 ) -> Iterator[JudgeSeconds]:
-    """Of all engines that serve references. Of several teachers each is taken to judge an equal part of the trajectories.
+    """The seconds of all engines that serve references. Several teachers are assumed to judge equal parts of the trajectories.
 
     Args:
         prompt, response: mean tokens. The trajectories of a prompt share its computation.

@@ -11,10 +11,14 @@ from megarl.config.megatron_options import (
     DDP,
     TRANSFORMER,
     ddp_fields,
+    exchange_problems,
     megatron_option_problems,
     transformer_fields,
 )
+from megarl.config.model_fit import check_model
 from megarl.config.schema.models import MegatronConfig
+from megarl.models import read_model_config
+from megarl.util.packages import shipped
 
 
 def problems(transformer: dict | None = None, ddp: dict | None = None) -> list[str]:
@@ -126,3 +130,44 @@ def test_routers_that_are_given_their_choice_are_not_fused(train: Callable[..., 
     )
     with pytest.raises(ValueError, match="Transformer Engine's kernel makes its own"):
         check_config(config, data_files=False)
+
+
+HEADS = {"num_attention_heads": 8, "num_query_groups": 2}
+
+
+@pytest.mark.parametrize(
+    ("heads", "sinks", "kind", "tp", "cp", "words"),
+    [
+        ({"num_attention_heads": 8}, False, "a2a", 2, 4, ""),
+        ({"num_attention_heads": 8}, False, "a2a", 1, 16, "num_attention_heads=8 cannot be divided by 16"),
+        (HEADS, False, "a2a", 2, 2, "num_query_groups=2 cannot be divided by 4"),
+        (HEADS, False, ["p2p", "p2p", "p2p", "a2a"], 2, 2, "num_query_groups=2 cannot be"),
+        (HEADS, False, "all_gather", 2, 2, ""),
+        (HEADS, False, "a2a", 2, 1, ""),
+        (HEADS, True, "a2a", 2, 2, ""),
+        (HEADS, True, "p2p", 2, 2, "has attention sinks with a2a alone; leave it out"),
+    ],
+)
+def test_context_parallel_ranks_that_exchange_heads_have_as_many(
+    heads: dict[str, int], sinks: bool, kind: str | list[str], tp: int, cp: int, words: str
+) -> None:
+    """As Transformer Engine's AttnFuncWithCPAndQKVOA2A asks of the heads of a tensor parallel rank."""
+    sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    megatron = MegatronConfig(**sizes, override_transformer_config={"cp_comm_type": kind})
+    found = list(exchange_problems("megatron", megatron, heads, sinks))
+    assert bool(found) is bool(words)
+    assert all(
+        line.startswith("megatron.override_transformer_config.cp_comm_type=") and words in line
+        for line in found
+    )
+
+
+def test_the_models_heads_are_given_to_the_check() -> None:
+    """Latent attention has no key/value heads that were cut."""
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 256}
+    megatron = MegatronConfig(**sizes, override_transformer_config={"cp_comm_type": "a2a"})
+    for model, counts in (("qwen2.5-7b", 2), ("deepseek-v3", 1)):
+        facts = read_model_config(str(shipped() / "recipes" / "models" / model))
+        with pytest.raises(ValueError, match="cuts heads") as caught:
+            check_model(megatron, facts)
+        assert str(caught.value).count("cuts heads") == counts

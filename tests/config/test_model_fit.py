@@ -388,33 +388,6 @@ def test_layouts_of_gpt_oss() -> None:
     assert line.startswith("megatron.fp8=hybrid: training in float8 was not executed for experts with biases")
 
 
-@pytest.mark.parametrize(
-    ("facts", "kind", "tp", "cp", "words"),
-    [
-        (Facts(), "a2a", 2, 4, ""),
-        (Facts(), "a2a", 1, 16, "num_attention_heads=8 cannot be divided by 16"),
-        (Facts(num_query_groups=2), "a2a", 2, 2, "num_query_groups=2 cannot be divided by 4"),
-        (Facts(num_query_groups=2), ["p2p", "p2p", "p2p", "a2a"], 2, 2, "num_query_groups=2 cannot be"),
-        (Facts(num_query_groups=2), "all_gather", 2, 2, ""),
-        (Facts(num_query_groups=2), "a2a", 2, 1, ""),
-        (Facts(num_query_groups=2, mla=MLA), "a2a", 2, 2, ""),
-        (GPT_OSS, "a2a", 2, 2, ""),
-        (GPT_OSS, "p2p", 2, 2, "has attention sinks with a2a alone; leave it out"),
-    ],
-)
-def test_context_parallel_ranks_that_exchange_heads_have_as_many(
-    facts: Facts, kind: str | list[str], tp: int, cp: int, words: str
-) -> None:
-    """As Transformer Engine's AttnFuncWithCPAndQKVOA2A asks of the heads of a tensor parallel rank."""
-    sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
-    megatron = MegatronConfig(**sizes, override_transformer_config={"cp_comm_type": kind})
-    found = lines_of(lambda: fit(megatron, facts)) if words else fit(megatron, facts)
-    assert not words or any(
-        line.startswith(f"{ACTOR}.override_transformer_config.cp_comm_type=") and words in line
-        for line in found
-    )
-
-
 def test_muon_and_biases_of_experts(train: Callable[..., TrainConfig], sft: Callable[..., SFTConfig]) -> None:
     muon, split = "optim.optimizer=muon", "megatron.expert_model_parallel_size=2"
     policy = "actor_rollout_ref.actor"
@@ -622,6 +595,19 @@ def test_prompt_and_response_must_fit_into_the_models_context(
             "data.max_prompt_length=100 + data.max_response_length=29 = 129 tokens do not fit into the context of the model in "
             f"{key}, 128 (max_position_embeddings in its config.json); lower one of them"
         ]
+
+
+@pytest.mark.parametrize(("algorithm", "room"), [("mtp", 5), ("eagle3", 5), ("ngram", 0)])
+def test_the_context_has_room_for_drafts_of_a_model(
+    train: Callable[..., TrainConfig], algorithm: str, room: int
+) -> None:
+    """SGLang reserves a pass's drafts for each request, and refuses prompts whose responses would not leave them."""
+    speculative = f"{{algorithm: {algorithm}, num_draft_tokens: 4, draft_path: draft}}"
+    config = train(*LENGTHS, f"actor_rollout_ref.rollout.speculative={speculative}")
+    short, enough = (replace(positions(129 + more), num_mtp_layers=1) for more in (room - 1, room))
+    assert not [line for line in fit_problems(config, enough) if "the context of" in line]
+    (line,) = [line for line in fit_problems(config, short) if "the context of" in line]
+    assert ("= 129 tokens, and 5 that SGLang keeps free for drafts, do not fit" in line) is bool(room)
 
 
 def test_long_texts_are_refused_by_engines_alone(

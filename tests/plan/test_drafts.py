@@ -152,7 +152,7 @@ def test_a_sync_says_what_it_only_verifies(
     assert tp * verified(*folder) == 2 * 100 * 64
     keeps = [
         f"actor_rollout_ref.model.path={tiny_model('glm4_moe').folder}",
-        "data.max_prompt_length=64",
+        "data.max_prompt_length=60",
         "data.max_response_length=64",
         "actor_rollout_ref.model.mtp=keep",
         MTP,

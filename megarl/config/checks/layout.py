@@ -14,8 +14,8 @@ from megarl.config.megatron_options import megatron_option_problems
 from megarl.config.pipeline_layout import pipeline_layout_problems
 from megarl.config.problems import did_you_mean
 from megarl.config.resolve import (
+    ENGINE_ROOM,
     GLOBAL_POOL,
-    JUDGED_ROOM,
     eval_rollout,
     megatron_sections,
     pool_devices,
@@ -44,7 +44,7 @@ def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
     """Of a resolved configuration: the pool of each role exists, each pool is used, all fit.
 
     Args:
-        written: the configuration before it was resolved: a pool that a role has from the actor is reported for the actor.
+        written: the configuration before it was resolved: a pool that a role takes from the actor is reported for the actor.
     """
     pools, trainer, policy = config.resource_pools or {}, config.trainer, written.actor_rollout_ref
     if not pools:
@@ -107,7 +107,7 @@ class _Role:
 
     @property
     def dp(self) -> int | None:
-        """None where it is not defined, because the layout does not fit."""
+        """Data parallel size; None where the layout does not fit the devices."""
         if self.devices is None or min(getattr(self.megatron, name) for name in _SIZES) < 1:
             return None
         return None if self.devices % self.num_shards else self.devices // self.num_shards
@@ -373,10 +373,10 @@ def _teacher_engine_problems(config: TrainConfig) -> Iterator[str]:
         if pool is not None and min(engines.tensor_model_parallel_size, pool.n_gpus_per_node) > 0:
             per_node = f"resource_pools.{name}.n_gpus_per_node={pool.n_gpus_per_node}"
             yield from _node_problems(key, engines, pool, per_node)
-        if engines.max_total_tokens is not None and engines.max_total_tokens < longest + JUDGED_ROOM:
+        if engines.max_total_tokens is not None and engines.max_total_tokens < longest + ENGINE_ROOM:
             yield (
                 f"{key}.max_total_tokens={engines.max_total_tokens} is less than data.max_prompt_length + data.max_response_length = {longest} and "
-                f"{JUDGED_ROOM} tokens that SGLang keeps free: a long trajectory would not fit"
+                f"{ENGINE_ROOM} tokens that SGLang keeps free: a long trajectory would not fit"
             )
         yield from engine_option_problems(f"{key}.engine_kwargs", engines.engine_kwargs)
 

@@ -55,7 +55,7 @@ from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
-MODEL = "target"  # SGLang's name of the model that a draft's tokens are checked by; its receiver reaches the draft
+MODEL = "target"  # SGLang's name of the model that checks a draft's tokens; its receiver reaches the draft
 # The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
 
@@ -79,18 +79,18 @@ class SGLangPart:
 
     Requests come to the first node's process (`SGLangEngine`) and from there, over the ranks' own group, to all TP ranks.
     So on another node there is nothing to call: this process starts its node's ranks, is their parent, and ends with them, like the
-    first node's. If a rank is lost, those of all nodes end, since they wait for each other.
+    first node's. If a rank is lost, the ranks of all nodes end, since they wait for each other.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """ValueError: the model cannot be served; says which values would be right."""
+        """Check the model. ValueError: it cannot be served; the message says which values would be right."""
         assert 0 <= config.node < config.nodes, config
         self.config, self._model = config, read_model(config)
         self._engine: Any = None
         self._closing = threading.Event()
 
     def start(self) -> None:
-        """Start the node's processes; returns when those of all nodes are up.
+        """Start the node's processes; returns when the processes of all nodes are up.
 
         Raises:
             ValueError: the model or the configuration cannot be served; says which values would be right.
@@ -99,14 +99,14 @@ class SGLangPart:
         self._engine = start_owned(self.config, self._model, self._closing)
 
     def pids(self) -> list[int]:
-        """The processes of the node's ranks, the calling one not among them."""
+        """The process ids of the node's ranks, without the calling process."""
         return list(self._engine.get_all_child_pids())
 
     def shutdown(self) -> None:
         """End all of the node's processes; returns when they are gone, and their memory is free.
 
-        SGLang waits for a process until its first thread has ended. The others may still hold the memory then, also a GPU's: all 41 GiB
-        of an engine on an H100 (0.5.21, `_still_holding_resources`).
+        SGLang waits for the first thread of a process to end. The process's other threads may still hold memory then, also a GPU's: all
+        41 GiB of an engine on an H100 (0.5.21, `_still_holding_resources`).
         """
         self._closing.set()
         if self._engine is not None:
@@ -122,7 +122,7 @@ class SGLangEngine(SGLangPart):
     """One copy of the policy, in a layout of its own, that answers prompts.
 
     It takes new weights in versions: `begin_update`, `receive_weights`, `finish_update`. Between the first and the last of these calls
-    it holds no valid weights, and `generate` refuses; so it does before the first version and after a version that failed.
+    it holds no valid weights, and `generate` refuses, as it does before the first version and after a version that failed.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -147,7 +147,7 @@ class SGLangEngine(SGLangPart):
 
     @property
     def routing(self) -> RoutingShape | None:
-        """What generations say of experts; None: nothing."""
+        """The shape of the experts that generations have; None: they have none."""
         return None if self._routing is None else self._routing.shape
 
     @property
@@ -173,7 +173,7 @@ class SGLangEngine(SGLangPart):
     @property
     def context_length(self) -> int:
         """Most tokens of a prompt and its response."""
-        return self._engine.tokenizer_manager.context_len
+        return self.config.context_length or self._engine.tokenizer_manager.context_len
 
     def capacity(self) -> EngineCapacity:
         """How much it computes at a time."""
@@ -182,7 +182,7 @@ class SGLangEngine(SGLangPart):
 
     def start(self) -> None:
         super().start()
-        # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
+        # On a CPU each flush of the cache collects garbage: half a second over all imported objects, unless they are
         # left out for good (0.5.21).
         self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")
         ends = self._engine.tokenizer_manager.model_config.hf_eos_token_id or ()
@@ -216,8 +216,7 @@ class SGLangEngine(SGLangPart):
     def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Check one request; raises the exceptions of `generate`."""
         self._require_version()
-        context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
-        check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
+        check_prompt(uid, ids, sampling.max_new_tokens, self.context_length, self._model["vocab_size"])
         if sampling.has_penalties and self.config.speculation is not None:
             raise ValueError(f"{uid}: penalties and drafted tokens: SGLang computes penalties once a pass")
         if sampling.return_kept and self.config.speculation is not None:
@@ -234,15 +233,19 @@ class SGLangEngine(SGLangPart):
         """One response, for coroutines that `as_completed`, a `flight` or `run` runs. A request whose coroutine is cancelled is aborted.
 
         Args:
-            experts_from: the first token of the prompt of which the generation has the experts, if the engine returns them.
-            heard: called with tokens of the response as they come. Not where an interrupted response may begin anew: with penalties,
+            experts_from: the first token of the prompt whose experts the generation has, if the engine returns them.
+            heard: called with tokens of the response as they come. Not called where an interrupted response may begin anew: with penalties,
                 or where the engine returns experts or kept tokens.
         """
         if sampling.has_penalties or sampling.return_kept or self._routing is not None:
             heard = None
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
-        response = Response(uid, sampling, self._ends, routing=self._routing, experts_start=experts_from)
+        # SGLang refuses longer inputs (0.5.21), among them a response that was interrupted a few tokens before the context's end.
+        room = self._engine.tokenizer_manager.max_req_input_len - 1 - len(prompt_ids)
+        response = Response(
+            uid, sampling, self._ends, room, routing=self._routing, experts_start=experts_from
+        )
         with self._groups.joined(uid, prompt_ids) as group:
             while True:
                 async with self._gate.passed():
@@ -264,7 +267,7 @@ class SGLangEngine(SGLangPart):
                     return generation
 
     def take_counts(self) -> EngineCounts:
-        """Of requests since the last call."""
+        """The counts of requests since the last call."""
         taken, self._counts = self._counts, EngineCounts()
         return taken
 
@@ -302,7 +305,7 @@ class SGLangEngine(SGLangPart):
         self._let_in()
 
     def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> Iterator[list[Answer]]:
-        """Run coroutines together on the engine's loop; yields each time the results of all that ended since the last time.
+        """Run coroutines together on the engine's loop; yields, each time, the results of the coroutines that ended since the last.
 
         Raises:
             EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
@@ -416,7 +419,7 @@ class SGLangEngine(SGLangPart):
         self._let_in()
 
     def resume_memory(self, parts: Sequence[str]) -> None:
-        """Take the memory back: that of the weights, then their sync, then that of the KV cache.
+        """Take the memory back, in this order: the weights' memory, a sync of the weights, the KV cache's memory.
 
         Raises:
             EngineError: the KV cache is asked for before a verified version of the weights is held.

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.resolve import JUDGED_ROOM
+from megarl.config.resolve import ENGINE_ROOM
 from megarl.rollout.engine import EngineError
 from megarl.rollout.sglang.engine import SGLangEngine
 
@@ -40,7 +40,7 @@ class Judged:
 
     Attributes:
         log_probs: float32 [response], of its tokens.
-        top: float32 [response, 2 k], the log-probs of the k most likely tokens at each place, the most likely first, and their numbers.
+        top: float32 [response, 2 k], the log-probs of the k most likely tokens at each place, the most likely first, and then their ids.
     """
 
     log_probs: np.ndarray
@@ -51,7 +51,7 @@ class SGLangJudge(SGLangEngine):
     """An engine that judges texts by the model of its folder."""
 
     def judge(self, texts: Sequence[Text], top: int = 0) -> list[Judged]:
-        """Judge texts, all of which the engine gets at once but those that wait for their prompt; returns the results in their order.
+        """Judge texts; returns the results in the texts' order. The engine gets all texts at once, but for those that wait for their prompt.
 
         Args:
             top: how many of the most likely tokens are named at each place.
@@ -78,14 +78,14 @@ class SGLangJudge(SGLangEngine):
         return [found[number] for number in range(len(texts))]
 
     def _check(self, text: Text) -> None:
-        """ValueError: a text of which SGLang would say less."""
-        length, room = len(text.prompt_ids) + len(text.response_ids), self.context_length - JUDGED_ROOM
+        """ValueError: a text that SGLang cannot judge completely."""
+        length, room = len(text.prompt_ids) + len(text.response_ids), self.context_length - ENGINE_ROOM
         if not len(text.prompt_ids):
             raise ValueError(f"{text.uid}: the prompt is empty, and nothing says where its response begins")
         if length > room:
             raise ValueError(
                 f"{text.uid}: {length} tokens of prompt and response do not fit the {room} tokens that the teacher's engine takes "
-                f"(context_length={self.context_length}, of which SGLang keeps {JUDGED_ROOM})"
+                f"(context_length={self.context_length}, of which SGLang keeps {ENGINE_ROOM})"
             )
         most, vocab_size = max(*text.prompt_ids, *text.response_ids), self._model["vocab_size"]
         if most >= vocab_size:
@@ -120,10 +120,10 @@ async def ask_judgement(manager: Any, text: Text, top: int) -> Mapping[str, Any]
 
 
 def read_judgement(text: Text, meta: Mapping[str, Any], top: int) -> Judged:
-    """The numbers of SGLang's answer.
+    """Read the log-probs from SGLang's answer.
 
     Raises:
-        EngineError: it is not about the text.
+        EngineError: the answer does not fit the text.
     """
     count, reason = len(text.response_ids), meta["finish_reason"]
     entries = meta.get("input_token_logprobs") or []

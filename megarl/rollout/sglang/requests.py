@@ -135,6 +135,7 @@ class Response:
 
     Attributes:
         ends: tokens that end the response.
+        room: most tokens with which the response can still be continued after an interruption; None: any number.
         routing: how answers name the experts of tokens; None: they do not.
         experts_start: the first token, of prompt and response, whose experts are asked for.
         experts: the experts of the tokens from there on, by piece; each from the weights of its piece.
@@ -145,6 +146,7 @@ class Response:
     uid: str
     sampling: SamplingParams
     ends: frozenset[int] = frozenset()
+    room: int | None = None
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: tuple[int, int] | None = None
@@ -226,7 +228,7 @@ class Response:
         # Penalties count tokens of the response, and SGLang would take this piece for a part of the prompt: begin anew.
         if self.sampling.has_penalties:
             self.ids, self.log_probs, self.versions, self.experts, self.kept = [], [], None, [], []
-        return None
+        return "length" if self.room is not None and len(self.ids) > self.room else None
 
 
 class BatchingSocket:

@@ -23,8 +23,9 @@ from megarl.config.engine_options import TABLE, engine_option_problems
 from megarl.config.model_fit import check_rollout_model
 from megarl.config.options import unknown_options
 from megarl.config.problems import raise_if_any
+from megarl.config.resolve import ENGINE_ROOM, drafted_room
 from megarl.models import read_model_config
-from megarl.models.config import ENGINE_STATES
+from megarl.models.config import CONTEXT_FIELDS, ENGINE_STATES
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.sglang.before_import import prepare_schedulers
 from megarl.rollout.sglang.scheduler_hooks import TEMPERATURE
@@ -35,7 +36,8 @@ from megarl.weight_sync.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
-# SGLang keeps what followed a token, 18 deep, in a tree that it makes at the start: 200 bytes a node, 10 million by default.
+# SGLang keeps the tokens that followed a token, 18 deep, in a tree that it allocates at the start: 200 bytes a node, 10 million nodes by
+# default.
 CPU_NGRAM_NODES = 100_000
 _DRAFTING = {"ngram": "NGRAM", "mtp": "EAGLE", "eagle3": "EAGLE3"}
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
@@ -53,7 +55,7 @@ def check_version(allow_unknown: bool) -> None:
     megarl reads and writes SGLang's own parameters and replaces some of its functions, which any version may rename.
 
     Raises:
-        ValueError: it is another one, and `allow_unknown` is not set.
+        ValueError: the version is another one, and `allow_unknown` is not set.
     """
     found = version("sglang")
     if found in KNOWN["sglang"]:
@@ -69,7 +71,7 @@ def check_version(allow_unknown: bool) -> None:
 
 def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
     """The arguments of SGLang's engine."""
-    context = config.context_length or model["max_position_embeddings"]
+    context = sglang_context(config, model)
     node: dict[str, Any] = {}
     _check_arguments(config)
     if config.nodes > 1:
@@ -85,7 +87,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "json_model_override_args": json.dumps(config_overrides(config, model)),
         "disable_shared_experts_fusion": True,  # else their place in memory would depend on the device
         "dtype": config.dtype,
-        "context_length": config.context_length,
+        "context_length": None if config.context_length is None else context,
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
         "skip_tokenizer_init": True,
@@ -97,7 +99,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         **({} if config.most_kept is None else {"sampling_mask_max_tokens": config.most_kept}),
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
-        # A start on a GPU may compile kernels for minutes, which SGLang tells as a warning.
+        # A start on a GPU may compile kernels for minutes, which SGLang reports as a warning.
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
@@ -114,11 +116,25 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     return {**told, **config.arguments}
 
 
+def sglang_context(config: EngineConfig, model: dict[str, Any]) -> int:
+    """SGLang's limit of tokens: the engine's, and further ones that SGLang (0.5.21) keeps free, as far as the model's own context reaches.
+
+    SGLang refuses an input that reaches the last tokens of its limit, as an interrupted response may, and ends a response two tokens before it.
+    A model that drafts tokens needs room for them after each input.
+    """
+    most = next(int(model[name]) for name in CONTEXT_FIELDS if model.get(name) is not None)
+    if config.context_length is None:
+        return most
+    drafting = config.speculation
+    drafted = 0 if drafting is None else drafted_room(drafting.algorithm, drafting.num_draft_tokens)
+    return max(config.context_length, min(config.context_length + ENGINE_ROOM + drafted, most))
+
+
 def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
     """The arguments of data parallel attention.
 
-    A head that is the embedding is cut as that is: without `enable_dp_lm_head` SGLang (0.5.21) would gather logits over all ranks, and take
-    copies of the first rows for the others.
+    An output layer that is the embedding is cut as the embedding is: without `enable_dp_lm_head` SGLang (0.5.21) would gather logits over
+    all ranks, and take copies of the first rows for the others.
     """
     if config.attention_data_parallel_size == 1:
         return {}
@@ -130,19 +146,19 @@ def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
 
 
 def _state_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """The argument that says how many states of gated delta nets an engine has; else SGLang (0.5.21) gives them half of the cache's
-    memory, and runs as many requests as have states there."""
+    """The argument that says how many states of gated delta nets an engine has; without it SGLang (0.5.21) gives the states half of the
+    cache's memory, and runs only as many requests as have states there."""
     if "linear_num_key_heads" not in model:
         return {}
     return {"max_mamba_cache_size": ENGINE_STATES[config.device] * config.max_num_seqs}
 
 
 def _sparse_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of sparse attention on a GPU: a cache in bfloat16, which SGLang (0.5.21) has in float8 on Blackwell if it is not told.
+    """The arguments of sparse attention on a GPU: a cache in bfloat16, for which SGLang (0.5.21) takes float8 on Blackwell by default.
 
     Raises:
-        ValueError: an engine on a GPU in another type than bfloat16, in which SGLang has parts of indexers whatever the engine's is, or a
-            deterministic one; one on a CPU that drafts tokens of texts that an indexer chooses from.
+        ValueError: an engine on a GPU in another type than bfloat16 (SGLang has parts of indexers in bfloat16, whatever the engine's type), or
+            a deterministic one; an engine on a CPU that drafts tokens and whose context is longer than `index_topk`.
     """
     if model.get("model_type") not in SPARSE:
         return {}
@@ -156,7 +172,7 @@ def _sparse_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, 
         return {}
     if config.dtype != "bfloat16":
         raise ValueError(
-            f"rollout.dtype={config.dtype}: SGLang has indexers of sparse attention in bfloat16; so must be the engine"
+            f"rollout.dtype={config.dtype}: SGLang has indexers of sparse attention in bfloat16; the engine must be, too"
         )
     if config.deterministic:
         raise ValueError(
@@ -168,12 +184,12 @@ def _sparse_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, 
 def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
     """The arguments of gpt-oss: one cache for all layers, so that it has as many tokens as are planned.
 
-    SGLang (0.5.21) would have another one for layers with windows, of a share of the tokens that it sets itself. It holds sinks in
-    bfloat16, but with its own choice of kernels on Blackwell, trtllm_mha, in float32.
+    SGLang (0.5.21) would have a second cache for layers with windows, with a share of the tokens that it sets itself. It holds sinks in
+    bfloat16, but in float32 with trtllm_mha, its own choice of kernels on Blackwell.
 
     Raises:
-        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels; one that would load MXFP4 by itself, or experts
-            of files for several expert parallel ranks, which SGLang would copy to all of them.
+        ValueError: an engine on a GPU in another type than bfloat16, or with these kernels; an engine that would load MXFP4 by itself, or
+            experts from files for several expert parallel ranks, which SGLang would copy to all of them.
     """
     if model.get("model_type") != "gpt_oss":
         return {}
@@ -189,11 +205,11 @@ def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, An
         )
     told: dict[str, Any] = {"disable_hybrid_swa_memory": True}
     if config.device != "cuda":
-        # SGLang refuses torch_native for this model by its name, and then takes it where it finds no AMX; megarl's has sinks.
+        # SGLang refuses torch_native by name for this model, but takes it itself where it finds no AMX; megarl's stand-in has sinks.
         return {**told, "attention_backend": "intel_amx"}
     if config.dtype != "bfloat16":
         raise ValueError(
-            f"rollout.dtype={config.dtype}: SGLang has gpt-oss's sinks in bfloat16; so must be the engine"
+            f"rollout.dtype={config.dtype}: SGLang has gpt-oss's sinks in bfloat16; the engine must be, too"
         )
     given = [value for name, value in config.arguments.items() if name.endswith("attention_backend")]
     if "trtllm_mha" in given:
@@ -208,12 +224,12 @@ def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, An
 
 
 def _cache_tokens(config: EngineConfig, tokens: int | None) -> int | None:
-    """SGLang's argument for an engine's cache of `tokens`: those of each data parallel group."""
+    """SGLang's argument for an engine's cache of `tokens`: the tokens of each data parallel group."""
     return None if tokens is None else max(1, tokens // config.attention_data_parallel_size)
 
 
 def _check_arguments(config: EngineConfig) -> None:
-    """Refuse what a configuration's checks cannot know of: the SGLang that is installed here, and the device."""
+    """Refuse arguments that do not fit the SGLang and the device of this machine, which a configuration's checks cannot know."""
     raise_if_any(
         "arguments of the engine", list(engine_option_problems("rollout.engine_kwargs", config.arguments))
     )
@@ -276,14 +292,14 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
 
 
 def _speculative_arguments(config: EngineConfig) -> dict[str, Any]:
-    """How tokens are drafted: in chains. Trees of them need attention kernels that take them, and pages of one token."""
+    """The arguments of drafting, in chains: trees of drafted tokens need attention kernels that take trees, and pages of one token."""
     drafting = config.speculation
     if drafting is None:
         return {}
     told: dict[str, Any] = {
         "speculative_algorithm": _DRAFTING[drafting.algorithm],
         "speculative_num_draft_tokens": drafting.num_draft_tokens
-        + 1,  # with the newest token, which is drafted no more
+        + 1,  # with the newest token, which is not drafted
     }
     if drafting.algorithm == "ngram":
         told |= {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
@@ -295,17 +311,18 @@ def _speculative_arguments(config: EngineConfig) -> dict[str, Any]:
         **told,
         "speculative_num_steps": drafting.num_draft_tokens,
         "speculative_eagle_topk": 1,
-        # A layer of the model itself is in its folder; SGLang (0.5.21) knows that of some families alone, and sizes the cache of others
+        # The model's own layer is in its folder; SGLang (0.5.21) knows that for some families only, and sizes the cache of the others
         # without the layer's part.
         "speculative_draft_model_path": drafting.draft_path or config.model_path,
-        # A draft's weights come from a folder and stay as they are, while the model's come by sync. Released memory loses them.
+        # A draft's weights come from a folder and stay as they are, while the model's come by sync. Released memory would lose
+        # them.
         "speculative_draft_load_format": "auto",
         "enable_draft_weights_cpu_backup": config.enable_memory_saver,
     }
 
 
 def _moe_runner(config: EngineConfig) -> str:
-    """The kernels of experts; other ones than these two swap an expert's up and gate projections, or permute rows."""
+    """The kernels of experts: SGLang's kernels other than these two swap an expert's up and gate projections, or permute rows."""
     return config.moe_runner_backend or ("triton" if config.moe_a2a_backend is None else "deep_gemm")
 
 
@@ -335,7 +352,7 @@ def _float8_arguments(config: EngineConfig) -> dict[str, Any]:
 def _note_failed_start(signum: int, frame: object) -> None:
     """SGLang's scheduler sends SIGQUIT when it fails; SGLang's own handler would end this process.
 
-    The failed start is noticed as such, since the scheduler's pipe closes. After the start SGLang replaces
+    The failed start is noticed all the same, since the scheduler's pipe closes. After the start SGLang replaces
     this handler by its own.
     """
 
@@ -345,7 +362,7 @@ def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
 
     Raises:
         ValueError: SGLang refuses the model or the arguments.
-        EngineError: they did not come up within `timeout` seconds, or one of them failed. None is left.
+        EngineError: they did not come up within `timeout` seconds, or one of them failed. No process is left.
     """
     with without_collection():
         from megarl.rollout.sglang.process import TokenEngine, close_sockets
@@ -449,7 +466,7 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
 
 
 def read_model(config: EngineConfig) -> dict[str, Any]:
-    """The model's config.json, checked against the engine's layout; of a model with a vision tower with the language model's fields in it, too.
+    """The model's config.json, checked against the engine's layout; for a model with a vision tower, with the language model's fields put in.
 
     Raises:
         ValueError: no such file, a model that megarl does not support, or sizes that the parallel sizes do not divide.

@@ -1,6 +1,6 @@
 """References that engines serve: their worker groups, and what happens when an engine is lost.
 
-They load the folder of their model when they start, and have no other state: a new engine is what the lost one was. Their devices are their
+Engines load the folder of their model when they start, and have no other state: a new engine equals the lost one. They have devices of their
 own, so that no phase of a step moves their memory.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megarl.cluster import WorkerGroup
 from megarl.config import TrainConfig, all_references, reference_key, served_references
-from megarl.config.resolve import JUDGED_ROOM
+from megarl.config.resolve import ENGINE_ROOM
 from megarl.rollout.engine import EngineConfig
 from megarl.trainer.roles.device_memory import DeviceMemory
 from megarl.trainer.roles.engines import engine_config
@@ -32,13 +32,13 @@ def judge_engine(config: TrainConfig, role: str, *, use_gpu: bool) -> EngineConf
     """An engine of a reference (one of `served_references`), whose log-probs are at the temperature of the rollouts, as Megatron's are."""
     data, path = config.data, all_references(config)[role].model.path
     assert path is not None, "resolved"
-    context = data.max_prompt_length + data.max_response_length + JUDGED_ROOM
+    context = data.max_prompt_length + data.max_response_length + ENGINE_ROOM
     engine = engine_config(served_references(config)[role], path, context, use_gpu=use_gpu, synced=False)
     return replace(engine, judging_temperature=config.actor_rollout_ref.rollout.temperature)
 
 
 def judge_engines(config: TrainConfig, run: Run, role: str, group: WorkerGroup) -> JudgeEngines:
-    """A group that has started."""
+    """The engines of a reference, whose group has started."""
     most, memory = served_references(config)[role].max_restarts, DeviceMemory(run, [], {})
     if most:
         run.spares.append(group)
@@ -47,4 +47,4 @@ def judge_engines(config: TrainConfig, run: Run, role: str, group: WorkerGroup) 
 
 
 def _nothing(*_: object) -> None:
-    """What connects a judging engine to the actor, and what syncs it: no weights come to it."""
+    """In place of connecting a judging engine to the actor, and of a sync: it gets no weights."""

@@ -1,5 +1,7 @@
 """Requests that are interrupted while the weights change or memory goes, and go on where they were."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -154,6 +156,26 @@ def test_a_response_may_be_whole_when_it_is_interrupted(ids, ignore_eos, reason)
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=ignore_eos)
     found = Response("a", sampling, frozenset([9])).add(piece("abort", ids), 3, interrupted=True)
     assert (found and found.finish_reason) == reason
+
+
+def test_a_response_that_can_be_continued_no_more_has_ended():
+    response = Response("a", SamplingParams(max_new_tokens=6), room=3)
+    assert response.add(piece("abort", [4, 5, 6]), 3, interrupted=True) is None
+    whole = response.add(piece("abort", [7]), 3, interrupted=True)
+    assert (whole.response_ids, whole.finish_reason) == ([4, 5, 6, 7], "length")
+
+
+def test_responses_that_are_interrupted_at_the_end_of_the_models_context(engine, sync, model_a):
+    """SGLang ends them two tokens before it, and refuses inputs that reach its last six."""
+    sync(model_a, 120)
+    context = engine.call("context_length")
+    prompt = [1 + token % 50 for token in range(context - 20)]
+    uids = [f"p{row}/0" for row in range(16)]
+    engine.call(take_off, [prompt] * len(uids), uids, replace(SAMPLING, max_new_tokens=20))
+    found, _ = engine.call(interrupt_often, 0.001)
+    assert sorted(g.uid for g in found) == sorted(uids)
+    assert {g.finish_reason for g in found} == {"length"}
+    assert {len(g.response_ids) for g in found} <= {14, 15, 16, 17, 18}
 
 
 def test_what_a_penalty_has_to_see_is_not_cut():

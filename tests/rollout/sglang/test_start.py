@@ -37,6 +37,23 @@ def test_an_unknown_version_of_sglang_is_refused(monkeypatch, logged):
 
 
 GPU = EngineConfig("/model", device="cuda", dtype="bfloat16", context_length=64)
+QWEN = {"max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("given", "drafts", "context"),
+    [
+        (64, None, 71),
+        (64, SpeculationConfig("ngram", 4), 71),
+        (64, SpeculationConfig("mtp", 4), 76),
+        (120, SpeculationConfig("mtp", 4), 128),  # as far as the model's own reaches
+        (128, None, 128),
+        (None, None, None),
+    ],
+)
+def test_sglangs_context_has_room_for_tokens_that_it_keeps_free(given, drafts, context):
+    config = replace(GPU, context_length=given, speculation=drafts)
+    assert server_arguments(config, QWEN)["context_length"] == context
 
 
 @pytest.mark.parametrize(
@@ -45,45 +62,45 @@ GPU = EngineConfig("/model", device="cuda", dtype="bfloat16", context_length=64)
 def test_scales_in_float8_stay_in_float32_on_every_gpu(monkeypatch, capability, backend):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = replace(GPU, fp8_block=(128, 128))
-    assert server_arguments(config, {}).get("fp8_gemm_runner_backend") == backend
-    assert "fp8_gemm_runner_backend" not in server_arguments(GPU, {})
+    assert server_arguments(config, QWEN).get("fp8_gemm_runner_backend") == backend
+    assert "fp8_gemm_runner_backend" not in server_arguments(GPU, QWEN)
 
 
 def test_kernels_of_experts_and_the_type_of_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert server_arguments(GPU, {})["moe_runner_backend"] == "triton"
-    assert not {"kv_cache_dtype", "moe_a2a_backend"} & server_arguments(GPU, {}).keys()
+    assert server_arguments(GPU, QWEN)["moe_runner_backend"] == "triton"
+    assert not {"kv_cache_dtype", "moe_a2a_backend"} & server_arguments(GPU, QWEN).keys()
     fp8 = replace(GPU, fp8_block=(128, 128), moe_runner_backend="deep_gemm", kv_cache_dtype="fp8_e5m2")
-    told = server_arguments(fp8, {})
+    told = server_arguments(fp8, QWEN)
     assert (told["moe_runner_backend"], told["kv_cache_dtype"]) == ("deep_gemm", "fp8_e5m2")
-    told = server_arguments(replace(GPU, moe_a2a_backend="deepep"), {})
+    told = server_arguments(replace(GPU, moe_a2a_backend="deepep"), QWEN)
     assert (told["moe_runner_backend"], told["moe_a2a_backend"]) == ("deep_gemm", "deepep")
 
 
 def test_deepgemms_scales_on_blackwell_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     config = replace(GPU, fp8_block=(128, 128))
-    assert server_arguments(config, {})["moe_runner_backend"] == "triton"
+    assert server_arguments(config, QWEN)["moe_runner_backend"] == "triton"
     for keys in ({"moe_runner_backend": "deep_gemm"}, {"moe_a2a_backend": "deepep"}):
         with pytest.raises(
             ValueError, match=r"on Blackwell DeepGEMM packs the scales of experts into integers \(UE8M0\)"
         ):
-            server_arguments(replace(config, **keys), {})
+            server_arguments(replace(config, **keys), QWEN)
         assert (
-            server_arguments(replace(GPU, **keys), {})["moe_runner_backend"] == "deep_gemm"
+            server_arguments(replace(GPU, **keys), QWEN)["moe_runner_backend"] == "deep_gemm"
         )  # bfloat16 has no scales
 
 
 def test_further_arguments_are_sglangs(logged):
     given = {"chunked_prefill_size": 512, "schedule_policy": "lpm", "gc_threshold": [1, 2]}
-    told = server_arguments(replace(GPU, arguments=given), {})
+    told = server_arguments(replace(GPU, arguments=given), QWEN)
     assert {name: told[name] for name in given} == given
     assert "rollout.engine_kwargs: gc_threshold: passed on" in logged.getvalue()
     assert "chunked" not in logged.getvalue()
     with pytest.raises(
         ValueError, match=r"rollout\.engine_kwargs\.tp_size: use rollout\.tensor_model_parallel_size"
     ):
-        server_arguments(replace(GPU, arguments={"tp_size": 2}), {})
+        server_arguments(replace(GPU, arguments={"tp_size": 2}), QWEN)
 
 
 def test_what_megarl_sets_is_in_the_table_of_what_is_refused(monkeypatch):
@@ -92,7 +109,7 @@ def test_what_megarl_sets_is_in_the_table_of_what_is_refused(monkeypatch):
     config = replace(
         GPU, fp8_block=(128, 128), kv_cache_dtype="fp8_e4m3", nodes=2, tensor_parallel_size=2, address="a:1"
     )
-    told = server_arguments(config, {})
+    told = server_arguments(config, QWEN)
     assert [name for name in told if TABLE.why_refused(name) is None] == []
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     with pytest.raises(
@@ -121,7 +138,7 @@ def test_engines_of_gpt_oss_have_one_cache_and_kernels_with_sinks_in_bfloat16(mo
     assert config_overrides(GPU, GPT_OSS) == {"dtype": None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert server_arguments(GPU, GPT_OSS)["attention_backend"] == "triton"
-    assert not {"disable_hybrid_swa_memory", "attention_backend"} & server_arguments(GPU, {}).keys()
+    assert not {"disable_hybrid_swa_memory", "attention_backend"} & server_arguments(GPU, QWEN).keys()
     with pytest.raises(ValueError, match=r"engine_kwargs: trtllm_mha has gpt-oss's sinks in float32"):
         server_arguments(replace(GPU, arguments={"decode_attention_backend": "trtllm_mha"}), GPT_OSS)
     with pytest.raises(ValueError, match=r"rollout\.dtype=float32: SGLang has gpt-oss's sinks in bfloat16"):
@@ -157,7 +174,7 @@ def told_of_drafting(config, **keys):
 def test_arguments_of_drafting(tmp_path, monkeypatch):
     """Chains of tokens; weights of a draft from a folder, kept while memory is released."""
     monkeypatch.setattr(sglang_start.shutil, "which", lambda name: name)
-    assert not [name for name in server_arguments(GPU, {}) if name.startswith("speculative")]
+    assert not [name for name in server_arguments(GPU, QWEN) if name.startswith("speculative")]
     chains = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, **chains}
     assert told_of_drafting(GPU, algorithm="ngram", num_draft_tokens=3) == ngram
@@ -211,7 +228,7 @@ def test_drafts_with_weights_are_refused_on_a_cpu():
 
 
 def test_what_a_start_on_gpus_is_busy_with_is_in_the_log():
-    assert server_arguments(GPU, {})["log_level"] == "warning"
+    assert server_arguments(GPU, QWEN)["log_level"] == "warning"
 
 
 def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeypatch):
@@ -224,7 +241,7 @@ def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeyp
 
     monkeypatch.setattr(sglang_start, "start_sglang", start)
     with pytest.raises(ValueError, match="not here"):
-        sglang_start.start_owned(replace(GPU, start_timeout=7.0), {}, threading.Event())
+        sglang_start.start_owned(replace(GPU, start_timeout=7.0), QWEN, threading.Event())
     ((environment, timeout),) = seen
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and timeout == 7.0
 

@@ -1,15 +1,15 @@
 """One writer at a time in a folder, also over NFS, and also after a `kill -9`.
 
 Each writer has a file of its own in the folder, `.writer.<token>`, which identifies it, and touches it every
-`BEAT_SECONDS`. To become the writer, a process creates its file and then looks at all others; if one of them is of a
-process that lives it withdraws. Of two that start at once at least one sees the other, so there are never two writers
-(at worst none of them gets it, and both try again a few times). Files of the dead are removed. Nothing here needs locks of the
+`BEAT_SECONDS`. To become the writer, a process creates its file and then looks at all others; if one of them belongs to
+a living process, it withdraws. Of two processes that start at once at least one sees the other, so there are never two writers
+(at worst neither becomes one, and both try again a few times). Files of the dead are removed. Nothing here needs locks of the
 file system, which many network file systems do not have, or keep after their client died.
 
-Dead is:
+A writer is dead if it is:
 - on this machine (same boot, same process namespace): a process that does not exist, or that began at another time;
 - elsewhere: a process whose file was not touched for `DEAD_SECONDS`. Times are the file system server's, so that clocks may
-  differ. Until that is decided the start waits: a job that is queued again after its node died goes on by itself.
+  differ. The start waits until this is decided: a job that is queued again after its node died goes on by itself.
 
 A writer that was taken for dead (its machine was suspended, say) finds its file gone and writes nothing more: `check`.
 """
@@ -37,10 +37,10 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Writer:
-    """A process, such that others can tell whether it lives.
+    """The facts of a process by which others can tell whether it lives.
 
     Attributes:
-        machine: of whose processes the ids are: the boot, and the namespace of processes (a container has its own).
+        machine: the boot and the namespace of processes in which `pid` is valid (a container has its own).
         started: when the process began, in clock ticks since the boot; 0: not known.
         since: when it became a writer, for people.
     """
@@ -114,7 +114,7 @@ class WriterLock:
             if holder is None:
                 return
             self.release()
-            if attempt < _ATTEMPTS:  # that one may be about to end, or withdraws as it saw this one
+            if attempt < _ATTEMPTS:  # the other one may be about to end, or withdraw because it saw this one
                 time.sleep(random.uniform(0.1, 0.5) * attempt)
         raise ValueError(
             f"another run writes to {self._folder}: {holder}. Two runs would destroy each other's checkpoints: wait for its "
@@ -140,13 +140,13 @@ class WriterLock:
         while not self._released.wait(self._beat_seconds):
             try:
                 os.utime(self._path)  # with the server's time
-            except FileNotFoundError:  # `check` says it
+            except FileNotFoundError:  # `check` reports it
                 return
             except OSError:  # a server that is away for a moment: the next beat comes
                 continue
 
     def _living_other(self) -> str | None:
-        """Other living writers here, in words; the files of the dead are removed."""
+        """Another living writer of the folder, in words; None: there is none. The files of dead ones before it are removed."""
         for path in sorted(self._folder.glob(f"{_PREFIX}*")):
             if path == self._path:
                 continue
@@ -156,7 +156,7 @@ class WriterLock:
             else:
                 lives = self._gives_sign(path, writer)
             if lives:
-                return "a process that says nothing of itself" if writer is None else str(writer)
+                return "a process whose file does not describe it" if writer is None else str(writer)
             path.unlink(missing_ok=True)
         return None
 
@@ -202,7 +202,7 @@ def _started(pid: int) -> int | None:
 
 
 def _read(path: Path) -> Writer | None:
-    """The writer that a file is of; None: it is gone, or was not written to its end."""
+    """The writer that a file describes; None: the file is gone, or was not written to its end."""
     try:
         return Writer(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -210,7 +210,7 @@ def _read(path: Path) -> Writer | None:
 
 
 def _touched(path: Path) -> float | None:
-    """When a file was touched last; None: it is gone. Opened for it: NFS then asks its server, not its cache."""
+    """When a file was touched last; None: it is gone. The file is opened so that NFS asks its server, not its cache."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime

@@ -38,7 +38,7 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def pipeline_layout_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
-    """What is wrong with the layout of a section `megatron`, whose dotted key is `key`, as far as the model has no say in it."""
+    """What is wrong with the layout of a section `megatron`, whose dotted key is `key`, whatever the model."""
     text = megatron.pipeline_model_parallel_layout
     if text is None:
         return

@@ -25,7 +25,7 @@ STD = 0.02
 
 
 class Meter:
-    """The place of a shadow's tracker: bytes as torch's allocator has counted them.
+    """Takes the place of a shadow's tracker: bytes as torch's allocator has counted them.
 
     `allocated` returns the present bytes, `peak` the most since `begin` was called.
     """
@@ -65,7 +65,7 @@ def cuda_meter() -> Meter:
 
 
 class RealTensorMode(TorchDispatchMode):
-    """The place of `shadow.mode.Shadow`, for real tensors; attributes as there."""
+    """Takes the place of `shadow.mode.Shadow`, for real tensors; attributes as there."""
 
     def __init__(self, meter: Meter, device: str) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class LoneRunner(Runner):
 
     @contextmanager
     def _running(self) -> Iterator[Any]:
-        self._meter.phases = {}  # those of the rank before
+        self._meter.phases = {}  # the previous rank's are dropped
         self.shadow = RealTensorMode(self._meter, self._device)
         self.log = self.shadow.log
         try:

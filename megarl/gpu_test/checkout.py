@@ -31,7 +31,7 @@ def run_plan(folder: Path) -> Iterator[Check]:
 
 
 def marked(checkout: Path) -> list[str]:
-    """The files that have such tests: to import all others would take longer, and packages that only they need."""
+    """The files with tests that are marked gpu: importing the others would take longer, and packages that only they need."""
     files = sorted((checkout / "tests").rglob("test_*.py"))
     return [str(file.relative_to(checkout)) for file in files if MARK in file.read_text(encoding="utf-8")]
 

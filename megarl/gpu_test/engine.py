@@ -50,7 +50,7 @@ def run(folder: Path) -> Iterator[Check]:
 def use(
     config: EngineConfig, folder: Path, free: Callable[[], int] | None, *, prompts: int, tokens: int
 ) -> Iterator[Check]:
-    """All that an engine does in a step.
+    """Check everything that an engine does in a step.
 
     Args:
         free: bytes of the device's memory that are free; None: they cannot be told.
@@ -113,7 +113,7 @@ def _generate(engine: Any, name: str, prompts: int, tokens: int) -> Iterator[Che
         name,
         whole and finite,
         f"{prompts} of {tokens} tokens in {seconds:.2f} s: {rate:,.0f} tokens/s"
-        + ("" if whole else "; not all are whole")
+        + ("" if whole else "; not all are complete")
         + ("" if finite else "; log-probs are not finite"),
         {"seconds": seconds, "tokens_per_s": rate},
     )

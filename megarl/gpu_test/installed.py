@@ -15,7 +15,7 @@ from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
 
 GIB = 1 << 30
-IMPORT_SECONDS = 150.0  # of a command here, most of which is imports
+IMPORT_SECONDS = 150.0  # limit of a command here, which mostly imports
 # Package -> modules imported of it. flash_attn is not among them: Transformer Engine decides whether it takes one.
 MODULES = {
     "transformer-engine": "transformer_engine.pytorch",
@@ -26,7 +26,7 @@ MODULES = {
     "megatron-core": "megatron.core.extensions.transformer_engine",
     "ray": "ray",
 }
-# Of packages whose names on the index differ from version to version: found or not, they are told.
+# Modules of packages whose names on the index differ from version to version: reported whether found or not.
 OTHERS = ("deep_gemm", "flashinfer", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda")
 
 
@@ -49,7 +49,7 @@ def run(folder: Path) -> Iterator[Check]:
 
 
 def imported(module: str, *, required: bool, python: str = sys.executable) -> Check:
-    """Import a module in a process of its own: a broken one shall not take this one with it."""
+    """Import a module in a process of its own: a broken module must not end this process."""
     begun = time.monotonic()
     code = f"import {module} as m; print('at', m.__file__, getattr(m, '__version__', ''))"
     try:
@@ -110,7 +110,7 @@ def _nvidia_smi() -> Check:
 
 
 def _layers() -> Check:
-    """Megatron-core turns any error of Transformer Engine's import into "is not there"."""
+    """Whose layers models are made of: Megatron-core turns any error of Transformer Engine's import into "is not there"."""
     code = "from megarl.megatron.transformer_config import has_transformer_engine as has; print('has', has())"
     done = _run(sys.executable, "-c", code)
     there = "transformer-engine" in machine_here().versions

@@ -185,7 +185,7 @@ def _te_adam(device: str) -> Iterator[Compared]:
 
 
 def _flash(device: str) -> Iterator[Compared]:
-    """torch's own attention, which models without Transformer Engine have."""
+    """torch's own attention, which models without Transformer Engine use."""
     leaves = queries_keys_values(device, *[(1, 8, 200, 64)] * 3)
     _, inputs, (query, key, value) = zip(*leaves, strict=True)
     found = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
@@ -307,7 +307,7 @@ def _rotary(device: str, rank: int, size: int) -> Iterator[Compared]:
 
 
 def _slices(device: str) -> Iterator[Compared]:
-    """Bit for bit, as checksums are; a GPU takes more and larger ones, whose slices have several tiles."""
+    """Bit for bit, as checksums are; on a GPU more lists are compared, and larger slices, which have several tiles."""
     sizes = [(4, 1)] if device == "cpu" else [(100, 1), (50, 16), (10, 512)]
     for number, times in sizes:
         for seed in range(number):
@@ -338,7 +338,7 @@ def murmur3(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor)
 
 
 def _draws(device: str) -> Iterator[Compared]:
-    """Tokens by seed and their log-probs. The tolerance is of the largest token, so that none may differ by 1."""
+    """Tokens by seed and their log-probs. The tolerance is relative to the largest token id, so that none may differ by 1."""
     from megarl.rollout.sglang.sampling import draw
 
     sizes = [(3, 5000)] if device == "cpu" else [(1, 151936), (8, 151936), (256, 151936), (5, 129281)]
@@ -363,8 +363,8 @@ def _draws(device: str) -> Iterator[Compared]:
 
 
 def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
-    """Log-probabilities, entropies and gradients beside those of whole logits in float32: several chunks, rows that pad the vocabulary, and
-    a gradient buffer that has something already, to which the products add."""
+    """Log-probabilities, entropies and gradients compared with the same from all logits at once, in float32: several chunks, rows that pad
+    the vocabulary, and a gradient buffer that is not empty, to which the products add."""
     import torch.distributed as dist
 
     from megarl.megatron.fused_head import HeadShare, fused_log_probs
@@ -399,7 +399,7 @@ def _head(device: str, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def _exact_weights(device: str) -> Iterator[Compared]:
-    """Weights made of float8 blocks, one and several at once, beside those that torch makes of them on a CPU."""
+    """Weights made of float8 blocks, one and several at once, compared with the weights that torch makes of them on a CPU."""
     from megarl.models.float8 import FP8, dequantise_all, in_blocks, scale_at_once
 
     block = (128, 128)
@@ -446,7 +446,7 @@ def main() -> None:
     from megarl.shadow.device import PACKAGES
 
     sys.path.insert(0, str(PACKAGES))
-    # Its Python code lies there too, without the library that it loads: its import fails, as where it is not installed.
+    # Transformer Engine's Python code lies there too, without the library that it loads: its import fails, as where it is not installed.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     platform.install()  # before a case imports megatron-core, which has to find Triton
     import triton

@@ -1,9 +1,9 @@
 """Steps `options`, `engines`, `families`, `layouts`, `experts` and `deepep`: short training runs of tiny models, each with options, or of a
 family, whose code only a GPU runs in full.
 
-A run has to end, with finite losses and gradients; how far its first gradient is from that of the first run of the same model is recorded,
-and judged by no one: engines of different options may draw other responses. So is how far the engine's log-probs are from the trainer's, two
-implementations of the same model; of families it is judged.
+A run has to end, with finite losses and gradients; the norm of its first gradient is recorded with that of the model's first run, and not
+judged: engines with different options may draw other responses. The difference of the log-probs of engine and trainer, two implementations of
+the same model, is recorded, too, and judged for families.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.util.packages import example, shipped
 NUM_STEPS = 2
 NORM = "actor/grad_norm"
 DIFFERENCE = "training/rollout_log_prob_diff_mean"
-# Nats, in bfloat16. The random models' logits have a deviation of about 0.3: of another model log-probs would differ by as much.
+# Nats, in bfloat16. The random models' logits have a deviation of about 0.3: log-probs of another model would differ by as much.
 CLOSE = 0.05
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 COMMON = (
@@ -61,7 +61,7 @@ class Case:
     family: str = "qwen3_moe"
 
 
-# On one GPU: what a mixture of experts is trained with.
+# On one GPU: options with which a mixture of experts is trained.
 OPTIONS = (
     Case("as it is"),
     Case(
@@ -82,7 +82,7 @@ OPTIONS = (
         ),
     ),
 )
-# On one GPU: what engines are told.
+# On one GPU: options of engines.
 ENGINES = (
     Case(
         "prompts in pieces, graphs of few requests",
@@ -175,7 +175,7 @@ def run_deepep(folder: Path) -> Iterator[Check]:
 def run_all(
     folder: Path, settings: tuple[str, ...], cases: Sequence[Case], close: float | None = None
 ) -> Iterator[Check]:
-    """A run for each case; `close`: the largest mean difference of log-probs (nats) that is right, None: it is recorded alone."""
+    """A run for each case; `close`: the largest mean difference of log-probs (nats) that is right, None: it is only recorded."""
     arithmetic = example("arithmetic")
     arithmetic.write_arithmetic(folder / "data", 16, 64, 16, seed=3)
     for family in {case.family for case in cases}:
@@ -208,12 +208,12 @@ def run_all(
 
 
 def sizes(family: str) -> dict[str, Any]:
-    """Of a family's tiny model."""
+    """The sizes of a family's tiny model."""
     return {**TINY, **MORE.get(family, {})}
 
 
 def command(folder: Path, family: str, run: Path) -> list[str]:
-    """Of a run on the step's data and its model of a family."""
+    """The command of a run on the step's data and its model of a family."""
     return [
         *(sys.executable, "-m", "megarl", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
         f"data.train_files={folder}/data/train.parquet",

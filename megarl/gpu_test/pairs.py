@@ -1,4 +1,4 @@
-"""Outputs and gradients of a kernel, in pairs with those of the same in torch, and the inputs that both have."""
+"""Outputs and gradients of a kernel, in pairs with torch's, and the inputs that both have."""
 
 from __future__ import annotations
 

@@ -153,9 +153,11 @@ MARKS = {PASSED: "passed", FAILED: "**failed**", IMPOSSIBLE: "could not run"}
 
 @dataclass(frozen=True)
 class Record:
-    """Attributes:
-    facts: of the machine and of megarl, as JSON; records of equal facts are one.
-    results: by step.
+    """The results of steps on a machine.
+
+    Attributes:
+        facts: of the machine and of megarl, as JSON; records of equal facts are merged.
+        results: by step.
     """
 
     date: str
@@ -193,14 +195,14 @@ def _commit(checkout: Path | None) -> dict[str, Any]:
 
 
 def file_of(folder: Path, date: str, facts: dict[str, Any]) -> Path:
-    """Such as "2026-11-25_1x_NVIDIA_H100_80GB_HBM3.json"."""
+    """The file of a record, such as "2026-11-25_1x_NVIDIA_H100_80GB_HBM3.json"."""
     names = [gpu["name"] for gpu in facts["gpus"]]
     card = f"{len(names)}x_{names[0]}" if names else "no_gpu"
     return folder / (re.sub(r"[^\w.-]+", "_", f"{date}_{card}") + ".json")
 
 
 def merged(file: Path, record: Record) -> Record:
-    """The record with the results that `file` has of other steps, where that is of the same machine and versions."""
+    """The record with the results of other steps in `file`, if that file is of the same machine and versions."""
     if not file.exists():
         return record
     earlier = json.loads(file.read_text(encoding="utf-8"))

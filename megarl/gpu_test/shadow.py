@@ -48,7 +48,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of a part or phase, as the shadow had them and as they were."""
+    """Bytes of a part or phase, in the shadow and on the GPU."""
 
     name: str
     shadow: int
@@ -89,7 +89,7 @@ def run_case(case: Case, runner: Any) -> dict[str, Any]:
 
 
 def compare_case(case: Case, shadow: Mapping[str, Any] | None, found: Mapping[str, Any]) -> Iterator[Check]:
-    """`shadow` None: there is none; the measured bytes are recorded nonetheless."""
+    """Compare a rank's measured bytes with its shadow's. `shadow` None: there is none; the bytes are recorded nonetheless."""
     if shadow is None:
         yield Check(f"{case.name}: no shadow of it came with megarl", None, "", kept(found))
         return

@@ -24,18 +24,18 @@ OTHERS = (FP8, torch.uint8, torch.int64)
 GUARD = 7  # bytes of a slot that no slice fills
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]
-"""A name, what the kernels found, and what is right."""
+"""A name, the result of the kernels, and the right one."""
 
 
 class Listed(NamedTuple):
-    """Slices and what travels of each (on a CPU)."""
+    """Slices, and for each the tensor that travels (on a CPU)."""
 
     reads: list[SliceRead]
     expected: list[torch.Tensor]
 
     @property
     def end(self) -> int:
-        """Of the last slice in the slot [bytes]."""
+        """The end of the last slice in the slot [bytes]."""
         return max((read.offset + part.nbytes for read, part in zip(*self, strict=True)), default=0)
 
 
@@ -156,7 +156,7 @@ def weight_by_torch(weight: ComputedWeight) -> torch.Tensor:
 
 
 def by_torch(one: SliceRead, block: tuple[int, int]) -> torch.Tensor:
-    """What travels of a slice."""
+    """The tensor that travels for a slice."""
     if isinstance(one.source, ComputedWeight):
         one = one._replace(source=weight_by_torch(one.source))
     out = torch.empty(one.box.size, dtype=getattr(torch, one.dtype))

@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def trains_only(self) -> bool:
-        """Whether torch is one that no SGLang which megarl knows runs on, so that engines are left out."""
+        """Whether no SGLang that megarl knows runs on this torch, so that engines are left out."""
         return not self.versions.get("torch", "").startswith(KNOWN["torch"])
 
 
@@ -60,7 +60,7 @@ def machine_here() -> Machine:
 def visible(gpus: Sequence[Gpu], named: str | None) -> tuple[Gpu, ...]:
     """The cards that CUDA shows to a process whose CUDA_VISIBLE_DEVICES is `named`.
 
-    A UUID may be any card's, so then only their number is right, and steps ask for no more.
+    A UUID may be any card's, so then only the number of cards is right, and steps need no more.
     """
     if named is None:
         return tuple(gpus)

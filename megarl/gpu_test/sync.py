@@ -40,7 +40,7 @@ def config_folder() -> str:
 
 
 def sync_versions(folder: Path, model: str, device: str) -> Iterator[Check]:
-    """Send versions of the model whose config.json is in `model`, and look at each element that came."""
+    """Send versions of the model whose config.json is in `model`, and compare each element that came."""
     sync = single_rank_plan(model, torch.bfloat16, device)
     _, (share,) = sync.shares()
     yield Check("memory is shared", share.near == (0,) and share.exchange is None, sync.way)
@@ -90,7 +90,7 @@ def single_rank_plan(model: str, dtype: torch.dtype, device: str) -> SyncPlan:
 
 
 def _send(model: str, folder: str, device: str, told: Any, results: Any) -> None:
-    """In a process of its own: the trainer rank."""
+    """The trainer rank, in a process of its own."""
     sync = single_rank_plan(model, torch.bfloat16, device)
     (share,), _ = sync.shares()
     outbox = Outbox(share, folder, "127.0.0.1", device, SECONDS)

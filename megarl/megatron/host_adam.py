@@ -24,8 +24,8 @@ import torch
 
 from megarl import platform
 
-# Page-locked host memory in one allocation, which a GPU's copies reach at full speed. Torch's own comes in powers of two, of which up to
-# half would be lost, and is locked while the process waits for it: at one to a few GB/s that is minutes for a rank's weights and states.
+# Page-locked host memory in one allocation, which a GPU's copies reach at full speed. Torch's own allocations are powers of two, of which up
+# to half would be lost, and are locked while the process waits: at one to a few GB/s that is minutes for a rank's weights and states.
 
 
 class HostRoom:
@@ -38,7 +38,7 @@ class HostRoom:
             thread = ThreadPoolExecutor(1, "page-locking")
             self._locking = thread.submit(_lock, self._bytes.data_ptr(), nbytes)
             thread.shutdown(wait=False)
-            # It holds the tensor too: memory that is freed must not be page-locked any more.
+            # The finalizer holds the tensor too: memory must be unlocked before it is freed.
             weakref.finalize(self, _unlock, self._bytes, self._locking).atexit = False
 
     @property
@@ -49,7 +49,7 @@ class HostRoom:
         """The bytes, once they are locked.
 
         Raises:
-            RuntimeError: they cannot be.
+            RuntimeError: they cannot be locked.
         """
         if self._locking is not None:
             self._locking.result()
@@ -57,10 +57,10 @@ class HostRoom:
 
 
 def host_tensor(numel: int, owner: object) -> torch.Tensor:
-    """float32 zeros on the host, page-locked on a GPU as long as `owner` is there.
+    """float32 zeros on the host, page-locked on a GPU as long as `owner` exists.
 
     Raises:
-        RuntimeError: they cannot be.
+        RuntimeError: they cannot be locked.
     """
     tensor = torch.zeros(numel, dtype=torch.float32, device="cpu")
     if platform.is_cuda() and numel:
@@ -74,7 +74,7 @@ def _lock(address: int, nbytes: int) -> None:
     if code:
         raise RuntimeError(
             f"{nbytes / 2**30:.1f} GiB of the host's memory for weights or optimizer states cannot be page-locked (CUDA error "
-            f"{code}): has the machine so much, and may the process lock it?"
+            f"{code}): does the machine have so much, and may the process lock it?"
         )
 
 
@@ -125,7 +125,7 @@ class _HostWeight:
     """Elements of a parameter, from `start` on, whose states lie from `at` on in the host's tensors.
 
     Attributes:
-        main: the tensor that Megatron updates; of a copy only shape and gradient, the values are on the host.
+        main: the tensor that Megatron updates; a copy has only its shape and gradient, its values are on the host.
         copied: whether it is a float32 copy.
         group: index of the parameter group.
     """
@@ -157,7 +157,7 @@ class _Piece:
 
 
 class HostAdam:
-    """Stands in Megatron's optimizer where `inner` was, which computes.
+    """Takes the place of `inner` in Megatron's optimizer; `inner` still computes.
 
     Attributes:
         param_groups: the ones of `inner`; `step` counts updates.
@@ -167,14 +167,14 @@ class HostAdam:
         """
         Args:
             inner: Adam in the interface of Transformer Engine's and apex's FusedAdam, without states.
-            updated: all that it updates.
+            updated: the tensors that it updates.
 
         Raises:
             RuntimeError: the host's memory cannot be page-locked.
         """
         assert not inner.state and slots.bucket % ALIGNMENT == 0
         self.inner, self.slots, self.param_groups = inner, slots, inner.param_groups
-        # Copies first, so that theirs is one row, from 0 on.
+        # Copies first, so that their row begins at 0.
         groups = {
             id(main): index for index, group in enumerate(self.param_groups) for main in group["params"]
         }
@@ -210,7 +210,7 @@ class HostAdam:
         return sum(tensor.nbytes for tensor in (*self.moments, self.copies))
 
     def set_filled(self, filled: bool) -> None:
-        """Have states to be filled, or none, as before the first step."""
+        """Declare that there are states, zeros to be filled, or none, as before the first step."""
         self.filled = filled
         for tensor in self.moments:
             tensor.zero_()
@@ -228,7 +228,7 @@ class HostAdam:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update all that has a gradient, and the parameters from their copies.
+        """Update every weight that has a gradient, and the parameters from their copies.
 
         Buckets are fetched one ahead. The host waits at the end, when all states are back.
         """
@@ -236,7 +236,7 @@ class HostAdam:
         if not self.buckets:
             return
         tensors, fetching, storing = self.slots.take(), self.slots.fetching, self.slots.storing
-        # Former contents of the slots' memory, and states that were loaded.
+        # The slots' memory may still be in use, and states may just have been loaded.
         fetching.wait_stream(torch.cuda.current_stream())
         stored: list[Any] = [None] * len(self.buckets)
         counts: dict[int, int] = {}

@@ -1,6 +1,6 @@
-"""The modules of a model's layers: Megatron's GPU specification, from Transformer Engine or from its doubles in torch.
+"""The modules of a model's layers: Megatron's GPU specification, from Transformer Engine or from its stand-ins in torch.
 
-Written against megatron-core 0.19.2. It takes any ImportError of Transformer Engine for its absence, without a word
+Written against megatron-core 0.19.2, which silently takes any ImportError of Transformer Engine for its absence
 (extensions/transformer_engine.py). A broken installation, such as one with a flash-attn-4 that its attention does not know, would
 then train several times slower, with other kernels: it is refused here (`layers_text`).
 """
@@ -44,7 +44,7 @@ class DirectQueryAttention(MLASelfAttention):
 
 
 class PlainNorm:
-    """Makes the norm of a gated delta net's output, whose factor is its weight in models whose other norms have 1 + weight.
+    """Makes the norm of a gated delta net's output, whose factor is its weight where a model's other norms have 1 + weight.
 
     Megatron-core 0.19.2 would make it like the others.
     """
@@ -79,7 +79,7 @@ class OutputLayer(ColumnParallelLinear):
     """Megatron's output layer for use with Transformer Engine's layers, whose products add weights' gradients to the float32 ones.
 
     Megatron-core 0.19.2 refuses such settings where apex is not installed, for its own layers' sake (tensor_parallel/layers.py). This
-    one is never asked for its product: heads read its weight.
+    layer's product is never computed: heads read its weight.
     """
 
     def __init__(self, *args: Any, config: TransformerConfig, **options: Any) -> None:
@@ -92,7 +92,7 @@ class OutputLayer(ColumnParallelLinear):
 def layer_modules() -> Iterator[None]:
     """While this is active, specifications and models are made of modules that this machine has.
 
-    They are Transformer Engine's, or their doubles in torch.
+    They are Transformer Engine's, or their stand-ins in torch.
     """
     if not has_transformer_engine():
         with torch_te.standing_in():
@@ -128,8 +128,8 @@ def layer_spec(
             layer.submodules.self_attention.module = SparseSelfAttention if sparse else DirectQueryAttention
     if all_heads:
         norm_all_heads(spec)
-    # With sequence parallelism ranks have equally many positions each. Transformer Engine's kernels have bounds on how many
-    # there are (multiples of 8 or 16 for FP8, at least one), and have not been tried.
+    # With sequence parallelism all ranks must have equally many positions. Transformer Engine's kernels restrict their number
+    # (multiples of 8 or 16 for FP8, at least one), and have not been tried.
     if last and spec.layer_specs and not config.sequence_parallel and not has_transformer_engine():
         spec.layer_specs[-1] = replace(spec.layer_specs[-1], module=LiveLayer)
     return spec
@@ -147,7 +147,7 @@ def _with_delta_nets(config: TransformerConfig, vp_stage: int | None) -> Transfo
     return spec
 
 
-# Tensors that the token dispatchers of megatron-core 0.19.2 keep of their last pass: probabilities with their graph, and maps of it.
+# Tensors that the token dispatchers of megatron-core 0.19.2 keep from their last pass: probabilities with their graph, and the pass's maps.
 _OF_A_PASS = (
     *("probs", "routing_map", "tokens_per_expert", "reversed_local_input_permutation_mapping"),
     *("token_probs", "token_indices", "dispatched_probs", "dispatched_indices", "dispatched_routing_map"),
@@ -157,7 +157,7 @@ _OF_A_PASS = (
 def forget_routings(model: GPTModel) -> None:
     """Have each layer of experts release the tensors of a forward pass that its dispatcher keeps, as soon as the pass is over.
 
-    Every layer's would stay until its next pass. With recomputation the graph of the probabilities keeps a layer's input and its gradient:
+    Otherwise each layer's would stay until its next pass. With recomputation the graph of the probabilities keeps a layer's input and its gradient:
     at the end of a backward pass two inputs of every layer, where one layer's are needed.
     """
     for module in model.modules():
@@ -200,14 +200,14 @@ def layers_text() -> str:
                 "where it is not installed"
             ) from error
     raise ValueError(
-        f"Transformer Engine ({_version()}) can be imported now, but could not when megatron-core was: what megatron-core imports of "
-        "it is not all there"
+        f"Transformer Engine ({_version()}) can be imported now, but could not when megatron-core was: some of what megatron-core "
+        "imports from it is missing"
     )
 
 
 def drop_dummy_gradients() -> None:
-    """Free the tensors that Transformer Engine (2.18, module/base.py) keeps for each shape of a weight, once its products add to the float32
-    gradients: a tensor as large as the weight, which autograd is given in a gradient's place. The next step makes them anew."""
+    """Free the tensors that Transformer Engine (2.18, module/base.py) keeps for each shape of a weight where its products add to the float32
+    gradients: each is as large as the weight, and autograd is given it in place of a gradient. The next step makes them anew."""
     if has_transformer_engine():
         importlib.import_module(f"{PACKAGE}.pytorch.module.base")._dummy_wgrads.clear()
 
@@ -216,4 +216,4 @@ def _version() -> str:
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return "of a version that it does not tell"
+        return "of an unknown version"

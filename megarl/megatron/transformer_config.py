@@ -23,7 +23,7 @@ _WITHOUT_OUTPUT = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 
 
 def has_transformer_engine() -> bool:
-    """Whether models are made of Transformer Engine's modules here, rather than of their doubles in torch."""
+    """Whether models are made of Transformer Engine's modules here, rather than of their stand-ins in torch."""
     return platform.is_cuda() and gpt_layer_specs.HAVE_TE
 
 
@@ -92,7 +92,7 @@ def transformer_config(
         "gradient_accumulation_fusion": fused
         or (platform.is_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None),
         # The fused kernel for grouped-query attention leaves out yarn's factor on sine and cosine; the one for
-        # latent attention is yarn's.
+        # latent attention is for yarn only.
         "apply_rope_fusion": fused
         and (config.mla is not None) == _is_yarn(config)
         and _fits_fused_rotary(config, layout.tp),
@@ -111,7 +111,7 @@ def transformer_config(
     settings["moe_token_dispatcher_type"] = "alltoall"
     settings |= attention_settings(config, layout) | bias_settings(config)
     if config.moe is not None:
-        # In plain torch a layer's tokens are sorted by masks and gathered by several kernels, and the choice of experts is about ten.
+        # In plain torch a layer's tokens are sorted by masks and gathered by several kernels, and the choice of experts takes about ten.
         settings |= _moe_settings(config) | {"moe_permute_fusion": fused, "moe_router_fusion": fused}
     if config.delta_net is not None:
         settings |= _delta_net_settings(config)
@@ -143,7 +143,7 @@ def _make(
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Refuse what a configuration's checks cannot know of: the packages and the environment of this machine.
+    """Refuse overrides that need packages or environment variables that this machine lacks, which a configuration's checks cannot know.
 
     Raises:
         ValueError: DeepEP's or HybridEP's kernels are asked for, and are not installed here; deterministic attention is, of which
@@ -210,14 +210,14 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
 
 
 def _assert_predicts(config: ModelConfig, layout: ParallelLayout) -> None:
-    """What a configuration's checks have refused (`megarl.config.model_fit`): Megatron-core 0.19.2 would build other layers, or none."""
-    assert config.num_mtp_layers, "there are no such layers"
+    """Assert what a configuration's checks ensure (`megarl.config.model_fit`): Megatron-core 0.19.2 would build other layers, or none."""
+    assert config.num_mtp_layers, "the model has no MTP layers"
     assert not (config.tie_word_embeddings and layout.pp > 1), (
         "the last stage would have an embedding and a head"
     )
     assert config.moe is None or config.num_layers - 1 not in config.moe.dense_layers
     assert layers_of(layout, config.num_layers, layout.pp - 1)[-1], (
-        "they are made like the chunk's last layer"
+        "MTP layers are made like the chunk's last layer"
     )
 
 
@@ -266,7 +266,8 @@ def _check_yarn(config: ModelConfig) -> None:
 
 
 def _check_routing(config: ModelConfig) -> None:
-    """Megatron always divides sigmoid scores by their sum, but for a single expert; Hugging Face is told to."""
+    """Refuse routing that Megatron computes otherwise: it always divides sigmoid scores by their sum, but for a single expert; Hugging Face
+    does so if the configuration says so."""
     moe = config.moe
     assert moe is not None
     if moe.scoring not in ("softmax", "sigmoid"):
@@ -298,7 +299,7 @@ def _is_yarn(config: ModelConfig) -> bool:
 def _fits_fused_rotary(config: ModelConfig, tp: int) -> bool:
     """Whether latent attention's widths and the heads of a rank are powers of two (fused_mla_yarn_rope_apply.py).
 
-    A Triton kernel's ranges have to be. A block of heads that reaches beyond the last one is not masked: it overwrites the first heads of
+    A Triton kernel's ranges must be powers of two. A block of heads that reaches beyond the last one is not masked: it overwrites the first heads of
     the next token (megatron-core 0.19.2; seen on an H100 with 3 heads in blocks of 2). Blocks of 1 to 128 heads are tried for their speed.
     """
     mla = config.mla
@@ -325,7 +326,7 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype, predicted: in
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_in_first_pipeline_stage": layout.first_layers,
-        # Of two stages the last one's follow from the first one's; megatron-core would divide by the stages between them.
+        # With two stages the last one's layers follow from the first one's; megatron-core would divide by the number of stages between.
         "num_layers_in_last_pipeline_stage": None
         if layout.pp == 2 and layout.first_layers is not None
         else layout.last_layers,
@@ -345,7 +346,7 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype, predicted: in
 
 
 def _pipeline_layout(layout: ParallelLayout, predicted: int) -> list[list[str]] | None:
-    """As Megatron takes it: by chunk, the first chunks of all stages first."""
+    """The layout as Megatron takes it: by chunk, the first chunks of all stages first."""
     if layout.chunk_layers is None:
         return None
     parts = [["decoder"] * count for count in layout.chunk_layers]
@@ -428,7 +429,7 @@ def _mla_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def _yarn_settings(config: ModelConfig) -> dict[str, Any]:
-    """As Hugging Face reads them: without `mscale_all_dim`, `mscale` is taken for 1."""
+    """Yarn's settings as Hugging Face reads them: without `mscale_all_dim`, `mscale` is taken for 1."""
     scaling = config.rope_scaling
     assert scaling is not None
     all_dim = scaling.get("mscale_all_dim") or 0.0

@@ -1,4 +1,4 @@
-"""Models of a `model_type` that megarl has no family for, read as Llama's architecture where all of their config and their weights are that:
+"""Models of a `model_type` that megarl has no family for, read as Llama's architecture where their config and weights are entirely of it:
 with biases of queries, keys and values, and norms of queries and keys, where the files have them.
 
 Promises:
@@ -38,7 +38,7 @@ _READ = frozenset(
 _ACCEPTED = (
     DECODER | FULL_ATTENTION | {"mlp_bias": (False,), "sliding_window": (None,), "pretraining_tp": (1,)}
 )
-# Of transformers 4 and 5: for bookkeeping, training from scratch, generation, and heads of labels. What a bias of attention is, the weights say.
+# Fields of transformers 4 and 5 for bookkeeping, training from scratch, generation and heads of labels. Biases of attention show in the weights.
 _NO_PART = frozenset(
     [
         "model_type",
@@ -109,7 +109,7 @@ def llama_alike(hf: Fields, path: str) -> ModelConfig:
     ]
     if differing:
         raise ValueError(
-            f"{hf.file}: model_type {kind!r} is not supported, since its files do not have the weights of Llama's architecture, as which unknown types "
-            f"are read: {some(differing)}; supported: {known}"
+            f"{hf.file}: model_type {kind!r} is not supported, since unknown types are read as Llama's architecture, whose weights its files do not "
+            f"have: {some(differing)}; supported: {known}"
         )
     return config

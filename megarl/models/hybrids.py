@@ -35,7 +35,7 @@ def qwen3_next(hf: Fields) -> ModelConfig:
     return ModelConfig(
         family="qwen3_next",
         moe=replace(_mixture(hf), norm_topk_prob=hf.flag("norm_topk_prob")),
-        # The published config says nothing of the one layer that the files have; megarl writes the field where it leaves it out.
+        # The published config says nothing of the one layer that the files have; exports of megarl without the layer write the field.
         num_mtp_layers=hf.count("num_nextn_predict_layers", 1, least=0, most=1),
         **_hybrid(hf, facts),
         **facts,
@@ -81,10 +81,10 @@ def qwen3_5(hf: Fields) -> ModelConfig:
 
 
 def _language_model(hf: Fields) -> Fields:
-    """The fields of the language model in a config with a vision tower's; how its weights are quantised is said outside.
+    """The fields of the language model in a config with a vision tower's; the fields outside say how its weights are quantised.
 
     Raises:
-        ValueError: there are none, or they are of another model, or tie the head otherwise than the fields outside.
+        ValueError: there are none, or they are of another model, or tie the head differently from the fields outside.
     """
     hf.require("text_config")
     # SGLang's name for a folder without its vision tower, which an exported one would lack.
@@ -97,7 +97,7 @@ def _language_model(hf: Fields) -> Fields:
     if hf.flag("tie_word_embeddings", False) != text.flag("tie_word_embeddings", False):
         raise ValueError(
             f"{hf.file}: tie_word_embeddings={hf.flag('tie_word_embeddings', False)} must be the same in text_config, where it is "
-            f"{text.flag('tie_word_embeddings', False)}: transformers reads the former, SGLang the latter"
+            f"{text.flag('tie_word_embeddings', False)}: transformers reads the outer field, SGLang the inner one"
         )
     outside = {key: hf.values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in hf}
     return Fields({**outside, **text.values}, text.file)
@@ -108,7 +108,7 @@ def _plain_rotary(text: Fields) -> dict[str, Any]:
     same number in a text.
 
     Raises:
-        ValueError: the sections are not three counts that make up what rotates.
+        ValueError: the sections are not three counts that make up the part of a head that rotates.
     """
     rope = text.object("rope_parameters")
     sections = rope.values.get("mrope_section")
@@ -122,7 +122,7 @@ def _plain_rotary(text: Fields) -> dict[str, Any]:
         )
         if not counts or sum(sections) != pairs:
             raise ValueError(
-                f"{rope.file} mrope_section must be three counts with the sum {pairs}, half of what rotates of a head, found {short(sections)}"
+                f"{rope.file} mrope_section must be three counts with the sum {pairs}, half of a head's rotating dimensions, found {short(sections)}"
             )
     plain = {
         key: value for key, value in rope.values.items() if key not in ("mrope_section", "mrope_interleaved")
@@ -134,7 +134,7 @@ def _hybrid(hf: Fields, facts: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields that both families have alike.
 
     Raises:
-        ValueError: a needed field is missing; there are no whole numbers of value heads for each key head.
+        ValueError: a needed field is missing; the number of value heads is no multiple of the number of key heads.
     """
     hf.require("head_dim", "num_key_value_heads", *(f"linear_{name}" for name in _DELTA))
     key_heads, value_heads, key_dim, value_dim, conv = (hf.count(f"linear_{name}") for name in _DELTA)

@@ -99,7 +99,7 @@ _latent_glm4_moe = _latent(
 def _glm4_moe_lite(hf: Fields) -> ModelConfig:
     """GLM-4.7-Flash: DeepSeek-V3's latent attention, mixture and layer for MTP.
 
-    Its `rms_norm_eps` is 1e-5. The norms of latent queries, keys and values take it, too, as SGLang's do; those of transformers 5.12.1 take
+    Its `rms_norm_eps` is 1e-5. The norms of latent queries, keys and values take it, too, as SGLang's do; transformers 5.12.1's take
     1e-6 whatever the config says, as its code for DeepSeek-V3 does.
     """
     _check_dense_layers(hf)
@@ -107,7 +107,7 @@ def _glm4_moe_lite(hf: Fields) -> ModelConfig:
 
 
 def _check_dense_layers(hf: Fields) -> None:
-    """`first_k_dense_replace` is SGLang's field; transformers 5 writes `mlp_layer_types`.
+    """Refuse different dense layers in `first_k_dense_replace`, SGLang's field, and `mlp_layer_types`, which transformers 5 writes.
 
     Raises:
         ValueError: they are not the same layers.
@@ -118,7 +118,7 @@ def _check_dense_layers(hf: Fields) -> None:
     if types and types != expected[:layers]:
         raise ValueError(
             f"{hf.file}: mlp_layer_types={short(types)} and first_k_dense_replace={dense} are not the same layers; "
-            f"the latter are {short(expected[:layers])}"
+            f"by the second they are {short(expected[:layers])}"
         )
 
 
@@ -175,7 +175,7 @@ def _sparse(family: str) -> Callable[[Fields], ModelConfig]:
 
 
 def _shared_choices(hf: Fields, layers: int) -> list[bool]:
-    """By layer, whether it takes the keys that the last indexer before it has chosen, as transformers 5.12.1 and SGLang 0.5.21 read it.
+    """By layer, whether it takes the keys that the last indexer before it has chosen, as transformers 5.12.1 and SGLang 0.5.21 read the fields.
 
     Raises:
         ValueError: a malformed pattern; the first layer has no indexer.
@@ -201,4 +201,4 @@ LATENT = {
     "glm_moe_dsa": _sparse("glm_moe_dsa"),
     "kimi_k2": _latent("kimi_k2", _LATENT_EPSILON),
 }
-"""As `FAMILIES`, of which they are a part."""
+"""The part of `FAMILIES` with latent attention."""

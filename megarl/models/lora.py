@@ -109,8 +109,8 @@ def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     """The weights that have adapters, with their shapes.
 
     Raises:
-        ValueError: a pattern that fits no linear layer, none is left, or some experts of a layer have adapters that the
-            others have not.
+        ValueError: a pattern fits no linear layer, no layer is left, or some experts of a layer have adapters and the
+            others have none.
     """
     linear = {name.removesuffix(".weight"): shape for name, shape in adaptable_weights(config).items()}
     for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
@@ -152,7 +152,7 @@ def _check_experts(chosen: Shapes, num_experts: int) -> None:
             raise ValueError(
                 "lora.target_modules and lora.exclude_modules choose "
                 f"{projection.removesuffix('.weight')} of {chosen_experts} of the {num_experts} experts in {layer}; "
-                "experts of a layer have adapters all, or none"
+                "either all experts of a layer have adapters, or none"
             )
 
 
@@ -216,8 +216,8 @@ def adapter_slots(pieces: Iterable[Piece], weights: Shapes) -> list[AdapterSlot]
 def adapter_pieces(
     pieces: Iterable[Piece], weights: Shapes, lora: LoraConfig, adapter: str = ADAPTER
 ) -> list[Piece]:
-    """Where a Megatron rank has the adapters of its weights; local names are "<layer>.<adapter>.a", ".b", ".m". Of experts
-    `a` and `b` have a first dimension that counts the layer's experts, or groups of them, which have an ".m0", ".m1", ... each.
+    """Where a Megatron rank has the adapters of its weights; local names are "<layer>.<adapter>.a", ".b", ".m". For experts
+    `a` and `b` have a first dimension that counts the layer's experts, or groups of them, which have ".m0", ".m1", ... in place of ".m".
 
     With `lora.shared_a` or `lora.expert_groups` several tensors lie in one place: they are equal.
     """
@@ -269,7 +269,7 @@ def group_size(weights: Shapes, lora: LoraConfig, expert: str) -> int:
 
 
 def check_expert_groups(config: ModelConfig, lora: LoraConfig, ep: int) -> None:
-    """ValueError: `lora.expert_groups` cannot be, for this model and this expert parallel size."""
+    """Raise ValueError if `lora.expert_groups` does not fit this model and this expert parallel size."""
     groups = lora.expert_groups
     if groups is None:
         return
@@ -319,7 +319,7 @@ def sglang_adapters(pieces: Iterable[Piece], weights: Shapes, rank: int) -> list
     Args:
         pieces: all of the rank's pieces (`sglang_pieces`).
         weights: `adapted_weights`.
-        rank: of the adapters, and the most that the engine was started for.
+        rank: the adapters', which is the largest that the engine was started for.
     """
     found: list[Piece] = []
     for local, parts in _wrapped(pieces, weights).items():

@@ -58,7 +58,7 @@ def _table(*columns: str) -> Table:
 
 
 def memory_limits(options: argparse.Namespace, memory: float) -> tuple[int, int | None]:
-    """Bytes of a GPU, whose `memory` is in GiB, and the bytes of --reserve (None: by the processes on a GPU).
+    """The bytes of a GPU (`memory` is in GiB) and of --reserve; None: the reserve follows from the processes on a GPU.
 
     Raises:
         ValueError: one is negative; names its option.
@@ -70,7 +70,7 @@ def memory_limits(options: argparse.Namespace, memory: float) -> tuple[int, int 
 
 
 def run_memory(options: argparse.Namespace) -> None:
-    """Print the plan; with --fit that of the fewest nodes.
+    """Print the plan; with --fit the plan with the fewest nodes.
 
     Raises:
         ValueError: names the option or key and a right value; the memory does not fit.
@@ -109,13 +109,13 @@ def run_memory(options: argparse.Namespace) -> None:
 
 def reserve_words(option: float | None) -> str:
     """The memory that is not planned owner by owner, in words."""
-    return f"--reserve {option:g}" if option is not None else "what CUDA, NCCL and fragments take"
+    return f"--reserve {option:g}" if option is not None else "the memory of CUDA, NCCL and fragments"
 
 
 def print_plan(
     console: Console, config: TrainConfig | TuningConfig, plan: MemoryPlan, keys: list[str]
 ) -> None:
-    """The owners by phase, in GiB of the fullest device."""
+    """Print the owners by phase, in GiB of the fullest device."""
     devices = {name: pool.nnodes * pool.n_gpus_per_node for name, pool in plan.pools.items()}
     model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
     pools = ", ".join(f"{count} devices in pool {name}" for name, count in devices.items())
@@ -170,7 +170,7 @@ def run_step(options: argparse.Namespace) -> None:
     limit, reserve = memory_limits(
         options, gpu.memory_gib if options.gpu_memory is None else options.gpu_memory
     )
-    # A layout that is searched for may stand in place of one that is not legal on these devices.
+    # With --search the recipe's own layout need not be legal on these devices.
     config, inputs = read_inputs(options.recipe, options.overrides, check=not options.search)
     machine = Machine(gpu, assumed, config.trainer.n_gpus_per_node)
     if options.search:
@@ -236,7 +236,7 @@ def _search(
         console,
         *(f"{number}: {each.words}\n   {' '.join(each.keys)}" for number, each in enumerate(found, 1)),
         f"the first likely {range_words(found[0].seconds)} a step; differences within that are guesses",
-        "weight syncs are taken to send all that engines serve; `megarl plan step` with a layout's keys plans them",
+        "weight syncs are assumed to send everything that engines serve; `megarl plan step` with a layout's keys plans them",
         f"{NOTE}: {assumed_text(machine)}",
     )
 
@@ -263,7 +263,7 @@ def _nothing(search: Search) -> str:
 
 
 def print_job(console: Console, job: JobPlan) -> None:
-    """Fullest devices, the sync, seconds by phase and part, bubbles, and assumptions."""
+    """Print the fullest devices, the sync, seconds by phase and part, bubbles, and assumptions."""
     fullest = {phase: job.fullest(phase) for phase in job.memory.phases}
     _print_lines(
         console,
@@ -334,7 +334,7 @@ def _dtype(sync: SyncPlan) -> str:
 
 
 def print_sync(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
-    """The figures as a table; bytes in GB (10^9)."""
+    """Print the figures as a table; bytes in GB (10^9)."""
     parallel, engines = sync.parallel, sync.engines
     _print_lines(
         console,
@@ -369,7 +369,7 @@ def _way_text(figures: PlanReport) -> str:
     average, most = figures.peers
     met = f"each process has {average:.0f} peers on average, {most} at most, in one communicator"
     if figures.way == MAPPED or not figures.communicators:
-        return "on GPUs nothing crosses between processes but on the same GPU, by CUDA IPC"
+        return "on GPUs data crosses between processes only on the same GPU, by CUDA IPC"
     if figures.way == COLOCATED:
         return f"trainer ranks exchange slices among themselves, engine ranks read them by CUDA IPC; {met}"
     passing = f", {figures.chain} engines pass them on to each other" if figures.chain > 1 else ""
@@ -377,7 +377,7 @@ def _way_text(figures: PlanReport) -> str:
 
 
 def _add_method(table: Table, name: str, way: MethodCost) -> None:
-    """Bytes between devices, and of all bytes the ones of each link."""
+    """Add rows to the table: the bytes between devices, then the bytes of each link."""
     between = way.links["intra_node"].total + way.links["inter_node"].total
     rows = [(name, between, way, "bold")]
     rows += [

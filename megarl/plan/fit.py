@@ -34,15 +34,15 @@ def fit(
 ) -> tuple[TrainConfig, MemoryPlan] | None:
     """The configuration with the fewest nodes, up to `max_nodes`, whose memory fits; None: there is none.
 
-    Tried are tensor parallel sizes within a node, with pipeline stages, and experts on as many ranks as a stage has; engines
-    within a node, or where none fits there over several. Fewer stages are tried first, then smaller sizes, and the first
+    Tensor parallel sizes within a node are tried, with pipeline stages, and experts on as many ranks as a stage has; engines lie
+    within a node, or over several nodes where no engine fits on one. Fewer stages are tried first, then smaller sizes, and the first
     layout that fits is taken. All roles share the devices and have the actor's layout.
 
     Args:
         engines: whether they share the devices, too; else they are left out.
 
     Raises:
-        ValueError: engines do not fit, on however many nodes.
+        ValueError: engines do not fit on any number of nodes up to `max_nodes`.
     """
     itemsize = 1 if config.actor_rollout_ref.model.lora.blocks is not None else 2
     sizes = _engine_sizes(config, inputs, limit - (reserve or 0), max_nodes) if engines else []
@@ -59,7 +59,7 @@ def fit(
 
 
 def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int, max_nodes: int) -> list[int]:
-    """Tensor parallel sizes of engines whose weights there is room for on each device: within a node, else over several.
+    """Tensor parallel sizes with which an engine's weights fit on each device: sizes within a node, else over several nodes.
 
     Raises:
         ValueError: there are none.
@@ -72,7 +72,7 @@ def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int, max_nodes:
         try:
             check_rollout_model(rollout, inputs.model)
             held[tp] = served_bytes(rollout, inputs)
-        except ValueError:  # a size that the model, or its blocks, do not divide by
+        except ValueError:  # a size that does not divide the model, or its blocks
             continue
     sizes = [tp for tp, size in held.items() if size < room]
     if not sizes:
@@ -110,18 +110,18 @@ def layout_keys(config: TrainConfig) -> list[str]:
 def _plans(
     config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int | None, nodes: int, engines: list[int]
 ) -> Iterator[tuple[TrainConfig, MemoryPlan]]:
-    """Plans of all candidates on so many nodes that the model can have."""
+    """Plans of the candidates on `nodes` nodes, without layouts that the model cannot have."""
     for candidate in _candidates(config, inputs.model, nodes, engines):
         try:
             check_models(candidate, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
             plan = plan_memory(candidate, inputs, limit, reserve)
-        except ValueError:  # a layout that cannot be: others are tried
+        except ValueError:  # an impossible layout: others are tried
             continue
         yield candidate, plan if engines else plan.without_engines()
 
 
 def _is_legal(config: TrainConfig) -> bool:
-    """Whether batches and all else fit the layout, too."""
+    """Whether `check_config` accepts the layout, with its batches and all other keys."""
     try:
         check_config(config, data_files=False)
     except ValueError:
@@ -168,7 +168,7 @@ def _megatrons(
 def sized(
     megatron: MegatronConfig, tp: int, pp: int, cp: int, ep: int, first: int | None, last: int | None
 ) -> MegatronConfig:
-    """A layout with these sizes, and so many layers in its first and last stage; experts are not cut."""
+    """`megatron` with these sizes, and these numbers of layers in its first and last stage; experts are not cut."""
     return replace(
         megatron,
         tensor_model_parallel_size=tp,
@@ -184,7 +184,7 @@ def sized(
 
 
 def ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
-    """Layers of the first and last stage, where not all can have as many."""
+    """Layers of the first and last stage, where the stages cannot all have equally many."""
     if layers % stages == 0:
         yield None, None
         return
@@ -271,7 +271,7 @@ def _possible_changes(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], st
     parts = ("param", "grad", "optimizer")
     if any(getattr(megatron, f"{part}_offload") is False for part in parts):
         keys = tuple(f"{_MEGATRON}.{part}_offload=true" for part in parts)
-        yield keys, "what a phase does not use leaves the devices"
+        yield keys, "data that a phase does not use leaves the devices"
     if not actor.optim.optimizer_cpu_offload and actor.optim.optimizer == "adam":
         key = f"{_POLICY}.actor.optim.optimizer_cpu_offload=true"
         yield (key,), "optimizer states stay on the host, also while they are updated"

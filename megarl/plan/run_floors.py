@@ -53,7 +53,7 @@ def run_floors(run: RunRecord, hardware: str | None) -> Floors:
     job = plan_job(config, inputs, machine, memory, sync=False)
     words = (
         f"Floors are the least seconds of the same work by the peaks of {job.devices} {gpu.name}, with prompts of {prompt:,.0f} and responses "
-        f"of {response:,.0f} tokens on average, those of the first and the last saved step."
+        f"of {response:,.0f} tokens on average, by the first and the last saved step."
     )
     return Floors({phase.name: phase.floor for phase in job.phases}, words)
 

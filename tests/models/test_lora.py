@@ -157,7 +157,7 @@ def test_patterns_that_cannot_be(dense: ModelConfig, mixture: ModelConfig) -> No
             dense, LoraConfig(rank=2, target_modules=("q_proj",), exclude_modules=("*.self_attn.*",))
         )
     with pytest.raises(
-        ValueError, match=r"up_proj of 1 of the 8 experts in model.layers.1.mlp; .* all, or none"
+        ValueError, match=r"up_proj of 1 of the 8 experts in model.layers.1.mlp; either all .* or none"
     ):
         adapted_weights(mixture, LoraConfig(rank=2, target_modules=("q_a_proj", "*.experts.3.up_proj")))
 

@@ -115,7 +115,8 @@ def megatron_checkpoint(
 
 
 def _in_section(local: str, box: Box, config: ModelConfig) -> tuple[str, Box]:
-    """A part of a parameter, as a gated delta net's sharded one by one are named and lie; others as they are."""
+    """The name and box of a part of a parameter: within its section in a gated delta net's `in_proj` and `conv1d`, whose
+    sections are sharded one by one; else unchanged."""
     net = config.delta_net
     module = local.rpartition("self_attention.")[2]
     if net is None or module not in ("in_proj.weight", "conv1d.weight"):
@@ -135,7 +136,7 @@ def _in_section(local: str, box: Box, config: ModelConfig) -> tuple[str, Box]:
 def _global_place(
     local: str, config: ModelConfig, stacked: bool
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """A parameter's key, its index in the key's leading axes, and how long these are."""
+    """A parameter's key, its index in the key's leading axes, and the lengths of these axes."""
     at: tuple[int, ...] = ()
     extent: tuple[int, ...] = ()
     layer = _DECODER_LAYER.fullmatch(local)
@@ -154,7 +155,7 @@ def _global_place(
 def _extra_states(
     places: dict[str, tuple[tuple[int, ...], set[tuple[int, ...]]]], config: ModelConfig
 ) -> list[str]:
-    """As `ShardedObject.unique_key` writes them: key, index and extent of the leading axes."""
+    """The keys of extra states, as `ShardedObject.unique_key` writes them: key, index and extent of the leading axes."""
     own = (".q_layernorm", ".k_layernorm") if config.qk_norm_all_heads else ()  # megarl's modules
     names: dict[str, None] = {}
     for key, (extent, indices) in places.items():
@@ -247,7 +248,7 @@ def open_source(path: str, companions: str | None = None, mtp: bool = True) -> S
 
 
 def _within(folder: Path) -> str:
-    """Which checkpoints a folder holds that is none itself: a run's are in `step-<n>/<role>`."""
+    """The end of an error about a folder that is no checkpoint: checkpoints within it. A run's are in `step-<n>/<role>`."""
     for pattern in ("*", "step-*/*"):
         found = sorted(file.parent for file in folder.glob(f"{pattern}/metadata.json"))
         if found:
@@ -286,7 +287,7 @@ class HFSource:
         with HFReader(path) as reader:
             self.head = "value" if "score.weight" in reader.tensors else "lm"
             whole = hf_layout(self.config, self.head, self.mtp).pieces(0)
-            # tensors that MTP layers repeat of the model are not read
+            # the model's tensors that MTP layers repeat are not read
             pieces = [piece for piece in whole if piece.local == piece.tensor]
             names = {piece.local for piece in whole}
             self._dtypes = {name: reader.dtype(name) for name in reader.tensors if name in names}
@@ -327,7 +328,7 @@ class MegatronSource:
         self.companions = Path(companions).expanduser() if companions else folder / COMPANIONS
         if not (self.companions / "config.json").is_file():
             raise ValueError(
-                f"{self.companions} has no config.json: checkpoint {path!r} does not say what model it is of; "
+                f"{self.companions} has no config.json: checkpoint {path!r} does not name its model; "
                 "name its Hugging Face folder with --hf"
             )
         self.config = read_model_config(str(self.companions))

@@ -10,12 +10,12 @@ from megarl.config.schema.rollout import CONTAINERS, SANDBOXES, GatewayConfig
 
 _NO_SESSIONS = {
     "remax": "compares with greedy answers, and a session has no greedy answer of its own",
-    "gigpo": "compares the states of an environment, of which an agent tells nothing",
+    "gigpo": "compares the states of an environment, about which an agent tells nothing",
 }
 
 
 def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    """Of a resolved configuration."""
+    """Problems of the section gateway in a resolved configuration."""
     trains = isinstance(config, TrainConfig)
     rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
     prefix = "actor_rollout_ref.rollout.gateway" if trains else "rollout.gateway"

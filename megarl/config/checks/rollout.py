@@ -17,7 +17,7 @@ _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")  # part of a file's name,
 
 
 def rollout_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a resolved configuration."""
+    """Problems of adapters in syncs, dynamic sampling and the overlong buffer, in a resolved configuration."""
     yield from _lora_sync_problems(config)
     data, groups, n = config.data, config.algorithm.filter_groups, config.actor_rollout_ref.rollout.n
     if groups.enable and n < 2:
@@ -57,7 +57,7 @@ ADAPTERS_OF_GROUPS = (
 
 
 def attention_problems(key: str, rollout: RolloutConfig) -> Iterator[str]:
-    """Of data parallel attention, as far as the model has no say in it. `key`: of the section."""
+    """Problems of data parallel attention, whatever the model. `key`: of the section."""
     tp, groups = rollout.tensor_model_parallel_size, rollout.attention_data_parallel_size
     name = f"{key}.attention_data_parallel_size={groups}"
     if groups <= 1:
@@ -73,7 +73,7 @@ def attention_problems(key: str, rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
-    """rollout.lora_sync, as far as the model has no say in it."""
+    """Problems of rollout.lora_sync, whatever the model."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.lora_sync is None:
         return
@@ -91,7 +91,7 @@ def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def speculative_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    """Of the section speculative, as far as the model and the devices have no say in it."""
+    """Problems of the section speculative, whatever the model and the devices."""
     if isinstance(config, TrainConfig):
         rollout, prefix = config.actor_rollout_ref.rollout, _ROLLOUT
     else:
@@ -128,7 +128,7 @@ def speculative_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
 
 
 def val_set_problems(config: TrainConfig | EvalConfig, data_files: bool) -> Iterator[str]:
-    """The sets of data.val_sets."""
+    """Problems of the sets of data.val_sets."""
     for name, val_set in (config.data.val_sets or {}).items():
         if not _SET_NAME.fullmatch(name):
             yield (
@@ -154,7 +154,7 @@ _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def training_sampling_problems(config: TrainConfig) -> Iterator[str]:
-    """Training rollouts must sample from a distribution that the trainer can have the log-probs of: the policy's, or its own over kept tokens."""
+    """Training rollouts must sample from a distribution whose log-probs the trainer can compute: the policy's, or the policy's over kept tokens."""
     rollout = config.actor_rollout_ref.rollout
     for name in _PENALTIES:
         value, allowed = getattr(rollout, name), NEUTRAL_SAMPLING[name]
@@ -185,7 +185,7 @@ def _given_cuts(rollout: RolloutConfig) -> str:
 
 
 def kept_token_problems(config: TrainConfig, given: str) -> Iterator[str]:
-    """Losses that are not of trajectories whose tokens were drawn from a part of the vocabulary, which `given` names."""
+    """Losses that do not fit trajectories whose tokens were drawn from a part of the vocabulary, as `given` says."""
     uses = {
         "actor_rollout_ref.actor.kl_loss_type": (full_kl_in_loss(config) or top_k_in_loss(config))
         and config.actor_rollout_ref.actor.kl_loss_type,
@@ -194,20 +194,20 @@ def kept_token_problems(config: TrainConfig, given: str) -> Iterator[str]:
     for key, value in uses.items():
         if value:
             yield (
-                f"{given} with {key}={value}: the exact KL compares distributions over the same tokens, and log-probs are those of the tokens that "
+                f"{given} with {key}={value}: the exact KL compares distributions over the same tokens, and log-probs are over the tokens that "
                 "each token was drawn from; choose low_var_kl, which is estimated by the drawn token"
             )
 
 
 def evaluation_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Of evaluation, which samples as val_kwargs says."""
+    """Keys of training rollouts in an evaluation, which samples as val_kwargs says."""
     for name in given_keys(rollout, ("n", "temperature", *NEUTRAL_SAMPLING)):
         value = getattr(rollout, name)
         yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
 
 
 def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    """Of the section multi_turn, and of tokens that end a turn."""
+    """Problems of the section multi_turn, and of tokens that end a turn."""
     if isinstance(config, TrainConfig):
         rollout, prefix = config.actor_rollout_ref.rollout, _ROLLOUT
     else:
@@ -236,7 +236,7 @@ def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
 
 
 def reward_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    """Of a resolved configuration."""
+    """Problems of the reward function, the rules and the judge in a resolved configuration."""
     path, reward = config.custom_reward_function.path, config.reward
     if path is not None:
         if not Path(path).expanduser().is_file():
@@ -285,7 +285,7 @@ def _judge_problems(judge: JudgeConfig, timeout: float) -> Iterator[str]:
 
 
 def reward_model_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a resolved configuration; its layout and its pool are checked with the other models'."""
+    """Problems of the reward model in a resolved configuration; its layout and its pool are checked with the other models'."""
     reward = config.reward_model
     if not reward.enable:
         return

@@ -28,7 +28,7 @@ _SAVING = (
 
 
 def run_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
-    """Of a resolved configuration."""
+    """Problems of how the run of a resolved configuration proceeds."""
     trainer = config.trainer
     yield from _saving_problems(trainer, trainer.test_freq)
     if not trainer.profile_steps and given_keys(trainer, ("profile_ranks",)):
@@ -85,7 +85,7 @@ def _mode_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _eval_mode_problems(config: TrainConfig) -> Iterator[str]:
-    """Of validation that training does not wait for."""
+    """Problems of concurrent validation."""
     trainer, pools = config.trainer, config.resource_pools or {}
     pool, mode = trainer.eval_resource_pool, "trainer.eval_mode=concurrent"
     if not validates_concurrently(config):
@@ -117,13 +117,13 @@ def _eval_mode_problems(config: TrainConfig) -> Iterator[str]:
         )
     if trainer.best_metric is not None:
         yield (
-            f"trainer.best_metric={trainer.best_metric!r} with {mode}: when a result comes, training has changed the weights that it is of; leave "
+            f"trainer.best_metric={trainer.best_metric!r} with {mode}: when a result comes, training has already changed the weights it is about; leave "
             "one of them out (trainer.save_freq=trainer.test_freq keeps the weights of every validation)"
         )
 
 
 def _offline_problems(config: TrainConfig) -> Iterator[str]:
-    """Of trainer.rollout_only and trainer.train_only."""
+    """Problems of trainer.rollout_only and trainer.train_only."""
     trainer = config.trainer
     if not trainer.rollout_only and trainer.train_only is None:
         return
@@ -233,7 +233,7 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value in the file `saved`, value in `config`), of keys that differ.
 
     Args:
-        config: resolved, as the one was that `save_config` wrote to `saved`.
+        config: resolved, like the one that `save_config` wrote to `saved`.
     """
     after = _flat(to_dict(config))
     before = {key: value for key, value in _BEFORE.items() if key in after}
@@ -250,7 +250,7 @@ def refused_changes(changes: dict[str, tuple[Any, Any]]) -> list[str]:
     found = []
     for key, (before, after) in changes.items():
         reasons = [reason for pattern, reason in _FIXED if re.fullmatch(pattern, key)]
-        # Of the exported model alone; and of runs from before there was such a key.
+        # Without train the change concerns the exported model alone, or an older configuration that lacks the key.
         if key.endswith(("model.mtp", "model.indexer")) and "train" not in (before, after):
             continue
         found += [f"{key} was {before!r}, is {after!r} now: {reason}" for reason in reasons[:1]]

@@ -70,7 +70,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     for name, install in TRACKERS.items():
         if name in config.trainer.logger and find_spec(name) is None:
             yield f"trainer.logger has {name}, which is not installed: {install} (or leave it out)"
-    # What is true of a model that is trained, in whichever command.
+    # Checks of a model that is trained, whatever the command.
     for role in _trained(config):
         yield from _checkpointing_problems(role)
         yield from _optim_problems(role)
@@ -92,7 +92,7 @@ def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         )
     if isinstance(config, TuningConfig):
         return
-    # From here on of reinforcement learning alone: the policy, its references and its critic.
+    # From here on checks of reinforcement learning alone: the policy, its references and its critic.
     for name in ("mtp", "indexer"):
         if config.trainer.rollout_only and getattr(config.actor_rollout_ref.model, name) == "train":
             yield f"{POLICY}.model.{name}=train: with trainer.rollout_only no model changes; leave it out"
@@ -148,7 +148,7 @@ def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
             f"{estimator} compares turns with an environment and needs {POLICY}.rollout.multi_turn.enable=true; with one turn it would be "
             "grpo: use that"
         )
-    # An estimator of the user's own may have one.
+    # An estimator of the user's own may have a critic.
     if (
         algorithm.adv_estimator in ADV_ESTIMATORS
         and algorithm.adv_estimator != "gae"
@@ -156,7 +156,7 @@ def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
     ):
         yield f"critic: {estimator} has no critic; leave the section out (or critic=null)"
     control, trajectories = algorithm.kl_ctrl, trajectories_per_step(config)
-    # Its factor of one step, 1 - 0.2 * trajectories / horizon, must stay positive.
+    # The coefficient's least factor in a step, 1 - 0.2 * trajectories / horizon, must stay positive.
     if (
         algorithm.use_kl_in_reward
         and control.type == "adaptive"
@@ -252,7 +252,7 @@ def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
     yield from registered_problems(config, f"{key}.loss_mode", loss.loss_mode, POLICY_LOSSES)
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         yield f"{key}.clip_cov_lb={loss.clip_cov_lb:g} must be less than {key}.clip_cov_ub={loss.clip_cov_ub:g}"
-    # Without it every ratio below 1 - clip_low would be clipped up to a negative one.
+    # At 1 or more the ratio's lower bound would be 0 or negative, and clip nothing.
     if loss.loss_mode in ("vanilla", "gspo", "clip_cov") and (actor.clip_ratio_low or 0) >= 1:
         yield (
             f"{POLICY}.actor.clip_ratio_low={actor.clip_ratio_low:g}: loss_mode {loss.loss_mode!r} clips the ratio to "
@@ -388,7 +388,7 @@ def _optim_problems(role: _Trained) -> Iterator[str]:
 
 
 def check_decays(config: TrainConfig | TuningConfig, num_steps: int) -> None:
-    """Check schedules whose decay ends with the run, whose length the data decide.
+    """Check schedules whose decay ends with the run, since the data decide its length.
 
     Args:
         config: resolved and checked.
@@ -441,7 +441,7 @@ def _muon_problems(role: _Trained) -> Iterator[str]:
         )
     if role.model.lora.rank:
         yield (
-            f"{given} goes without {role.model_key}.lora.rank={role.model.lora.rank}: an orthogonal step of A and one of B are none of "
+            f"{given} goes without {role.model_key}.lora.rank={role.model.lora.rank}: an orthogonal step of A and one of B are not one of "
             "their product; give adam, or no adapters"
         )
 
@@ -463,7 +463,7 @@ def _fsdp_problems(role: _Trained) -> Iterator[str]:
 
 
 def _prediction_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[str]:
-    """Of model.mtp=train, as far as the model's files have no say in it."""
+    """Problems of model.mtp=train, whatever the model's files."""
     key = f"{role.model_key}.mtp"
     if model.mtp != "train":
         for name in given_keys(model, ("mtp_loss_coef", "mtp_detached")):
@@ -482,7 +482,7 @@ def _prediction_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[
 
 
 def _indexer_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[str]:
-    """Of model.indexer=train, as far as the model's files have no say in it."""
+    """Problems of model.indexer=train, whatever the model's files."""
     key = f"{role.model_key}.indexer"
     if model.indexer != "train":
         for name in given_keys(model, ("indexer_loss_coef",)):
@@ -534,7 +534,7 @@ def _shared_base_problems(config: TrainConfig, critic: CriticConfig) -> Iterator
     policy, key = config.actor_rollout_ref, "critic.model.share_base=true"
     for section, lora in ((f"{POLICY}.model", policy.model.lora), ("critic.model", critic.model.lora)):
         if lora.rank == 0:
-            yield f"{key} needs {section}.lora.rank: what two models share is frozen, and adapters are trained on it"
+            yield f"{key} needs {section}.lora.rank: the base that two models share is frozen, and adapters are trained on it"
     own, base = critic.model.lora, policy.model.lora
     if own.base_dtype is not None and (own.base_dtype, own.base_block) != (base.base_dtype, base.base_block):
         yield f"{key}, but critic.model.lora.base_dtype is given: it is {POLICY}.model.lora's; leave it out"

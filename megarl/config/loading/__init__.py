@@ -225,7 +225,7 @@ class _Builder:
         )
 
     def _unknown(self, schema: type, value: Tree | Entry, name: str, prefix: str) -> None:
-        """Report each unknown key, all of an unknown section's."""
+        """Report an unknown key, or each key of an unknown section."""
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
             for inner_name, inner in value.items():
@@ -322,7 +322,7 @@ def recipe_command(recipe: str, overrides: Sequence[str]) -> str:
     if said in best:
         return said
     raise ValueError(
-        f"{recipe} may be a recipe of `megarl {'`, `megarl '.join(best)}`: its keys are theirs alike; say which with "
+        f"{recipe} may be a recipe of `megarl {'`, `megarl '.join(best)}`: its keys fit them equally; say which with "
         f"--command, or in the file's first comment (# Run: megarl {best[0]} ...)"
     )
 

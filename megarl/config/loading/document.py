@@ -90,7 +90,7 @@ class YamlDumper(yaml.SafeDumper):
 
 
 def read_file(path: Path, _chain: tuple[Path, ...] = ()) -> Tree:
-    """The tree of a YAML file, merged over that of the file named by its key `base` (relative to the file).
+    """The tree of a YAML file, merged over the tree of the file that its key `base` names (relative to the file).
 
     Either may be `recipe:NAME`, one that comes with megarl.
 
@@ -131,7 +131,7 @@ def parse(text: str, where: str, *, with_lines: bool = False) -> Tree | Entry:
     try:
         return _parse(_FastLoader, text, where, with_lines)
     except yaml.YAMLError:
-        pass  # the other parser says better what is wrong
+        pass  # the other parser's messages are better
     try:
         return _parse(_Loader, text, where, with_lines)
     except yaml.MarkedYAMLError as error:
@@ -228,7 +228,7 @@ def parse_override(text: str) -> Tree:
     names = key.strip().split(".")
     if key.startswith("~"):
         raise ValueError(
-            f"{where}: keys are not deleted; write {key.lstrip('~')}=null, or the value that it shall have"
+            f"{where}: keys are not deleted; write {key.lstrip('~')}=null, or the value that it should have"
         )
     if not equals:
         raise ValueError(f"{where}: an override is written key=value")
@@ -263,8 +263,8 @@ def interpolate(tree: Tree, defaults: Callable[[], dict[str, Any]], problems: li
     """Replace OmegaConf's interpolations, such as `${trainer.seed}`, in the values of a tree.
 
     Args:
-        defaults: gives, plain, what interpolations find where the tree has no value.
-        problems: gets a line for each that cannot be resolved; its value becomes `UNRESOLVED`.
+        defaults: returns the plain values that interpolations find where the tree has none.
+        problems: gets a line for each interpolation that cannot be resolved; its value becomes `UNRESOLVED`.
     """
     if "${" not in str(plain(tree)):
         return tree

@@ -63,13 +63,13 @@ def recipes() -> list[Recipe]:
 
 
 def _places() -> Mapping[str, Path]:
-    """Where each name leads."""
+    """The path that each name stands for."""
     return _places_in(shipped() / "recipes")
 
 
 @cache
 def _places_in(root: Path) -> Mapping[str, Path]:
-    """Listed once: a configuration asks for each path that it names."""
+    """The same below `root`, listed once: a configuration asks for each path that it names."""
     return {str(path.relative_to(root)).removesuffix(".yaml"): path for path in _named(root)}
 
 
@@ -93,7 +93,7 @@ def run_by(path: Path) -> str | None:
 
 def _first_comment(place: Path) -> str:
     comment = re.match(r"(?:#.*\n)*", place.read_text(encoding="utf-8"))
-    assert comment is not None, "it matches nothing at least"
+    assert comment is not None, "the pattern also matches an empty text"
     return " ".join(line.removeprefix("#").strip() for line in comment[0].splitlines())
 
 

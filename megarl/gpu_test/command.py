@@ -20,6 +20,7 @@ from megarl.gpu_test.runner import (
     write,
 )
 from megarl.gpu_test.steps import SECONDS, STEPS, Machine, Step, chosen, machine_here, obstacle
+from megarl.util.files import naming
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ValueError: names the option that is wrong.
+        OSError: no record can be written.
     """
     if options.recipe is not None or options.overrides:
         raise ValueError(
@@ -38,6 +40,9 @@ def run(options: argparse.Namespace) -> int:
     if all(reason is not None for reason in reasons.values()):
         return 1
     folder = Path(options.out) if options.out is not None else _usual_folder(machine)
+    with naming(folder):  # known before the first step, not after it
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     results = []
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-test-") as name:
         for step in steps:

@@ -17,7 +17,7 @@ import torch
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.data.trajectories import Generation
 from megarl.gpu_test.runner import Check
-from megarl.gpu_test.sync import SECONDS, shapes, single_rank_plan
+from megarl.gpu_test.sync import SECONDS, shapes, single_rank_plan, told_by
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from megarl.util.packages import example
 from megarl.weight_sync.receiver import InboxFile
@@ -165,7 +165,7 @@ def _send_weights(engine: Any, config: EngineConfig, folder: Path) -> Iterator[C
     try:
         _, (share,) = _plan(config).shares()
         inbox = folder / "inbox"
-        InboxFile(share, {0: address.get(timeout=SECONDS)}, None, SECONDS).write(inbox)
+        InboxFile(share, {0: told_by(process, address)}, None, SECONDS).write(inbox)
         engine.connect([inbox])
         engine.begin_update(1)
         engine.receive_weights()

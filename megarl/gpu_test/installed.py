@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megarl.doctor.nodes import FAILURE, OK, check_node, node_facts
+from megarl.doctor.nodes import FAILURE, OK, NodeFacts, check_node, node_facts
 from megarl.gpu_test.runner import Check
-from megarl.gpu_test.steps import machine_here
+from megarl.gpu_test.steps import ENGINE, Machine, machine_here
 
 GIB = 1 << 30
 IMPORT_SECONDS = 150.0  # limit of a command here, which mostly imports
@@ -32,26 +33,38 @@ OTHERS = ("deep_gemm", "flashinfer", "flash_attn", "amp_C", "fused_weight_gradie
 
 def run(folder: Path) -> Iterator[Check]:
     machine = machine_here()
-    for finding in check_node(node_facts(".", ""), len(machine.gpus), {}):
-        wrong = finding.level == FAILURE
-        text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
-        yield Check(finding.what, False if wrong else True if finding.level == OK else None, text)
+    yield from findings(node_facts(".", ""), machine)
     yield from _cards()
     yield _nvidia_smi()
-    for package, module in MODULES.items():
-        if package in machine.versions:
-            yield imported(module, required=True)
-        else:
-            yield Check(f"import {module}", None, f"{package} is not installed")
+    yield from imports(machine)
     for module in OTHERS:
         yield imported(module, required=False)
     yield _layers()
 
 
+def findings(facts: NodeFacts, machine: Machine) -> Iterator[Check]:
+    """What `megarl doctor` finds here, on the cards that CUDA shows. Where engines are left out, SGLang and its packages may be missing."""
+    spared = ("sglang", "what these import") if machine.trains_only else ()
+    for finding in check_node(replace(facts, gpus=machine.gpus), len(machine.gpus), {}):
+        wrong = finding.level == FAILURE and finding.what not in spared
+        text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
+        yield Check(finding.what, False if wrong else True if finding.level == OK else None, text)
+
+
+def imports(machine: Machine) -> Iterator[Check]:
+    """The packages of the GPU path; where engines are left out, SGLang's need not be importable."""
+    for package, module in MODULES.items():
+        if package in machine.versions:
+            yield imported(module, required=not (machine.trains_only and package in ENGINE))
+        else:
+            yield Check(f"import {module}", None, f"{package} is not installed")
+
+
 def imported(module: str, *, required: bool, python: str = sys.executable) -> Check:
     """Import a module in a process of its own: a broken module must not end this process."""
     begun = time.monotonic()
-    code = f"import {module} as m; print('at', m.__file__, getattr(m, '__version__', ''))"
+    # torch first: extensions that setuptools has built know no path to its libraries (torch 2.13.0, utils/cpp_extension.py).
+    code = f"import torch, {module} as m; print('at', m.__file__, getattr(m, '__version__', ''))"
     try:
         done = _run(python, "-c", code)
     except subprocess.TimeoutExpired:
@@ -60,8 +73,13 @@ def imported(module: str, *, required: bool, python: str = sys.executable) -> Ch
     if done.returncode == 0:
         place = next((line for line in done.stdout.splitlines() if line.startswith("at ")), "")
         return Check(f"import {module}", True, f"{seconds:.1f} s, {place}", {"seconds": seconds})
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no message"]
-    return Check(f"import {module}", False if required else None, last[0])
+    return Check(f"import {module}", False if required else None, _last_line(done))
+
+
+def _last_line(done: subprocess.CompletedProcess) -> str:
+    """Of its errors: a process that a signal ended may have none."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"no message, exit code {done.returncode}"
 
 
 def _run(*command: str) -> subprocess.CompletedProcess:
@@ -115,7 +133,7 @@ def _layers() -> Check:
     done = _run(sys.executable, "-c", code)
     there = "transformer-engine" in machine_here().versions
     if done.returncode:
-        return Check("layers of models", False, done.stderr.strip().splitlines()[-1])
+        return Check("layers of models", False, _last_line(done))
     used = "has True" in done.stdout
     text = "Transformer Engine's" if used else "megarl's own in torch: slower"
     return Check("layers of models", used if there else None, text)

@@ -12,11 +12,11 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.gpu_test.runner import Check
+from megarl.gpu_test.runner import LOG, Check, tail
 from megarl.gpu_test.several import TINY, read_metrics
 from megarl.util.packages import example, shipped
 
@@ -54,11 +54,12 @@ MORE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its name, its keys, and the family of its model."""
+    """A run: its name, its keys, the family of its model, and other sizes than the family's (the same in all runs of a step)."""
 
     name: str
     keys: tuple[str, ...] = ()
     family: str = "qwen3_moe"
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 # On one GPU: options with which a mixture of experts is trained.
@@ -144,6 +145,9 @@ DEEPEP = (
             f"{ACTOR}.override_transformer_config.moe_token_dispatcher_type=flex",
             f"{ROLLOUT}.moe_a2a_backend=deepep",
         ),
+        # SGLang (0.5.21) takes DeepEP's low-latency kernels for decode steps, which are there for a few widths: 2048 is the smallest
+        # (DeepEP 1.2.1, csrc/kernels/launch.cuh).
+        more={"hidden_size": 2048, "num_attention_heads": 32},
     ),
 )
 
@@ -178,16 +182,18 @@ def run_all(
     """A run for each case; `close`: the largest mean difference of log-probs (nats) that is right, None: it is only recorded."""
     arithmetic = example("arithmetic")
     arithmetic.write_arithmetic(folder / "data", 16, 64, 16, seed=3)
-    for family in {case.family for case in cases}:
+    for family, case in {case.family: case for case in cases}.items():
         example("tiny_model").make_tiny_model(
-            folder / family, arithmetic.arithmetic_texts(), family=family, **sizes(family)
+            folder / family, arithmetic.arithmetic_texts(), family=family, **sizes(case)
         )
     firsts: dict[str, float] = {}
     for number, case in enumerate(cases):
         run = folder / f"run{number}"
         done = subprocess.run([*command(folder, case.family, run), *settings, *case.keys], check=False)
         rows = read_metrics(run / "metrics.jsonl")
-        yield judged(case.name, done.returncode, rows)
+        # Here, since of the step's output its record has the end alone, which is the last run's.
+        log = tail(folder / LOG) if done.returncode else ""
+        yield judged(case.name, done.returncode, rows, log)
         if rows and NORM in rows[0]:
             first = firsts.setdefault(case.family, rows[0][NORM])
             yield Check(
@@ -207,9 +213,9 @@ def run_all(
             )
 
 
-def sizes(family: str) -> dict[str, Any]:
-    """The sizes of a family's tiny model."""
-    return {**TINY, **MORE.get(family, {})}
+def sizes(case: Case) -> dict[str, Any]:
+    """The sizes of a run's tiny model."""
+    return {**TINY, **MORE.get(case.family, {}), **case.more}
 
 
 def command(folder: Path, family: str, run: Path) -> list[str]:
@@ -222,10 +228,10 @@ def command(folder: Path, family: str, run: Path) -> list[str]:
     ]
 
 
-def judged(name: str, code: int, rows: list[dict[str, float]]) -> Check:
-    """Whether a run ended well, with all steps and finite numbers."""
+def judged(name: str, code: int, rows: list[dict[str, float]], log: str = "") -> Check:
+    """Whether a run ended well, with all steps and finite numbers; `log`: the end of its output, if it did not."""
     steps = [int(row["step"]) for row in rows]
     wrong = sorted(key for row in rows for key, value in row.items() if not math.isfinite(value))
     right = code == 0 and steps[-1:] == [NUM_STEPS] and not wrong
     text = f"exit code {code}, steps {steps}" + (f", not finite: {', '.join(wrong)}" if wrong else "")
-    return Check(name, right, text)
+    return Check(name, right, f"{text}\n{log}" if log else text)

@@ -27,6 +27,7 @@ from megarl.util.files import whole_file
 
 PASSED, FAILED, IMPOSSIBLE = "passed", "failed", "impossible"
 LAST_LINES = 30
+LOG = "log.txt"  # of a step, in its folder
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Result:
 def run_step(step: Step, folder: Path, limit: float) -> Result:
     """Run a step in `folder`, which is its own; ends all its processes after `limit` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    out, log = folder / "checks.jsonl", folder / "log.txt"
+    out, log = folder / "checks.jsonl", folder / LOG
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "megarl.gpu_test.runner", step.function, str(folder), str(out)]
     begun = time.monotonic()
@@ -93,7 +94,7 @@ def run_step(step: Step, folder: Path, limit: float) -> Result:
         reason or "",
         time.monotonic() - begun,
         checks,
-        "" if reason is None else _tail(log),
+        "" if reason is None else tail(log),
     )
 
 
@@ -143,7 +144,8 @@ def _ended_with_its_group(process: subprocess.Popen) -> Iterator[None]:
         process.wait()
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """The last lines of a step's output so far."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
 
 
@@ -178,7 +180,7 @@ def facts_of(machine: Machine) -> dict[str, Any]:
 
 
 def _commit(checkout: Path | None) -> dict[str, Any]:
-    """The commit that runs, and whether files differ from it; nothing where there is no repository."""
+    """The commit that runs, and whether files differ from it; nothing where there is no repository, or git cannot tell."""
     if checkout is None or not (checkout / ".git").exists():
         return {}
     told = []
@@ -186,7 +188,12 @@ def _commit(checkout: Path | None) -> dict[str, Any]:
         ["rev-parse", "HEAD"],
         ["status", "--porcelain", "--", "megarl", "recipes", "benchmarks/*.py"],
     ):
-        done = subprocess.run(["git", *command], cwd=checkout, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=checkout, capture_output=True, text=True, check=False
+            )
+        except OSError:  # it is not installed
+            return {}
         if done.returncode:
             return {}
         told.append(done.stdout)
@@ -241,7 +248,7 @@ def page(record: Record) -> str:
         "",
         f"- GPUs: {cards or 'none'}; torch is built for CUDA {facts['cuda'] or '(none)'}",
         f"- host: {facts['cores']} cores, {facts['host_gib']} GiB; Python {facts['python']}",
-        f"- megarl {facts['megarl']['version']} {facts['megarl'].get('commit', '')}"
+        f"- megarl {facts['megarl']['version']} {facts['megarl'].get('commit', '(commit not known)')}"
         + (f", changed: {', '.join(changed)}" if (changed := facts["megarl"].get("changed_files")) else ""),
         f"- {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}",
         "",

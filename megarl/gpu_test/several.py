@@ -6,7 +6,6 @@ scheduler is killed in the middle of the run, and is started anew by the run its
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from megarl.gpu_test.runner import Check
+from megarl.trainer.run import logger
 from megarl.util.packages import example, shipped
 
 NUM_STEPS = 6
@@ -106,11 +106,8 @@ def schedulers(token: str) -> list[psutil.Process]:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """Rows of the steps that have ended."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Rows of the steps that have ended; none before the first."""
+    return logger.read_metrics(file) if file.exists() else []
 
 
 def _figures(row: dict[str, float]) -> Iterator[Check]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from megarl.weight_sync.sync_plan import SyncPlan
 
 BUCKET = 256 << 20  # as of rollout.sync_bucket_mb
 SECONDS = 120.0
+POLL_SECONDS = 0.5
 NUM_VERSIONS = 3
 
 
@@ -53,13 +56,12 @@ def sync_versions(folder: Path, model: str, device: str) -> Iterator[Check]:
             name: torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
             for name, shape in shapes(sync.plan.target).items()
         }
-        address = told.get(timeout=SECONDS)
+        address = told_by(process, told)
         receiver = Receiver(
             _Tensors(tensors), InboxFile(replace(share, padding={}), {0: address}, None, SECONDS), "session"
         )
         for version in range(1, NUM_VERSIONS + 1):
-            told_seconds = results.get(timeout=SECONDS)  # the version to be sent is there
-            assert told_seconds == version
+            assert told_by(process, results) == version  # the version to be sent is there
             begun = time.perf_counter()
             received = receiver.receive(version)
             if device == "cuda":
@@ -80,6 +82,24 @@ def sync_versions(folder: Path, model: str, device: str) -> Iterator[Check]:
         yield Check("the sender ends", process.exitcode == 0, f"exit code {process.exitcode}")
     finally:
         process.kill()
+
+
+def told_by(process: Any, queue: Any) -> Any:
+    """The next value that a process puts into its queue.
+
+    Raises:
+        RuntimeError: the process has ended, or put nothing there within SECONDS.
+    """
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        alive = (
+            process.is_alive()
+        )  # before the look into the queue: all that an ended process has put is there
+        with suppress(Empty):
+            return queue.get(timeout=POLL_SECONDS)
+        if not alive:
+            raise RuntimeError(f"the sender ended with exit code {process.exitcode}")
+    raise RuntimeError(f"the sender told nothing within {SECONDS:g} s")
 
 
 def single_rank_plan(model: str, dtype: torch.dtype, device: str) -> SyncPlan:

@@ -1,6 +1,15 @@
 """Figures compared with published ones."""
 
-from megarl.gpu_test.checkout import ARTICLE, RL_16K, comparison_text, figures
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.gpu_test import checkout
+from megarl.gpu_test.checkout import ARTICLE, ENGINE, RL_16K, comparison_text, figures, marked
+from megarl.gpu_test.runner import LOG
+from megarl.gpu_test.steps import CHECKOUT
+from tests.gpu_test.test_steps import TWO, VERSIONS
 
 REPORT = {
     "what": "PPO with a critic",
@@ -38,3 +47,24 @@ def test_mfu_is_compared_with_mfu() -> None:
     # 13.3 s of 1,702 tokens/s are few tokens: the caveat's arithmetic.
     tokens = ARTICLE.tokens_per_s * ARTICLE.seconds
     assert (round(tokens), round(tokens / 64)) == (22637, 354)
+
+
+def test_a_machine_that_only_trains_starts_no_engine_in_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = replace(TWO, versions=VERSIONS | {"torch": "2.11.0"})
+    monkeypatch.setattr(checkout, "_pytest", lambda folder, what: iter(what))
+    monkeypatch.setattr(checkout, "machine_here", lambda: TWO)
+    everything = set(checkout.run_tests(tmp_path))
+    monkeypatch.setattr(checkout, "machine_here", lambda: older)
+    assert everything - set(checkout.run_tests(tmp_path)) == {ENGINE}
+    assert everything == set(marked(CHECKOUT)) - {checkout.PLAN}
+
+
+def test_a_benchmark_that_fails_comes_with_the_end_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOG).write_text("error: the card is on fire\n")
+    monkeypatch.setattr(checkout.subprocess, "run", lambda *_, **__: type("Done", (), {"returncode": 1}))
+    (check,) = checkout.measure(tmp_path / "single.json", [], ARTICLE, "step")
+    assert check.ok is False and check.found == "exit code 1\nerror: the card is on fire"

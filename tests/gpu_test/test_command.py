@@ -32,6 +32,19 @@ def test_what_is_wrong_with_the_options_is_said(capsys: pytest.CaptureFixture) -
     assert "takes no recipe" in capsys.readouterr().err
 
 
+def test_a_folder_that_no_record_can_be_written_into_is_told_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "out").touch()
+    monkeypatch.setattr(
+        command, "chosen", lambda names: [Step("passes", "made up", "tests.gpu_test.made_up:passes")]
+    )
+    monkeypatch.setattr(command, "machine_here", lambda: TWO)
+    assert main(["doctor", "--gpu", "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert f"error: {tmp_path}/out: File exists" in printed.err and "passes: passed" not in printed.out
+
+
 def test_a_step_that_fails_leaves_the_others_running(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

@@ -136,6 +136,16 @@ def test_the_record_names_the_commit_and_each_changed_file(tmp_path: Path) -> No
     assert told["commit"] == git("rev-parse", "HEAD").strip() and told["changed_files"] == files
 
 
+def test_without_git_the_record_is_written_and_says_that_its_commit_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = facts_of(replace(TWO, checkout=tmp_path))
+    _, page = write(tmp_path / "r.json", Record("2026-11-25", facts, (ONE,)), ["sync"])
+    assert "(commit not known)" in page.read_text()
+
+
 def test_the_page_says_what_a_reader_must_know(tmp_path: Path) -> None:
     facts = facts_of(TWO)
     file, page = write(

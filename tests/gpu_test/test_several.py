@@ -1,5 +1,6 @@
 """Steps `nccl` and `killed`: what of them needs no GPU."""
 
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from megarl.config import TrainConfig, check_config, load_config
 from megarl.gpu_test.several import MARK, NUM_STEPS, SETTINGS, _figures, _killed, read_metrics, schedulers
 from megarl.gpu_test.sync import config_folder
+from megarl.trainer.run.logger import RunLogger
 from megarl.util.packages import shipped
 
 
@@ -57,3 +59,10 @@ def test_weights_that_stay_on_their_device_are_no_success() -> None:
     assert first.ok is False and len(figures) == 3
     first, *_ = _figures({**row, "sync/bytes_intra_node": 7.0})
     assert first.ok and first.figures == {"bytes": 7.0}
+
+
+def test_figures_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, []) as logger:
+        logger.log(1, {"sync/seconds": math.nan})
+    _, figure = _figures(read_metrics(tmp_path / "metrics.jsonl")[-1])
+    assert figure.found == "nan"

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.gpu_test import sync
 from megarl.gpu_test.sync import config_folder
+from tests.gpu_test.made_up import ends_at_once
 
 
 @pytest.fixture
@@ -33,3 +34,11 @@ def test_what_came_otherwise_is_named(tmp_path: Path, model: str, monkeypatch: p
     checks = list(sync.sync_versions(tmp_path, model, "cpu"))
     assert [check.ok for check in checks[:2]] == [True, False]
     assert checks[1].found.startswith("wrong: ")
+
+
+def test_a_sender_that_ends_is_not_waited_for(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "_send", ends_at_once)
+    with pytest.raises(RuntimeError, match="the sender ended with exit code 3"):
+        list(sync.sync_versions(tmp_path, model, "cpu"))

@@ -77,7 +77,7 @@ def imported(module: str, *, required: bool, python: str = sys.executable) -> Ch
 
 
 def _last_line(done: subprocess.CompletedProcess) -> str:
-    """Of its errors: a process that a signal ended may have none."""
+    """The last line of a process's errors, if a signal has not ended it without any."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return lines[-1] if lines else f"no message, exit code {done.returncode}"
 

@@ -191,7 +191,7 @@ def run_all(
         run = folder / f"run{number}"
         done = subprocess.run([*command(folder, case.family, run), *settings, *case.keys], check=False)
         rows = read_metrics(run / "metrics.jsonl")
-        # Here, since of the step's output its record has the end alone, which is the last run's.
+        # Kept with the check, since the step's record has only the end of its output, which is the last run's.
         log = tail(folder / LOG) if done.returncode else ""
         yield judged(case.name, done.returncode, rows, log)
         if rows and NORM in rows[0]:

@@ -92,14 +92,12 @@ def told_by(process: Any, queue: Any) -> Any:
     """
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        alive = (
-            process.is_alive()
-        )  # before the look into the queue: all that an ended process has put is there
+        alive = process.is_alive()  # asked first: all that an ended process has put into its queue is there
         with suppress(Empty):
             return queue.get(timeout=POLL_SECONDS)
         if not alive:
             raise RuntimeError(f"the sender ended with exit code {process.exitcode}")
-    raise RuntimeError(f"the sender told nothing within {SECONDS:g} s")
+    raise RuntimeError(f"the sender gave no answer within {SECONDS:g} s")
 
 
 def single_rank_plan(model: str, dtype: torch.dtype, device: str) -> SyncPlan:

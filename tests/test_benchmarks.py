@@ -112,7 +112,9 @@ def test_dispatch_counts_the_controllers_seconds(tmp_path: Path) -> None:
     sizes = (
         "--ranks=16", "--tp=2", "--pp=2", "--hosts=1", "--trajectories=256", "--shortest=20", "--longest=200",
     )  # fmt: skip
-    (found,) = report_of(tmp_path, "dispatch.py", *sizes, "--steps=1", "--kinds=PPO")["results"]
+    (found,) = report_of(tmp_path, "dispatch.py", *sizes, "--steps=1", "--kinds=PPO", "--store-gib=0.5")[
+        "results"
+    ]
     assert len(found["steps"]) == 1
     best = found["best"]
     assert 256 * (100 + 20) <= best["tokens"] <= 256 * (300 + 200)

@@ -46,7 +46,7 @@ from megarl.cluster.ranks import (
 from megarl.cluster.relays import group_kind
 from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
-from megarl.cluster.waiting import wait
+from megarl.cluster.waiting import loss_of, wait
 from megarl.cluster.watch import Watch, ending_when_stuck
 from megarl.cluster.worker import rank_environment
 
@@ -71,6 +71,7 @@ __all__ = [
     "ending_when_stuck",
     "gpus_here",
     "group_kind",
+    "loss_of",
     "open_cluster_setup",
     "rank_environment",
     "ray_messages_in",

@@ -181,7 +181,14 @@ def _waited_for(pending: Sequence[ray.ObjectRef], processes: Processes) -> list[
     return [rank for process in called for rank in process.share or (process,)]
 
 
-def _hung(hang: Hang) -> WorkerHung:
+def loss_of(process: RankProcess, others: Sequence[str] = ()) -> WorkerDied | WorkerHung:
+    """The error for a process that is dead, or that was found to hang; `others`: what its message tells besides."""
+    if process.is_dead:
+        return _died(process, None, others)
+    return _hung(Hang((process,), "it was found to hang before"), others)
+
+
+def _hung(hang: Hang, others: Sequence[str] = ()) -> WorkerHung:
     """The error for a hang; it names the rank that the others wait for, if the stacks show which one."""
     stacks = stacks_of(hang.processes)
     at_fault = [
@@ -189,9 +196,9 @@ def _hung(hang: Hang) -> WorkerHung:
         for process, found in zip(hang.processes, stacks, strict=True)
         if found is None or not found.waits_for_others
     ]
-    first, *others = at_fault or hang.processes
-    named = [f"{process} likewise" for process in others]
-    waiting = [process.name for process in hang.processes if process not in (first, *others)]
+    first, *further = at_fault or hang.processes
+    named = [*others, *(f"{process} likewise" for process in further)]
+    waiting = [process.name for process in hang.processes if process not in (first, *further)]
     if waiting:
         named.append(f"{', '.join(waiting)} wait in a collective")
     tail = on_node(first.node_id, _NODE_SECONDS, log_tail, first.log_path)

@@ -123,9 +123,15 @@ def check_model(megatron: MegatronConfig, model: ModelFacts, key: str = ACTOR_KE
     raise_if_any("the model does not fit its layout", list(_megatron_problems(key, megatron, model)))
 
 
-def check_rollout_model(rollout: RolloutConfig, model: ModelFacts, key: str = ROLLOUT_KEY) -> None:
-    """`check_model` for a rollout engine, which may also give several ranks the same key/value head."""
-    raise_if_any("the model does not fit its layout", list(_rollout_problems(key, rollout, model)))
+def check_rollout_model(
+    rollout: RolloutConfig, model: ModelFacts, key: str = ROLLOUT_KEY, *, loads: bool = False
+) -> None:
+    """`check_model` for a rollout engine, which may also give several ranks the same key/value head.
+
+    Args:
+        loads: whether the engine loads the model's folder itself, rather than being sent weights.
+    """
+    raise_if_any("the model does not fit its layout", list(_rollout_problems(key, rollout, model, loads)))
 
 
 def check_models(

@@ -5,10 +5,11 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait, waiting, worker
+from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, WorkerHung, ranks, wait, waiting, worker
 from megarl.cluster.pool import ResourcePool
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.waiting import MissingReporter
@@ -269,3 +270,16 @@ def test_a_rank_whose_answer_is_late_was_in_the_collective(monkeypatch):
     (line,) = waiting._missing(processes[:2], "actor")
     assert [f"actor rank {rank} " in line for rank in range(2)] == [False, True]
     assert waiting._missing(processes[:1], "actor") == []
+
+
+@pytest.mark.parametrize(
+    ("is_dead", "kind", "told"),
+    [(True, WorkerDied, "died: killed"), (False, WorkerHung, "hangs: it was found to")],
+)
+def test_the_loss_of_a_process_that_no_call_waits_for(monkeypatch, is_dead, kind, told):
+    monkeypatch.setattr(waiting, "stacks_of", lambda processes: [None for _ in processes])
+    monkeypatch.setattr(waiting, "on_node", lambda node, seconds, call, path: ("its last line", "killed"))
+    actor = SimpleNamespace(_get_local_state=lambda: ranks._DEAD if is_dead else None)
+    loss = waiting.loss_of(RankProcess(actor, "rollout", 1, "h", "n", "log"), ["3 were started anew"])
+    assert isinstance(loss, kind) and f"rollout rank 1 (process ? on h) {told}" in str(loss)
+    assert "its last line" in str(loss) and str(loss).endswith("also: 3 were started anew")

@@ -177,3 +177,9 @@ def test_too_many(served: Served) -> None:
     with pytest.raises(WorkerDied, match=r"rollout rank 0 .* died") as caught:
         served.answer(finished)
     assert str(caught.value.report) in str(caught.value)
+    # The same where its death is found before a call: `trainer.max_restarts` starts a run again after each lost process.
+    with pytest.raises(
+        WorkerDied, match=r"(?s)rollout rank 0 .* died.*engines were started anew already"
+    ) as caught:
+        restarts.replace_lost()
+    assert str(caught.value.report) in str(caught.value)

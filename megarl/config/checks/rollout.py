@@ -42,11 +42,27 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
             "algorithm.filter_groups.metric='seq_final_reward': the KL that it contains is known only after the groups "
             "are chosen; use seq_reward"
         )
+    yield from _recorded_experts_problems(config)
     buffer = config.reward_model.overlong_buffer
     if buffer.enable and buffer.len > data.max_response_length:
         yield (
             f"reward_model.overlong_buffer.len={buffer.len} is more than data.max_response_length="
             f"{data.max_response_length}"
+        )
+
+
+def _recorded_experts_problems(config: TrainConfig) -> Iterator[str]:
+    """Engines that record experts have room for a pass of a known size.
+
+    RoutedExpertsCapturer (SGLang 0.5.21) makes room for max(chunked_prefill_size, max_running_requests) tokens, and a pass with more ends
+    the engine.
+    """
+    size = (config.actor_rollout_ref.rollout.engine_kwargs or {}).get("chunked_prefill_size")
+    if config.actor_rollout_ref.actor.router_replay == "rollout" and isinstance(size, int) and size < 1:
+        yield (
+            f"{_ROLLOUT}.engine_kwargs.chunked_prefill_size={size} with actor_rollout_ref.actor.router_replay=rollout: SGLang (0.5.21) then has "
+            f"room for the experts of max_num_seqs={config.actor_rollout_ref.rollout.max_num_seqs} tokens a pass, and prompts that are not cut "
+            "have more; set it above 0 or leave it out, or use router_replay=trainer"
         )
 
 

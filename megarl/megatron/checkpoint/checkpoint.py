@@ -290,6 +290,7 @@ def finish_save(
 
     Raises:
         OSError: a rank could not write; raised on all ranks, and the others name the rank.
+        RuntimeError: on the others, where a rank raised another exception; they name it.
     """
     error = saving.written.exception()
     _raise_on_all(error)
@@ -301,7 +302,7 @@ def finish_save(
         try:
             files |= _write_common_files(saving, everything)
             files |= companions() if companions is not None else {}
-        except OSError as failure:
+        except Exception as failure:  # raised on all ranks
             error = failure
     _raise_on_all(error)
     return files
@@ -456,17 +457,20 @@ def _decided(value: Any, decide: Callable[[list[Any]], Any]) -> Any:
 
 
 def _raise_on_all(error: BaseException | None) -> None:
-    """Raise on every rank an error that occurred on one."""
-    number = None
-    if error is not None:
-        number = error.errno if isinstance(error, OSError) and error.errno is not None else errno.EIO
-    errors: list[tuple[int | None, str]] = [(None, "")] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, (number, str(error)))
+    """Raise on every rank an error that occurred on one: on the others an OSError, where it is one there, else a RuntimeError."""
+    own: tuple[int | None, str] | None = None
+    if isinstance(error, OSError):
+        own = (error.errno if error.errno is not None else errno.EIO, str(error))
+    elif error is not None:
+        own = (None, f"{type(error).__name__}: {error}")
+    errors: list[tuple[int | None, str] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, own)
     if error is not None:
         raise error
-    for rank, (number, text) in enumerate(errors):
-        if number is not None:
-            raise OSError(number, f"rank {rank} could not save: {text}")
+    for rank, found in enumerate(errors):
+        if found is not None:
+            number, message = found[0], f"rank {rank} could not save: {found[1]}"
+            raise RuntimeError(message) if number is None else OSError(number, message)
 
 
 def _refuse_on_all(folder: Path, problems: list[str], wanted: set[str], stored: Iterable[str]) -> None:

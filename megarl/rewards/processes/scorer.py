@@ -6,7 +6,7 @@ Guarantees
   score is then None and whose error says why. Samples that were running in the same process are run again, each
   alone, so that it is known which one it was.
 - A worker that is killed or stopped from outside costs nothing: its sample is run once more, alone. One that is stopped is
-  killed after `_STOPPED_SECONDS`.
+  killed after `_STOPPED_SECONDS`, also while it is sent a sample: nothing waits for a worker to read.
 - Workers end with the Scorer, and with the controller, however that ends.
 
 A fault that no sample could survive (a file that a worker cannot import, a worker that dies before it begins) is a RuntimeError
@@ -22,9 +22,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
+import pickle
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -32,9 +36,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -282,8 +286,13 @@ class Scorer:
         at_work = [worker for worker in running if worker.jobs or not worker.is_ready]
         if at_work:
             seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
-        ready = wait([self._wake_read, *(item for worker in running for item in worker.waitables)], seconds)
-        if self._wake_read in ready:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        for worker in running:
+            for descriptor, events in worker.awaited:
+                poll.register(descriptor, events)
+        ready = poll.poll(None if seconds is None else math.ceil(1000 * seconds))
+        if self._wake_read in (descriptor for descriptor, _ in ready):
             os.read(self._wake_read, 65536)
         # Not at every score: looking costs as much as handing out a sample.
         looks = time.monotonic() >= self._next_look
@@ -294,6 +303,7 @@ class Scorer:
                 worker.kill_overdue()
             if looks and worker in at_work and worker.stopped_seconds() >= _STOPPED_SECONDS:
                 worker.kill()
+            worker.flush()
             for job, score in worker.receive():
                 self.spans.add("score", score.seconds, {"worker": self._workers.index(worker)})
                 self._finish(job, score)
@@ -367,9 +377,10 @@ class WorkerProcess:
         return min(self.jobs.values())
 
     @property
-    def waitables(self) -> list[Any]:
-        """Objects that become readable when it sends a message or ends."""
-        return [self._connection, self._ended]
+    def awaited(self) -> list[tuple[int, int]]:
+        """For `select.poll`: that it sends a message, takes more of the messages to it, or ends."""
+        more = select.POLLOUT if self._unsent else 0
+        return [(self._socket.fileno(), select.POLLIN | more), (self._ended, select.POLLIN)]
 
     def start(self) -> None:
         here, there = socket.socketpair()
@@ -385,25 +396,39 @@ class WorkerProcess:
             )
         # A pidfd in addition to the socket, which children of a reward may hold open after the worker's end.
         self._ended = os.pidfd_open(self._process.pid)
-        self._connection = Connection(here.detach())
+        self._socket, self._connection = here, Connection(os.dup(here.fileno()))
+        self._unsent: deque[memoryview] = deque()  # messages, and the rest of one that is sent in part
         self._by_key: dict[str, _Job] = {}
         self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
-        # It may be dead already, which `has_ended` tells.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send(self._setup)
+        self._unsent.append(_as_sent(self._setup))
+        self.flush()  # it may be dead already, which `has_ended` tells
 
     def send(self, job: _Job) -> bool:
         """Hand over a sample; False if the worker has ended."""
         assert self.is_ready
         # In place of the uid, which a job that was given up may share with one that came after it.
         key = str(id(job))
-        try:
-            self._connection.send(replace(job.sample, uid=key))
-        except (BrokenPipeError, ConnectionResetError):
+        self._unsent.append(_as_sent(replace(job.sample, uid=key)))
+        if not self.flush():
             return False
         self._by_key[key] = job
         self.jobs[job] = time.monotonic()
+        return True
+
+    def flush(self) -> bool:
+        """Send what the socket has room for, without waiting for the worker, which may be stopped; False if the worker has ended."""
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._unsent[0] = self._unsent[0][sent:]
+                if not self._unsent[0]:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent.clear()
+            return False
         return True
 
     def receive(self) -> list[tuple[_Job, Score]]:
@@ -460,6 +485,7 @@ class WorkerProcess:
         self.kill()
         reason = self._reason()
         self._connection.close()
+        self._socket.close()
         os.close(self._ended)
         os.close(self._report)
         self._process, self.is_ready, self.jobs = None, False, {}
@@ -482,6 +508,15 @@ class WorkerProcess:
             return f"no result within {self._setup.timeout:g} s, and its process did not end by itself"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return "\n".join([f"its process {how}", *_stack(report)])
+
+
+def _as_sent(message: object) -> memoryview:
+    """A message as `Connection.send` of Python 3.11 to 3.13 writes it, which does not return before the other side reads: its length, then
+    its pickle."""
+    content = pickle.dumps(message)
+    number = len(content)
+    length = struct.pack("!i", number) if number <= 0x7FFFFFFF else struct.pack("!iQ", -1, number)
+    return memoryview(length + content)
 
 
 def _stack(report: str) -> list[str]:

@@ -478,8 +478,11 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
         tensor_model_parallel_size=config.tensor_parallel_size,
         expert_parallel_size=config.expert_parallel_size,
         attention_data_parallel_size=config.attention_data_parallel_size,
+        moe_a2a_backend=config.moe_a2a_backend,
     )
-    check_rollout_model(sizes, read_model_config(config.model_path), "rollout")
+    # `fp8_block` comes in place of the folder's blocks, and was checked with the configuration.
+    loads = config.load_format != "dummy" and config.fp8_block is None
+    check_rollout_model(sizes, read_model_config(config.model_path), "rollout", loads=loads)
     found = json.loads(path.read_text())
     return {**found, **found.get("text_config", {}), "model_type": found["model_type"]}
 

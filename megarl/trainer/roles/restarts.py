@@ -69,8 +69,8 @@ class EngineRestarts:
             failure: the failure that showed the loss; None: there was none.
 
         Raises:
-            RuntimeError: `max_restarts` is exceeded, or a new engine does not start.
-            WorkerLost: the failure; it is not of an engine, or exceeds `max_restarts`.
+            WorkerLost: the failure, if it is not of an engine; or `max_restarts` is exceeded.
+            WorkerFailed: a new engine does not start.
         """
         if failure is not None:
             self.note(failure)
@@ -116,10 +116,7 @@ class EngineRestarts:
             processes = self.engines.processes_of(rank)
             process = next((process for process in processes if process.is_dead), processes[0])
             if self.count >= self.max_restarts:
-                raise RuntimeError(
-                    f"{process} is lost, and {self.key}={self.max_restarts} engines have been started anew already; "
-                    f"its log: {process.log_path}"
-                )
+                self.run.refuse_loss(process, f"{self.count} engines were started anew already ({self.key})")
             self.count += 1
             what = f"{process} is lost: starting it anew, {self.count} of {self.max_restarts} times"
             with self.run.status(what):

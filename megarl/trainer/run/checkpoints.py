@@ -13,6 +13,7 @@ fully_async `under_way` (finished groups, prompts of unfinished ones), and the m
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -33,7 +34,7 @@ from megarl.checkpoints import (
     read_checkpoint,
 )
 from megarl.checkpoints.manifest import shortened
-from megarl.cluster import WorkerFailed, WorkerGroup
+from megarl.cluster import RunFailure, WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.checks.run import changed_keys
 from megarl.config.schema.run import SavingConfig
@@ -82,7 +83,11 @@ class Best:
 STATE_FILE = "run.json"
 VALIDATIONS = "validations"  # a part that checkpoints of earlier versions lack
 HF_FOLDER = "hf"
-_FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
+# What Python makes of the error numbers of a file system, by their names: errors of ranks arrive as text.
+_FILE_ERRORS = (
+    "OSError", "FileExistsError", "FileNotFoundError", "InterruptedError", "IsADirectoryError", "NotADirectoryError",
+    "PermissionError",
+)  # fmt: skip
 
 
 class Stateful(Protocol):
@@ -295,14 +300,15 @@ class Checkpoints:
         return None
 
     def _written(self) -> dict[str, FileFacts | None]:
-        """The files of all ranks, by path; raises the first failure after all roles have ended saving."""
+        """The files of all ranks, by path; raises a failure after all roles have ended saving, the first that is not of files if there is one."""
         files: dict[str, FileFacts | None] = {}
         failure: WorkerFailed | None = None
         for role, group in self.groups.items():
             try:
                 results = self.run.wait(group.call("finish_save", role))
             except WorkerFailed as error:
-                failure = failure or error
+                if failure is None or (_is_of_files(failure) and not _is_of_files(error)):
+                    failure = error
                 continue
             for written in results:
                 files |= {f"{role}/{name}": facts for name, facts in written.items()}
@@ -321,8 +327,7 @@ class Checkpoints:
             yield
         except (OSError, WorkerFailed) as error:
             self.best.value = previous_best
-            # Errors of ranks arrive as text with the name of their type.
-            of_files = isinstance(error, OSError) or error.kind in _FILE_ERRORS
+            of_files = _is_of_files(error)
             stops = self.trainer.on_save_error == "stop"
             if of_files and stops:
                 self.run.say(
@@ -336,6 +341,15 @@ class Checkpoints:
 
     def _all_parts(self) -> dict[str, Stateful]:
         return {**self.parts, "best": self.best, "schedule": self.schedule}
+
+
+def _is_of_files(error: OSError | WorkerFailed) -> bool:
+    """Whether a checkpoint could not be written; else a process is at fault, or its code."""
+    if isinstance(error, WorkerFailed):
+        # Megarl's own TimeoutErrors have no error number, and are of processes that wait for each other.
+        timed_out = error.kind == "TimeoutError" and error.message.startswith(f"[Errno {errno.ETIMEDOUT}]")
+        return timed_out or error.kind in _FILE_ERRORS
+    return not isinstance(error, RunFailure)  # WaitTimeout is an OSError, too
 
 
 def _files_in(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import pyarrow as pa
 import ray
@@ -21,6 +21,7 @@ from megarl.cluster import (
     Watch,
     WorkerGroup,
     WorkerLost,
+    loss_of,
     wait,
     write_report,
 )
@@ -160,6 +161,18 @@ class Run:
             stacks_of(processes)  # written to the logs that the error names
             with self._reporting():
                 raise WaitTimeout(self.phase_timeout, processes, len(processes))
+
+    def refuse_loss(self, process: RankProcess, why: str) -> NoReturn:
+        """Raise for a process that is dead or hangs, and that is not replaced.
+
+        Args:
+            why: the reason, for the message.
+
+        Raises:
+            WorkerLost: names the process and a report of all.
+        """
+        with self._reporting():
+            raise loss_of(process, [why])
 
     def revive(self, failure: WorkerLost) -> None:
         """Continue after an engine was lost while it generated; raises the failure if it cannot be replaced."""

@@ -199,14 +199,19 @@ class InFlight:
             groups.parts.append(replace(group.scored, table=group.scored.table.select(columns)))
         return groups, metrics
 
-    def drop_late(self, step: int) -> None:
-        """Before a step: discard groups that are too old for it; there are such groups only after a step that was skipped."""
+    def drop_late(self, step: int) -> list[str]:
+        """Before a step: discard groups that are too old for it; there are such groups only after a step that was skipped.
+
+        Returns: the uids of trajectories that were received, and that nobody will have scored.
+        """
         oldest = step - self.max_staleness
         late = [one for one in self.prompts.values() if one.version < oldest]
         self.give_up(late)
         in_time = [group for group in self.ready if group.version >= oldest]
         self.too_late += len(late) + len(self.ready) - len(in_time)
         self.ready = in_time
+        tables = [table for one in late for table in one.answers.values()]
+        return [uid for table in tables for uid in table["uid"].to_pylist()]
 
     def _suffice(self, step: int, there: Sequence[InFlightPrompt | FinishedGroup]) -> bool:
         """Whether a step can take its batch from `there`, and later steps can take everything else before it is too old."""

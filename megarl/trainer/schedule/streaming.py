@@ -69,7 +69,7 @@ class Streamed(Batches):
         found, self.problem = self.problem, None
         if found is not None:
             raise found
-        in_flight.drop_late(step)
+        self._drop_late(step)
         run = replace(self.run, watch=self._watch())
         roles = replace(self.roles, memory=replace(self.roles.memory, run=run))
         with roles.memory.phase("sync"):
@@ -140,6 +140,10 @@ class Streamed(Batches):
         if (folder / _PROBLEM).exists():
             text = json.loads((folder / _PROBLEM).read_text(encoding="utf-8"))
             self.problem = NotFinite(text, read_arrow(folder / _ITS_BATCH))
+
+    def _drop_late(self, step: int) -> None:
+        """Discard groups that are too old for a step, and the scores of their trajectories, which were requested when these came."""
+        self.rewards.scorer.give_up(self.in_flight.drop_late(step))
 
     def _collect(self, view: View, step: int, room: Callable[[], int], is_done: Callable[[], bool]) -> None:
         """Generate and score for a step's batch until `is_done`; `room`: how many more prompts may be sent to engines."""

@@ -85,6 +85,13 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
             "with actor_rollout_ref.actor.router_replay=rollout: SGLang records experts by place in the cache",
         ),
         (
+            [
+                "actor_rollout_ref.actor.router_replay=rollout",
+                f"{ROLLOUT}.engine_kwargs.chunked_prefill_size=-1",
+            ],
+            "chunked_prefill_size=-1 with actor_rollout_ref.actor.router_replay=rollout: SGLang (0.5.21) then has room",
+        ),
+        (
             [f"{DRAFTING}=mtp", f"{ROLLOUT}.val_kwargs.repetition_penalty=1.2"],
             "val_kwargs.repetition_penalty=1.2 with actor_rollout_ref.rollout.speculative.algorithm=mtp",
         ),

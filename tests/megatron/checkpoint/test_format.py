@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from examples.tiny_model import make_tiny_model
+from megarl.checkpoints import FileFacts
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
@@ -305,3 +307,27 @@ def test_a_full_disk_is_named_on_all_ranks(
         for number, message in ranks.run(_save_to_full_disk, model, str(disk / "actor"), background, world=2):
             assert number == errno.ENOSPC
             assert "distcp" in message and "No space left" in message
+
+
+def _save_with_fault(rank: int, world: int, model: str, folder: str, written: bool) -> str:
+    """Rank 0 raises a ValueError: while it writes its file, or (`written`) after all ranks have written theirs."""
+    saving = begin_save(folder, Trainee(rank, world, model, Setting(2, {})).states, background=False)
+
+    def companions() -> dict[str, FileFacts]:
+        raise ValueError("a fault")
+
+    if rank == 0 and not written:
+        saving = replace(saving, written=Future())
+        saving.written.set_exception(ValueError("a fault"))
+    with pytest.raises(Exception, match="a fault") as caught:
+        finish_save(saving, companions)
+    return caught.type.__name__
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_fault_of_one_rank_is_no_file_error_of_the_others(
+    ranks: RankPool, model: str, tmp_path: Path, written: bool
+) -> None:
+    """`trainer.on_save_error` is about files."""
+    kinds = ranks.run(_save_with_fault, model, str(tmp_path / "actor"), written, world=2)
+    assert kinds == ["ValueError", "RuntimeError"]

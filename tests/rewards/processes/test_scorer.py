@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,6 +94,22 @@ def scored(scorer, *responses) -> list[Score]:
     scores = scorer.collect()
     assert list(scores) == [score.uid for score in scores.values()]
     return [scores[f"p{number}/0"] for number in range(len(responses))]
+
+
+LARGE = "0" * (1 << 20)  # more than a socket holds while nobody reads
+
+
+def scored_in_time(scorer, *responses) -> list[Score]:
+    """As `scored`; where the scorer waits for a worker for ever, the test fails, and the worker is killed, so that the scorer ends."""
+    results = []
+    process = scorer._workers[0]._process
+    thread = threading.Thread(target=lambda: results.extend(scored(scorer, *responses)), daemon=True)
+    thread.start()
+    try:
+        return wait_for(lambda: results, 40)
+    finally:
+        if not results:
+            process.kill()
 
 
 def test_scores_come_by_uid_with_numbers_and_notes(plain):
@@ -245,6 +262,36 @@ def test_a_worker_that_is_hit_from_outside_costs_nothing(file, tmp_path, monkeyp
     assert score.score is None
     assert score.error.startswith(f"its process was {'killed' if number == signal.SIGKILL else 'stopped'}")
     assert (tmp_path / "tries").read_text() == "x" * 4
+
+
+@pytest.mark.parametrize("function", ["compute_score", "later"])
+def test_a_stopped_worker_that_does_not_read_its_sample_costs_nothing(file, monkeypatch, function):
+    """The sample cannot be sent while nobody reads."""
+    monkeypatch.setattr(scorer_module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(scorer_module, "_STOPPED_SECONDS", 0.5)
+    spec = RewardSpec(custom_path=file, custom_name=function)
+    with Scorer(spec, num_workers=1, timeout=60.0) as scorer:
+        scored(scorer, "1")
+        (worker,) = scorer._workers
+        first = worker._process
+        os.kill(first.pid, signal.SIGSTOP)
+        (score,) = scored_in_time(scorer, LARGE + "7")
+        assert worker._process is not first
+    assert (score.score, score.error) == (7.5 if function == "compute_score" else 8.0, None)
+
+
+def test_the_time_limit_holds_for_a_worker_that_does_not_read(tmp_path, monkeypatch):
+    """Its loop hangs in one sample while others, which it takes at the same time, are sent."""
+    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.5)
+    reward = tmp_path / "deaf.py"
+    reward.write_text(
+        "import faulthandler, time\nasync def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    faulthandler.cancel_dump_traceback_later()\n    time.sleep(1000 * (solution_str == 'hang'))\n    return 1\n"
+    )
+    with Scorer(RewardSpec(custom_path=str(reward)), num_workers=1, timeout=1.0) as scorer:
+        scored(scorer, "1")
+        result = scored_in_time(scorer, "hang", *[LARGE] * 3)
+    assert [score.score for score in result] == [None, 1.0, 1.0, 1.0]
 
 
 def test_what_a_dead_worker_left_behind_is_killed(plain):

@@ -3,6 +3,8 @@
 import logging
 import os
 import threading
+from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from megarl.cli.arguments import make_parser
 from megarl.config.engine_options import TABLE
+from megarl.gateway import serve
 from megarl.rollout.engine import EngineConfig, SpeculationConfig
 from megarl.rollout.sglang import start as sglang_start
 from megarl.rollout.sglang.start import check_version, config_overrides, read_model, server_arguments
@@ -244,6 +248,27 @@ def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeyp
         sglang_start.start_owned(replace(GPU, start_timeout=7.0), QWEN, threading.Event())
     ((environment, timeout),) = seen
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and timeout == 7.0
+
+
+@pytest.mark.parametrize(("tp", "fits"), [(2, True), (4, False)])
+def test_an_engine_that_loads_a_folder_in_float8_does_not_cut_its_blocks(tmp_path, tp, fits):
+    """As that of `megarl serve` does. One that is sent weights has them in its own type."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = Qwen2Config(**sizes, head_dim=64, architectures=["Qwen2ForCausalLM"])
+    model.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.save_pretrained(tmp_path)
+    arguments = ["serve", str(tmp_path), "--tensor-parallel-size", str(tp), "--device", "cuda"]
+    served = serve._engine_config(make_parser("0", defaultdict(lambda: print)).parse_args(arguments))
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(
+            ValueError,
+            match=r"parallel_size=4: each of 4 ranks has 64 of ffn_hidden_size=256, which cuts the blocks of 128,128",
+        )
+    ):
+        read_model(served)
+    read_model(replace(served, load_format="dummy"))
 
 
 def test_layouts_that_do_not_fit_the_model_are_refused(tmp_path):

@@ -3,7 +3,9 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from megarl.cluster import WorkerDied
+import pytest
+
+from megarl.cluster import WorkerDied, WorkerLost
 from megarl.cluster.ranks import RankProcess
 from megarl.trainer.roles.restarts import EngineRestarts
 
@@ -48,6 +50,9 @@ class Run:
             if rank in self.engines.dead:
                 raise WorkerDied(process(rank), "out of memory", "")
 
+    def refuse_loss(self, lost: SimpleNamespace, why: str) -> None:
+        raise WorkerDied(process(lost.rank), "out of memory", "", [why])
+
 
 def test_each_new_engine_releases_what_the_others_have_released_though_the_next_does_not_start() -> None:
     engines, joined, connected = Engines(), [], []
@@ -59,3 +64,16 @@ def test_each_new_engine_releases_what_the_others_have_released_though_the_next_
     assert engines.starts == [0, 1, 1] and restarts.count == 3 and restarts.lacks_weights
     assert joined == [0, 1]
     assert connected == [set()]
+
+
+def test_an_engine_too_many_is_a_lost_process_also_where_no_call_showed_it() -> None:
+    """`trainer.max_restarts` starts a run again that loses a process, and after no other error."""
+    engines = Engines()
+    memory = SimpleNamespace(make_room=lambda group: None, join=lambda group, ranks: None)
+    restarts = EngineRestarts(Run(engines), engines, 1, memory, lambda: None, lambda version: None)
+    with pytest.raises(
+        WorkerLost,
+        match=r"(?s)rollout rank 1 .*1 engines were started anew already \(actor_rollout_ref\.rollout\.max_r",
+    ):
+        restarts.replace_lost()
+    assert engines.starts == [0]

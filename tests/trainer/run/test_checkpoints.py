@@ -1,5 +1,6 @@
 """When a run saves what, and from which checkpoint it goes on; the ranks' own states are a file here."""
 
+import errno
 import json
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints import CheckpointStore, seal_file, steps_in
-from megarl.cluster import WorkerFailed
+from megarl.cluster import WaitTimeout, WorkerFailed
 from megarl.cluster.ranks import RankError
 from megarl.config import SFTConfig, load_config, resolve, save_config
 from megarl.config.schema.run import SavingConfig
@@ -362,9 +363,7 @@ def test_a_deadline_leaves_time_for_files_that_are_written_in_the_background(
 def test_a_full_disk(tmp_path: Path, error: str) -> None:
     """The older checkpoint stays; the run ends, or goes on and says so."""
     full = OSError(28, "No space left on device", "x")
-    process = SimpleNamespace(role="actor", rank=1, host="h", pid=3, log_path="l")
-    told = RankError("OSError", "[Errno 28] No space left on device: 'x'", "", 0.0, "")
-    failure = full if error == "here" else WorkerFailed(process, told)
+    failure = full if error == "here" else failed("OSError", "[Errno 28] No space left on device: 'x'")
     for mode in ("stop", "continue"):
         checkpoints = start(tmp_path / mode, save_freq=1, on_save_error=mode)
         checkpoints.after(1, {}, last=False)
@@ -383,11 +382,43 @@ def test_a_full_disk(tmp_path: Path, error: str) -> None:
         checkpoints.run.store.close()
 
 
-def test_other_errors_of_ranks_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+PROCESS = SimpleNamespace(role="actor", rank=1, host="h", pid=3, log_path="l", name="actor rank 1")
+
+
+def failed(kind: str, message: str) -> WorkerFailed:
+    return WorkerFailed(PROCESS, RankError(kind, message, "", 0.0, ""))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [failed("KeyError", "x"), failed("TimeoutError", "rank 0 does not come"), WaitTimeout(5.0, [PROCESS], 1)],
+    ids=["another error", "a rank that waits", "no answer"],
+)
+def test_other_errors_of_ranks_are_not_taken_for_a_full_disk(tmp_path: Path, failure: Exception) -> None:
     checkpoints = start(tmp_path, save_freq=1, on_save_error="continue")
-    process = SimpleNamespace(role="actor", rank=1, host="h", pid=3, log_path="l")
-    checkpoints.groups["actor"].fails = WorkerFailed(process, RankError("KeyError", "x", "", 0.0, ""))
-    with pytest.raises(WorkerFailed):
+    checkpoints.groups["actor"].fails = failure
+    with pytest.raises(type(failure)):
+        checkpoints.after(1, {}, last=False)
+    checkpoints.run.store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ETIMEDOUT, errno.EEXIST, errno.ENOTDIR])
+def test_a_file_system_has_many_errors(tmp_path: Path, number: int) -> None:
+    """Python has classes of its own for some; a network file system that does not answer is a TimeoutError."""
+    checkpoints = start(tmp_path, save_freq=1, on_save_error="continue")
+    error = OSError(number, "it cannot be written", "x")
+    checkpoints.groups["actor"].fails = failed(type(error).__name__, str(error))
+    checkpoints.after(1, {}, last=False)
+    assert "step 1: no checkpoint, the run goes on" in checkpoints.run.said[-1]
+    checkpoints.run.store.close()
+
+
+def test_a_fault_of_one_role_is_not_hidden_by_a_full_disk_of_another(tmp_path: Path) -> None:
+    checkpoints = start(tmp_path, save_freq=1, on_save_error="continue")
+    checkpoints.groups |= {"critic": Ranks()}
+    checkpoints.groups["actor"].fails = failed("OSError", "[Errno 28] No space left on device: 'x'")
+    checkpoints.groups["critic"].fails = failed("KeyError", "x")
+    with pytest.raises(WorkerFailed, match="KeyError"):
         checkpoints.after(1, {}, last=False)
     checkpoints.run.store.close()
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megarl.cluster import WaitTimeout
+from megarl.cluster import WaitTimeout, WorkerDied
 from megarl.trainer.run import run as run_module
 from megarl.trainer.run.run import Run
 
@@ -26,3 +26,17 @@ def test_engines_that_return_nothing_for_too_long_are_an_error(tmp_path, monkeyp
     assert reported == [[engine], {"step": "none yet", "phase": "start"}]
     run.phase_timeout = None
     run.refuse_silence(time.monotonic() - 6.0, [engine])
+
+
+def test_a_loss_that_no_call_showed_has_a_report(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(
+        run_module, "write_report", lambda folder, failure, groups, facts: reported.append(failure)
+    )
+    monkeypatch.setattr(
+        run_module, "loss_of", lambda process, others: WorkerDied(process, "killed", "", others)
+    )
+    engine = SimpleNamespace(role="rollout", rank=0, host="h", pid=7, log_path="log")
+    with pytest.raises(WorkerDied, match="also: 3 engines were started anew already") as raised:
+        Run(tmp_path, Console(quiet=True)).refuse_loss(engine, "3 engines were started anew already")
+    assert reported == [raised.value]

@@ -174,7 +174,9 @@ def test_what_came_too_late_after_a_step_that_was_left_out_is_counted() -> None:
     for one in others:
         finish(state, one)
     keep(state)
-    state.drop_late(3)
+    state.receive(trajectories(slow, 1))
+    # Others are scored already; this one's score was requested, and nobody will collect it.
+    assert state.drop_late(3) == [f"{slow.uid}/0"]
     assert state.ready == [] and not state.prompts
     assert state.receive(trajectories(slow, 2)).num_rows == 0  # nobody waits for it any more
     state.ask(drawn(state, state.room(3, False)), version=3)

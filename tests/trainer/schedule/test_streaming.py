@@ -47,3 +47,13 @@ def test_engines_rest_while_a_reward_model_computes_on_their_gpus(gpu_id, judge_
     batches._score(run, roles, 3)
     assert rewards.log == (["interrupt", "score", "go_on"] if rests else ["score"])
     assert given_up == [group] and str(batches.problem) == "a score is nan"
+
+
+def test_scores_of_trajectories_that_are_dropped_are_given_up():
+    """The scorer would keep them to the end of the run."""
+    given_up = []
+    rewards = SimpleNamespace(scorer=SimpleNamespace(give_up=given_up.extend))
+    in_flight = SimpleNamespace(drop_late=lambda step: [f"a@{step - 2}/0", f"b@{step - 2}/1"])
+    batches = Streamed(None, None, None, rewards, iter(()), in_flight, overlapped=True, queue=None)
+    batches._drop_late(5)
+    assert given_up == ["a@3/0", "b@3/1"]

@@ -95,12 +95,10 @@ def kill_marked(mark: str, process_group: int | None = None) -> list[int]:
     return killed
 
 
-def main(pid: int, parent: int, mark: str, directories: list[str]) -> None:
-    """Waits for the end of `pid`, then cleans up."""
+def main(handle: int | None, pid: int, parent: int, mark: str, directories: list[str]) -> None:
+    """Waits for the end of `pid`, then cleans up. `handle`: its pidfd; None: it has ended already."""
     oom_kills = _oom_kills()
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
+    if handle is None:
         cause = "before its guard was there"
     else:
         _wait_for_end(handle, pid, parent)
@@ -137,6 +135,13 @@ def _wait_for_end(handle: int, pid: int, parent: int) -> None:
         if parent and parent_of(pid) != parent and not poller.poll(GRACE_SECONDS * 1000):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             parent = 0
+
+
+def _handle_of(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _exit_cause(handle: int) -> str:
@@ -184,6 +189,8 @@ def _environment(pid: str) -> bytes:
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGUSR1):  # for all processes of a job: the guard waits for its end
         signal.signal(number, signal.SIG_IGN)
+    # Before the process that started this one goes on: whatever ends it from then on, the guard knows how.
+    watched = _handle_of(int(sys.argv[1]))
     # A second fork: Ray kills the direct children of a worker that exits, and the guard must outlive it.
     if os.fork() == 0:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+        main(watched, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

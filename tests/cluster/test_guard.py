@@ -1,9 +1,26 @@
-"""Shared memory is removed with the scratch folder that names it."""
+"""A guard knows how its process ended, and removes shared memory with the scratch folder that names it."""
 
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 
+from megarl.cluster import guard
 from megarl.cluster.guard import NAMES, remove_scratch
+from tests.waiting import wait_for
+
+
+def test_a_guard_that_has_started_knows_how_its_process_ended(tmp_path: Path) -> None:
+    """Also of a process that is killed and gone at once, before the guard has done anything else."""
+    for number in range(20):
+        log = tmp_path / f"{number}.log"
+        with log.open("w") as out, subprocess.Popen(["sleep", "60"]) as process:
+            mark = f"MEGARL_TEST={tmp_path}"
+            guarded = [sys.executable, "-S", "-I", guard.__file__, str(process.pid), "0", mark]
+            subprocess.run(guarded, start_new_session=True, stdout=out, check=True)
+            process.kill()
+        wait_for(lambda log=log: guard.ENDED in log.read_text())
+        assert log.read_text().removeprefix(guard.ENDED).startswith("killed")
 
 
 def test_shared_memory_that_is_named_in_a_scratch_folder_goes_with_it(tmp_path: Path) -> None:

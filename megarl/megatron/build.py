@@ -13,6 +13,7 @@ Needs `init_parallel` first. Seen with megatron-core 0.19.2.
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.param_layout import FullParamLayout
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
@@ -36,7 +39,7 @@ from megarl.megatron.parallel import coords
 from megarl.megatron.prediction import PredictingModel, prediction_spec
 from megarl.megatron.sinks import settle_sinks
 from megarl.megatron.sparse.indexer import add_indexers
-from megarl.megatron.transformer_config import rope_arguments, transformer_config
+from megarl.megatron.transformer_config import has_transformer_engine, rope_arguments, transformer_config
 from megarl.models import BUFFERS, ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
 from megarl.models.lora import linear_weights
@@ -179,7 +182,36 @@ def wrap_for_training(
             group.param_gather_dispatched = (
                 True  # all ranks have all weights: nothing is to be gathered before the first step
             )
+        for chunk in wrapped:
+            _gather_for_other_readers(chunk)
     return wrapped
+
+
+def _gather_for_other_readers(chunk: DistributedDataParallel) -> None:
+    """Gather late weights before other modules than their own read them.
+
+    Megatron (0.19.2) gathers a module's own weights before the module is called. It never calls the convolution of a gated delta net, whose
+    weight the delta net reads, nor shared experts that compute while tokens are sent: their parts are called, on a stream of their own.
+    """
+    for module in chunk.modules():
+        if isinstance(module, GatedDeltaNet):
+            # After the projection, which comes before the convolution: buckets are gathered in this order.
+            module.in_proj.register_forward_hook(partial(_gather, chunk, module.conv1d))
+        elif (
+            isinstance(module, MoELayer)
+            and module.shared_experts is not None
+            and module.shared_expert_overlap
+        ):
+            # All of their weights, so that the layer's other weights in the same buckets are there for the main stream, too.
+            module.router.register_forward_hook(partial(_gather, chunk, module.shared_experts))
+
+
+def _gather(chunk: DistributedDataParallel, module: torch.nn.Module, *unused: Any) -> None:
+    """Wait until a module's weights are gathered, as Megatron's hooks of modules do. `unused`: what a hook is given."""
+    for parameter in module.parameters():
+        group = chunk.param_to_bucket_group.get(parameter)  # None: it is frozen
+        if group is not None:
+            group.finish_param_sync(skip_next_bucket_dispatch=chunk.ddp_config.align_param_gather)
 
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
@@ -301,7 +333,7 @@ def _build_chunk(
             **rope_arguments(config),
         )
     forget_routings(model)
-    settle_sinks(model)
+    settle_sinks(model, fused=has_transformer_engine())
     add_indexers(model, config, layers, trained=indexers)
     allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU

@@ -3,11 +3,13 @@
 Written against megatron-core 0.19.2 and Transformer Engine 2.18, which has sinks of packed sequences in cuDNN's attention from 9.18 on.
 """
 
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from torch import Tensor
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout
@@ -74,12 +76,23 @@ def bias_settings(config: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def settle_sinks(model: GPTModel) -> None:
-    """Give attention's sinks the model's type, and mark them as cut over tensor parallel ranks.
+def settle_sinks(model: GPTModel, *, fused: bool) -> None:
+    """Give attention's sinks the model's type, mark them as cut over tensor parallel ranks, and let gradients of context parallel ranks add up.
 
-    Transformer Engine (2.18) makes them in float32 and without the mark; a gradient's norm would count the first rank's alone.
+    Transformer Engine (2.18) makes them in float32 and without the mark; a gradient's norm would count the first rank's alone. It computes
+    the gradient of a head's sink from the tokens of all context parallel ranks (`AttnFuncWithCPAndQKVOA2A`) and gives it to each of these,
+    over which gradients are summed.
+
+    fused: whether attention is Transformer Engine's.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(".softmax_offset"):
             parameter.data = parameter.data.to(model.config.params_dtype)
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            if fused and model.config.context_parallel_size > 1:
+                parameter.register_hook(partial(_part, ranks=model.config.context_parallel_size))
+
+
+def _part(gradient: Tensor, ranks: int) -> Tensor:
+    """A gradient that equal ones of so many ranks add up to."""
+    return gradient / ranks

@@ -1,13 +1,29 @@
 """Loss, gradient norm and the loss after one optimizer step: Hugging Face's model and every layout agree."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
-from tests.megatron.parity import OPTIM, VOCAB, Case, check, train_gathering, train_hugging_face
+from examples.tiny_model import make_tiny_model
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import wrap_for_training
+from megarl.megatron.optimizer import build_optimizer
+from tests.megatron.parity import (
+    OPTIM,
+    VOCAB,
+    Case,
+    check,
+    load_model,
+    take_steps,
+    train_gathering,
+    train_hugging_face,
+)
 from tests.ranks import RankPool
 
 
@@ -112,6 +128,45 @@ def test_weights_that_are_gathered_late_are_the_same_bits(ranks: RankPool, untie
         assert late.history == early.history
         assert late.weights == early.weights
         assert late.incomplete > 0 and early.incomplete == 0  # before they were gathered
+
+
+def _read_by_others(rank: int, world: int, folder: str, overlap: bool) -> dict[str, list[bool]]:
+    """Two steps with a bucket for each weight. Returns: whether weights were there when modules that do not have them read them, by name."""
+    layout = ParallelLayout(world=world)
+    options = {"overrides": {"moe_shared_expert_overlap": overlap}}
+    _, chunks = load_model(rank, folder, layout, **options)
+    (chunk,) = wrap_for_training(
+        chunks, overlap_grad_reduce=True, overlap_param_gather=True, overrides={"bucket_size": 1}
+    )
+    found: dict[str, list[bool]] = {}
+
+    def look(name: str, weight: torch.nn.Parameter, *unused: Any) -> None:
+        group = chunk.param_to_bucket_group[weight]
+        there = group.param_gather_dispatched and group.param_gather_handle is None
+        found.setdefault(name, []).append(there)
+
+    for module in chunk.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.in_proj.register_forward_hook(partial(look, "conv1d", module.conv1d.weight))
+        elif isinstance(module, MoELayer):
+            # Shared experts begin after the router, before other experts.
+            gate = module.shared_experts.gate_weight
+            module.router.register_forward_hook(partial(look, "gate_weight", gate))
+    take_steps([chunk], *build_optimizer([chunk], OPTIM), layout)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_weights_that_other_modules_read_are_gathered_before(
+    ranks: RankPool, tmp_path: Path, overlap: bool
+) -> None:
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 4, "vocab_size": VOCAB}
+    make_tiny_model(tmp_path / "model", ["two words"], family="qwen3_next", **sizes)
+    for found in ranks.run(_read_by_others, str(tmp_path / "model"), overlap, world=2):
+        if not overlap:
+            del found["gate_weight"]  # the module that has the gate is called, after the router
+        assert {name: all(there) for name, there in found.items()} == dict.fromkeys(found, True)
+        assert "conv1d" in found
 
 
 def test_plain_optimizer_changes_nothing(ranks: RankPool, untied: Case) -> None:

@@ -2,12 +2,13 @@
 
 Guarantees, each asserted by a test:
 - Loaded into the layout that saved it everything is bit-identical: weights, optimizer states, learning rate, loss scale,
-  random numbers, and so the steps that follow. In another layout random streams start anew from seed and step.
+  random numbers, and so the steps that follow. In another layout, or on another kind of device, random streams start anew from seed and step.
 - Loaded into any other layout, with a distributed optimizer or without, model and optimizer are the same to the bit.
 - Every element is written once, by the rank with the least to write among its holders; no rank holds more of the model than
   its own part, nor reads elements that it does not hold.
 - A checkpoint that does not fit is refused on all ranks before a weight is changed; error messages name the tensor, its shape in the
   checkpoint and the expected one.
+- A rank that cannot read its part makes all ranks raise: none waits for it, and none goes on alone.
 - A background save has the state at the time when `begin_save` returned.
 - Nothing is unpickled but tensors and plain types.
 
@@ -59,6 +60,7 @@ from megarl.megatron.checkpoint.places import (
 )
 from megarl.megatron.checkpoint.states import (
     num_steps,
+    of_this_device,
     optimizer_items,
     random_states,
     restart_random_states,
@@ -226,7 +228,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Loaded:
-    """How a checkpoint was loaded. `exact`: random numbers go on too; else they were begun anew (another layout)."""
+    """How a checkpoint was loaded. `exact`: random numbers go on too; else they were begun anew (another layout or kind of device)."""
 
     num_steps: int
     exact: bool
@@ -290,10 +292,10 @@ def finish_save(
 
     Raises:
         OSError: a rank could not write; raised on all ranks, and the others name the rank.
-        RuntimeError: on the others, where a rank raised another exception; they name it.
+        ValueError, RuntimeError: on the others, where a rank raised another exception; they name the rank.
     """
     error = saving.written.exception()
-    _raise_on_all(error)
+    _raise_on_all(error, "save")
     contents, facts = saving.written.result()
     rank = torch.distributed.get_rank()
     files = {file_name(rank): facts}
@@ -304,7 +306,7 @@ def finish_save(
             files |= companions() if companions is not None else {}
         except Exception as failure:  # raised on all ranks
             error = failure
-    _raise_on_all(error)
+    _raise_on_all(error, "save")
     return files
 
 
@@ -312,35 +314,52 @@ def load_states(folder: str | Path, states: RankStates) -> Loaded:
     """Continue with the states of a checkpoint; all ranks of the role call it.
 
     Raises:
-        ValueError: on all ranks: the checkpoint is of another model, base model, dtype or kind of training, or is incomplete;
-            no weight has been changed.
-            On a rank alone: a file is damaged; some states have been changed.
+        ValueError: the checkpoint is of another model, base model, dtype or kind of training, or is incomplete, and no weight has been
+            changed; or a file is damaged, and some states have been changed.
+        OSError: a file cannot be read.
+            Both are raised on all ranks; where one rank alone had an error of reading, the others name the rank.
     """
     folder = Path(folder)
     problems: list[str] = []
     items: list[Item] = []
-    reader, about = None, {}
+    reader, about, error = None, {}, None
     try:
         about = _read_about(folder, states)
         reader = DCPReader(folder)
         set_num_steps(states.optimizer, about["num_steps"])
         items = states.items(states.places)
         problems = list(mistakes_of(reader, items, states.places.padded))
-    except ValueError as error:
-        problems.append(str(error))
+    except ValueError as mistake:
+        problems.append(str(mistake))
+    except Exception as failure:  # raised on all ranks
+        error = failure
+    _raise_on_all(error, "load")
     stored = reader.tensors.keys() if reader else ()
     _refuse_on_all(folder, problems, {item.key for item in items}, stored)
     assert reader is not None
-    fill(reader, items)
+    loaded = None
+    try:
+        fill(reader, items)
+        loaded = Loaded(about["num_steps"], _set_numbers(reader, about, states))
+    except Exception as failure:  # raised on all ranks
+        error = failure
+    _raise_on_all(error, "load")
+    assert loaded is not None
+    return loaded
+
+
+def _set_numbers(reader: DCPReader, about: Mapping[str, Any], states: RankStates) -> bool:
+    """Continue with the schedule, the loss scale and the random numbers. Returns: whether the latter go on, and are not begun anew."""
     set_schedule(states.scheduler, about["schedule_steps"])
     if about["loss_scale"] is not None and states.optimizer.config.fp16:
         set_scaler_state(states.optimizer, about["loss_scale"])
-    exact = about["layout"] == json.loads(json.dumps(asdict(states.layout)))  # JSON has lists for tuples
-    if exact:
-        set_random_states(reader.load_object(_random_key())[0])
-    else:
-        restart_random_states(states.seed, about["num_steps"])
-    return Loaded(about["num_steps"], exact)
+    if about["layout"] == json.loads(json.dumps(asdict(states.layout))):  # JSON has lists for tuples
+        saved = reader.load_object(_random_key())[0]
+        if of_this_device(saved):
+            set_random_states(saved)
+            return True
+    restart_random_states(states.seed, about["num_steps"])
+    return False
 
 
 def share_out(held: Sequence[Sequence[tuple[Any, int]]]) -> list[list[int]]:
@@ -456,21 +475,25 @@ def _decided(value: Any, decide: Callable[[list[Any]], Any]) -> Any:
     return answer[0]
 
 
-def _raise_on_all(error: BaseException | None) -> None:
-    """Raise on every rank an error that occurred on one: on the others an OSError, where it is one there, else a RuntimeError."""
-    own: tuple[int | None, str] | None = None
+def _raise_on_all(error: BaseException | None, action: str) -> None:
+    """Raise on every rank an error that occurred on one. On the others it names the rank and the action, and is an OSError or a ValueError
+    where it is one there, else a RuntimeError."""
+    own: tuple[int | None, bool, str] | None = None
     if isinstance(error, OSError):
-        own = (error.errno if error.errno is not None else errno.EIO, str(error))
+        own = (error.errno if error.errno is not None else errno.EIO, False, str(error))
     elif error is not None:
-        own = (None, f"{type(error).__name__}: {error}")
-    errors: list[tuple[int | None, str] | None] = [None] * torch.distributed.get_world_size()
+        own = (None, isinstance(error, ValueError), str(error) or type(error).__name__)
+    errors: list[tuple[int | None, bool, str] | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(errors, own)
     if error is not None:
         raise error
     for rank, found in enumerate(errors):
         if found is not None:
-            number, message = found[0], f"rank {rank} could not save: {found[1]}"
-            raise RuntimeError(message) if number is None else OSError(number, message)
+            number, mistaken, text = found
+            message = f"rank {rank} could not {action}: {text}"
+            if number is not None:
+                raise OSError(number, message)
+            raise ValueError(message) if mistaken else RuntimeError(message)
 
 
 def _refuse_on_all(folder: Path, problems: list[str], wanted: set[str], stored: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """A rank's states other than weights, as they are saved and restored: optimizers, schedule, loss scale and random numbers.
 
-Random numbers continue exactly, or start anew where another layout has other streams.
+Random numbers continue exactly, or start anew where another layout or kind of device has other streams.
 """
 
 import random
@@ -174,8 +174,14 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def of_this_device(states: Mapping[str, Any]) -> bool:
+    """Whether `random_states` gave these states on the kind of device that is here: states of a GPU's generator, which Megatron's streams also
+    are, have another form than those of a CPU's."""
+    return ("cuda" in states) == platform.is_cuda()
+
+
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue with states that `random_states` gave; streams that were begun since go on as they are."""
+    """Continue with states that `random_states` gave on this kind of device; streams that were begun since go on as they are."""
     torch.set_rng_state(states["torch"])
     if platform.is_cuda():
         torch.cuda.set_rng_state(states["cuda"])

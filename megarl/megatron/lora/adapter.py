@@ -30,6 +30,7 @@ from torch.nn.functional import linear, rms_norm
 
 from megarl import platform
 from megarl.config.schema.models import LoraConfig
+from megarl.megatron.cpu.torch_te import rms_norm as rms_norm_in_float32
 from megarl.megatron.lora.fp8_base import exact_weight
 from megarl.models.computed import LowRankTerm
 from megarl.models.lora import AdapterSlot, scaling
@@ -442,7 +443,8 @@ def _normed(layer: torch.nn.Module, x: Tensor) -> Tensor:
     if weight is None:
         return x
     if layer.zero_centered_gamma:
-        weight = 1 + weight
+        # 1 + weight is float32 in Transformer Engine (2.18): torch's norm in one kernel would need it in the type of x, with fewer bits.
+        return rms_norm_in_float32(x, 1 + weight.float(), layer.eps)
     return rms_norm(x, (x.shape[-1],), weight, layer.eps)
 
 

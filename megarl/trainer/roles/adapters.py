@@ -13,6 +13,7 @@ from megarl.config.problems import raise_if_any
 from megarl.config.schema.supervised import TuningConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
+from megarl.models.layers import SHARED
 from megarl.models.lora import adapted_layers, adapted_weights, check_expert_groups, scaling, why_not_served
 from megarl.rollout.engine import AdapterConfig
 
@@ -40,15 +41,17 @@ def adapter_problems(
     problems: list[str] = []
     if isinstance(config, TuningConfig):
         devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        problems += _problems("model", config.model.lora, config.megatron, devices, model)
+        problems += _problems("model", config.model.lora, "megatron", config.megatron, devices, model)
         return problems
     policy, own = config.actor_rollout_ref, config.critic
     devices = pool_devices(config.resource_pools, policy.actor.resource_pool)
-    key = "actor_rollout_ref.model"
-    problems += _problems(key, policy.model.lora, policy.actor.megatron, devices, model)
+    key, section = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
+    problems += _problems(key, policy.model.lora, section, policy.actor.megatron, devices, model)
     if critic is not None:
         devices = pool_devices(config.resource_pools, own.resource_pool)
-        problems += _problems("critic.model", own.model.lora, own.megatron, devices, critic)
+        problems += _problems(
+            "critic.model", own.model.lora, "critic.megatron", own.megatron, devices, critic
+        )
     return problems or list(_serving_problems(config, model))
 
 
@@ -60,14 +63,14 @@ def _serving_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def _problems(
-    key: str, lora: LoraConfig, megatron: MegatronConfig, devices: int, model: ModelConfig
+    key: str, lora: LoraConfig, section: str, megatron: MegatronConfig, devices: int, model: ModelConfig
 ) -> Iterator[str]:
-    """The problems of one model's adapters. `key`: of the section around `lora`; `devices`: how many the model is on."""
+    """The problems of one model's adapters. `key`: of the section around `lora`; `section`: of `megatron`; `devices`: how many the model is on."""
     if lora.rank == 0:
         return
     layout = ParallelLayout.from_config(megatron, devices)
     try:
-        adapted_weights(model, lora)
+        weights = adapted_weights(model, lora)
         check_expert_groups(model, lora, layout.ep)
         if lora.base_dtype is not None:
             from megarl.models.float8 import check_base_block  # which imports torch, and so takes seconds
@@ -76,6 +79,14 @@ def _problems(
     except ValueError as error:
         yield f"{key}.{error}"
         return
+    tp, overlap = megatron.tensor_model_parallel_size, "moe_shared_expert_overlap"
+    overlaps = (megatron.override_transformer_config or {}).get(overlap)
+    if tp > 1 and overlaps and any(f".{SHARED}" in name for name in weights):
+        yield (
+            f"{key}.lora.rank={lora.rank}: adapters of shared experts go without {section}.override_transformer_config.{overlap}=true where "
+            f"{section}.tensor_model_parallel_size={tp} is over 1: Megatron-core (0.19.2) gathers and sums their tokens outside of the layers "
+            f"then, which adapters do within; set it to false, or leave shared experts out ({key}.lora.exclude_modules=['*.{SHARED}*'])"
+        )
     if lora.adapter_path is None:
         return
     from megarl.checkpoints.hf.peft import PeftReader

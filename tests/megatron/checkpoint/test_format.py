@@ -16,16 +16,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from examples.tiny_model import make_tiny_model
+from megarl import platform
 from megarl.checkpoints import FileFacts
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.layout import Box
 from megarl.megatron.build import local_parameters, unwrap
+from megarl.megatron.checkpoint import checkpoint
 from megarl.megatron.checkpoint.checkpoint import (
     BaseModel,
+    Loaded,
     begin_save,
     finish_save,
     identify,
@@ -34,6 +38,7 @@ from megarl.megatron.checkpoint.checkpoint import (
     share_out,
 )
 from megarl.megatron.checkpoint.places import boxes_of_range
+from megarl.megatron.checkpoint.states import of_this_device, random_states, restart_random_states
 from megarl.models import read_model_config
 from tests.disks import small_disk
 from tests.megatron.parity import VOCAB
@@ -330,4 +335,80 @@ def test_a_fault_of_one_rank_is_no_file_error_of_the_others(
 ) -> None:
     """`trainer.on_save_error` is about files."""
     kinds = ranks.run(_save_with_fault, model, str(tmp_path / "actor"), written, world=2)
-    assert kinds == ["ValueError", "RuntimeError"]
+    assert kinds == ["ValueError", "ValueError"]
+
+
+def _load_with_another(
+    rank: int, world: int, model: str, folder: str, unreadable: str
+) -> tuple[type[Exception], str]:
+    """Load, with a folder of its own on rank 1."""
+    trainee = Trainee(rank, world, model, Setting(world, {}))
+    with pytest.raises((OSError, ValueError)) as caught:
+        load_states(unreadable if rank == 1 else folder, trainee.states)
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__1_0.distcp"])
+def test_a_file_that_one_rank_cannot_read_is_named_on_all_ranks(
+    ranks: RankPool, model: str, saved: Path, tmp_path: Path, file: str
+) -> None:
+    unreadable = tmp_path / "unreadable"
+    shutil.copytree(saved, unreadable)
+    (unreadable / file).unlink()
+    (unreadable / file).mkdir()
+    (other, text), (own, cause) = ranks.run(
+        _load_with_another, model, str(saved), str(unreadable), world=2, timeout=60
+    )
+    assert own is IsADirectoryError and str(unreadable / file) in cause
+    assert issubclass(other, OSError) and text.endswith(f"rank 1 could not load: {cause}")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_file_that_is_damaged_for_one_rank_is_named_on_all_ranks(
+    ranks: RankPool, model: str, saved: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved, folder)
+    file = folder / "__1_0.distcp"
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    (other, text), (own, cause) = ranks.run(_load_with_another, model, str(saved), str(folder), world=2)
+    assert own is other is ValueError
+    assert file.name in cause and text == f"rank 1 could not load: {cause}"
+
+
+def _go_on_from_another_device(rank: int, world: int, model: str, folder: str) -> tuple[Loaded, bool]:
+    """Save random states as a GPU has them, and load. Returns: how, and whether the streams are those that begin anew."""
+    trainee = Trainee(rank, world, model, ONE)
+    generator = torch.zeros(16, dtype=torch.uint8)  # seed and offset: a CPU's generator has a longer state
+    own = random_states()
+    foreign = own | {"cuda": generator, "streams": dict.fromkeys(own["streams"], generator)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoint, "random_states", lambda: foreign)
+        save_states(folder, trainee.states)
+    loaded = load_states(folder, trainee.states)
+    with get_cuda_rng_tracker().fork():
+        drawn = torch.rand(3)
+    restart_random_states(trainee.states.seed, loaded.num_steps)
+    with get_cuda_rng_tracker().fork():
+        return loaded, torch.equal(drawn, torch.rand(3))
+
+
+def test_random_states_of_another_kind_of_device_begin_anew(
+    ranks: RankPool, model: str, tmp_path: Path
+) -> None:
+    results = ranks.run(_go_on_from_another_device, model, str(tmp_path / "saved"), world=1)
+    assert results == [(Loaded(num_steps=0, exact=False), True)]
+
+
+@pytest.mark.parametrize("saved_on_gpu", [False, True])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_random_states_tell_their_kind_of_device(
+    monkeypatch: pytest.MonkeyPatch, saved_on_gpu: bool, gpu: bool
+) -> None:
+    monkeypatch.setattr(platform, "is_cuda", lambda: saved_on_gpu)
+    states = random_states()
+    monkeypatch.setattr(platform, "is_cuda", lambda: gpu)
+    assert of_this_device(states) == (gpu == saved_on_gpu)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads.outputs import lm_head
-from megarl.megatron.lora.adapter import EXPERT, OWN, TENSOR, GroupedLinear, drop, start_streams
+from megarl.megatron.lora.adapter import EXPERT, OWN, TENSOR, GroupedLinear, _normed, drop, start_streams
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
@@ -166,3 +167,18 @@ def test_grouped_weights_are_one_product_or_one_each(
     assert not grads[1][1].any() and not grads[1][4].any()
     nothing = GroupedLinear([0] * 5, x.device)(x[:0], weight)
     assert nothing.shape == (0, outer)
+
+
+def test_norms_around_zero_add_one_in_float32() -> None:
+    """As Transformer Engine does, in whose layers they are: 1 + weight has 8 bits less in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.01 * torch.randn(64, generator=generator)).bfloat16()
+    layer = SimpleNamespace(layer_norm_weight=weight, zero_centered_gamma=True, eps=1e-6)
+    x = torch.randn(32, 1, 64, generator=generator).bfloat16().requires_grad_()
+    normed = _normed(layer, x)
+    wide = x.detach().double().requires_grad_()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + layer.eps).rsqrt() * (1 + weight.double())
+    assert normed.dtype == torch.bfloat16 and torch.equal(normed, expected.bfloat16())
+    normed.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad, wide.grad.bfloat16(), rtol=2**-8, atol=1e-6)

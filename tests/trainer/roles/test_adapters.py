@@ -46,6 +46,28 @@ def test_blocks_that_shards_cut_are_refused(task: Path) -> None:
         check(task, *keys)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_adapters_of_shared_experts_that_overlap_are_refused(tmp_path: Path, family: str) -> None:
+    """Megatron gathers their tokens outside of the layers then, where tensor parallel ranks share them."""
+    model = read_model_config(str(make_tiny_model(tmp_path / "model", ["some text"], family=family)))
+    overlap = "megatron.override_transformer_config={moe_shared_expert_overlap: true}"
+
+    def check_tuning(*overrides: str) -> None:
+        recipe = REPOSITORY / "recipes/quickstart_sft.yaml"
+        check_adapters(resolve(load_config(SFTConfig, recipe, ["model.lora.rank=8", *overrides])), model)
+
+    check_tuning()  # the recipe has two tensor parallel ranks
+    check_tuning(overlap, "megatron.tensor_model_parallel_size=1")
+    check_tuning(overlap, "model.lora.rank=0")
+    check_tuning(overlap, "model.lora.exclude_modules=['*.mlp.shared_expert*']")
+    with pytest.raises(ValueError) as caught:
+        check_tuning(overlap)
+    assert (
+        "model.lora.rank=8: adapters of shared experts go without megatron.override_transformer_config"
+        in (str(caught.value))
+    )
+
+
 def test_an_adapter_of_another_kind_is_refused(task: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     peft = get_peft_model(model, PeftConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))

@@ -43,7 +43,9 @@ def renew_derived(model: torch.nn.Module) -> None:
     """Recompute the tensors that the model derives from its parameters: latent attention's absorbed projections, and the factors of norms
     that multiply by 1 + weight, which some of SGLang's kernels are given (layers/layernorm.py, GemmaRMSNorm).
 
-    SGLang's models have a method for the projections. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
+    SGLang's models have a method for the projections. SGLang calls it after its own loaders, but not after a custom one (0.5.21). The method
+    writes into the projections, but makes their scale anew (models/deepseek_common/deepseek_weight_loader.py, float8 by other blocks than
+    128 x 128): CUDA graphs would go on reading the scale that was there when they were captured.
     """
     for module in model.modules():
         factor = getattr(module, "gemma_weight", None)
@@ -51,7 +53,12 @@ def renew_derived(model: torch.nn.Module) -> None:
             torch.add(module.get_parameter("weight").data, 1.0, out=factor)
     renew = getattr(model, "post_load_weights", None)
     if renew is not None:
+        scales = [(module, getattr(module, "w_scale", None)) for module in model.modules()]
         renew()
+        for module, scale in scales:
+            made = getattr(module, "w_scale", None)
+            if isinstance(scale, torch.Tensor) and isinstance(made, torch.Tensor) and made is not scale:
+                module.w_scale = scale.copy_(made)
 
 
 def set_cache_scales(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds of a tiny model, and what is planned for it, term by term."""
+"""The bytes that a rank of a tiny model holds, and the planned bytes, term by term."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ Terms = dict[str, int]
 def measure_rank(
     rank: int, world: int, folder: str, sizes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Terms, Terms]:
-    """Bytes of this rank after a training step (of activations the most in it), and those that are planned.
+    """This rank's bytes after a training step (for activations, the peak within it), and the planned bytes.
 
-    Activations are planned for modules in torch. `options`: of `build`.
+    The plan of activations assumes modules in torch. `options`: arguments of `build`.
     """
     built = build(rank, world, folder, sizes, **options)
     head = value_head if options.get("head") == "value" else lm_head(vocab_size=VOCAB, chunk_tokens=16)
     depth = built.config.num_mtp_layers if options.get("mtp") else 0
-    # Equally long ones: the plan counts so; of full chunks where there are gated delta nets.
+    # Sequences of equal length, as the plan assumes; with gated delta nets, of full chunks.
     lengths = LENGTHS if built.config.delta_net is None else (64,) * len(LENGTHS)
     micro_batches = batches(built.layout, depth, lengths, each=2)[:1] * (2 * built.layout.pp)
     loss = with_predictions(_loss, depth, 0.1, "") if depth else _loss
@@ -98,7 +98,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
 
 
 def _check_names(built: Built, tensors: StageTensors) -> None:
-    """The tensors that are planned with are the model's own, name by name and shape by shape, in its order."""
+    """The planned tensors have the names and shapes of the model's own tensors, in the model's order."""
     held = {
         f"{index}:{name}": tuple(parameter.shape)
         for index, chunk in enumerate(unwrap(built.chunks))
@@ -106,5 +106,5 @@ def _check_names(built: Built, tensors: StageTensors) -> None:
         if not name.endswith(SCALES)
     }
     assert {tensor.name: tensor.shape for tensor in (*tensors.weights, *tensors.adapters)} == held
-    if not tensors.adapters:  # which the model's own weights surround, frozen: their order decides nothing
+    if not tensors.adapters:  # with adapters the model's own weights are frozen: their order is irrelevant
         assert [tensor.name for tensor in tensors.weights] == list(held)

@@ -24,7 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {"num_experts_per_tok": 3},
-    # Widths of which two ranks' parts are multiples of 64, at which Megatron lets parameters begin.
+    # With these widths each of two ranks has multiples of 64 elements, to which Megatron aligns parameters.
     **{name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16} for name in QWEN_HYBRIDS},
     "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64},
     "deepseek_v3 with narrow values": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 48},
@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
 }
 PREDICTING = "deepseek_v3 with two layers of multi-token prediction"
-LORA = LoraConfig(rank=8)  # all sizes are multiples of 64, at which Megatron lets parameters begin
+LORA = LoraConfig(rank=8)  # all sizes are multiples of 64, to which Megatron aligns parameters
 
 
 def make_models(folder: Path, families: Iterable[str] = tuple(FAMILIES)) -> dict[str, str]:
@@ -97,8 +97,8 @@ def build(
     muon: bool = False,
     overlap: bool = False,
 ) -> Built:
-    """Ready to be trained, with random weights."""
-    from megatron.core import parallel_state  # once megarl's seam is installed
+    """A model that is ready for training, with random weights."""
+    from megatron.core import parallel_state  # after megarl's seam is installed
 
     layout = ParallelLayout(world=world, **sizes)
     init_parallel(layout, rank, world)

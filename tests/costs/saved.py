@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Kept:
-    """Bytes that are kept now, the most there were, and the tensors that were kept at that time (by shape, type)."""
+    """Bytes that are kept now, their peak, and the tensors that were kept at the peak (by shape, type)."""
 
     now: int = 0
     peak: int = 0
@@ -20,7 +20,7 @@ class Kept:
 
 
 class _SavedTensor:
-    """What a graph holds instead of a tensor, as long as it needs it."""
+    """Takes a saved tensor's place in the autograd graph, for as long as the graph keeps it."""
 
     def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
         self.tensor, self.kept = tensor, kept
@@ -41,7 +41,7 @@ class _SavedTensor:
 
 @contextlib.contextmanager
 def kept_tensors(but: Iterable[torch.Tensor]) -> Iterator[Kept]:
-    """Counts while it is active; storages of `but` (parameters) and of integers (token ids) are left out."""
+    """Counts within its `with` block; storages of `but` (parameters) and of integers (token ids) are left out."""
     kept, others = Kept(), {tensor.untyped_storage()._cdata for tensor in but}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedTensor:

@@ -1,4 +1,4 @@
-"""Activations: what is planned is, to a few percent, what autograd keeps on real ranks."""
+"""Planned activations equal the bytes that autograd keeps on real ranks, to a few percent."""
 
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def test_layouts(
     "sizes", [{"ep": 2}, {"tp": 2, "sp": True, "etp": 2}, {"tp": 2, "sp": True, "ep": 2}], ids=str
 )
 def test_layouts_of_experts(ranks: RankPool, folders: dict[str, str], sizes: dict[str, Any]) -> None:
-    """All ranks together: how many tokens each one's experts are given is up to the router."""
+    """Summed over all ranks, since the router decides how many tokens each rank's experts get."""
     results = ranks.run(measure_rank, folders["glm4_moe"], sizes, {}, world=2)
     found, planned = (sum(terms["activations"] for terms in column) for column in zip(*results, strict=True))
     assert planned == pytest.approx(found, rel=TOLERANCE)

@@ -34,11 +34,11 @@ def test_peaks_are_reached_and_nothing_else_costs_anything() -> None:
     assert ideal.host == H100.host and ideal.latency(512) == 0.0
     assumed = {field.name: getattr(ideal.assumed, field.name) for field in fields(Assumptions)}
     assert set(assumed.values()) == {0.0, 0.5, 1.0}
-    assert {name for name, value in assumed.items() if value == 0.5} == {"prompt", "response"}  # of the data
+    assert {name for name, value in assumed.items() if value == 0.5} == {"prompt", "response"}  # the data's
 
 
 def test_a_forward_pass_takes_its_operations() -> None:
-    """The head leaves prompts out; of a pair of tokens a causal half counts."""
+    """The head is computed for responses only; of all pairs of tokens the causal half counts."""
     layers = 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944)
     pairs = 28 * 2 * 2 * 28 * 128 * (1000 + 1) / 2
     by_hand = 64 * (1000 * (2 * layers + pairs) + 800 * 2 * 152064 * 3584)
@@ -47,7 +47,7 @@ def test_a_forward_pass_takes_its_operations() -> None:
 
 
 def test_layers_in_float8_are_bound_by_its_peak() -> None:
-    """Attention and head by that of bfloat16."""
+    """Attention and head are bound by the peak of bfloat16."""
     layers = 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944)
     others = 1000 * 28 * 2 * 2 * 28 * 128 * (1000 + 1) / 2 + 800 * 2 * 152064 * 3584
     for ends, part in (((0, 0), 1.0), ((2, 5), 21 / 28)):
@@ -62,8 +62,8 @@ def test_few_tokens_take_the_time_of_the_weights() -> None:
 
 
 def test_an_update_is_followed_by_the_optimizer() -> None:
-    """Of the four data parallel ranks each has a quarter of the states: gradient read, master copy and moments read and written, weight
-    written."""
+    """Each of four data parallel ranks has a quarter of the states: it reads the gradient, reads and writes master copy and moments, and
+    writes the weight."""
     own = 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944) / 2 / 4
     adam = own * (4 + 2 * 12 + 2) / 3.35e12
     computed = pass_floor(passes("adapters"), 512, 200, 800) * 3 / 2
@@ -72,7 +72,7 @@ def test_an_update_is_followed_by_the_optimizer() -> None:
 
 def test_each_token_reads_weights_and_cache() -> None:
     found = generation_floor(SERVED, EngineLoad(64, 64, 100, 500, 4000, 64))
-    embedding = 152064 * 3584 // 2 * 2  # no head: a row of it for each token
+    embedding = 152064 * 3584 // 2 * 2  # not read like a head: a token looks up one row
     read = 500 * ((7 << 30) - embedding + 64 * (100 + 250) * (28 << 10)) / 3.35e12
     assert found.decode == pytest.approx(read, rel=1e-3)
     assert found.prefill == pytest.approx(64 * 100 * FLOPS.forward(50.5) / 2 / 989e12)

@@ -1,4 +1,4 @@
-"""Peaks are of the card that is there, not of another one of its generation."""
+"""A card's peak is its own, not another card's of the same generation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What leaves the devices of a run, as its configuration has it."""
+"""Which engines and parts of models leave a run's devices, according to its configuration."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def config_of(*overrides: str) -> TrainConfig:
         ((f"{FREE}=false",), ("global",), False),
         ((f"{FREE}=true",), (), True),
         (APART, ("global", "serve"), False),
-        (JUDGED, ("global", "serve"), True),  # by the reward model, which is trained nowhere but evaluated
+        (JUDGED, ("global", "serve"), True),  # for the reward model, which is only evaluated
         (JUDGED, ("global",), False),
     ],
 )

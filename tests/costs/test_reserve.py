@@ -1,4 +1,4 @@
-"""What is on a GPU beside planned tensors: each term by what causes it."""
+"""A GPU's memory in addition to planned tensors: each term by its cause."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ ENGINE = EngineRank(tp=8, requests=256, vocab_size=152064, latent=False)
     ("layout", "expected"),
     [
         (ParallelLayout(world=1), 0),
-        (ParallelLayout(world=8), 2),  # all, and data parallel ranks
+        (ParallelLayout(world=8), 2),  # all ranks, and data parallel ranks
         (ParallelLayout(world=8, tp=2), 3),
-        (ParallelLayout(world=8, tp=2, pp=2), 5),  # and the norm's, and the one neighbour
-        (ParallelLayout(world=16, tp=2, pp=4), 6),  # two neighbours in the middle
-        (ParallelLayout(world=8, cp=2), 3),  # all, context, data with context
+        (ParallelLayout(world=8, tp=2, pp=2), 5),  # also the norm's, and one pipeline neighbour's
+        (ParallelLayout(world=16, tp=2, pp=4), 6),  # two pipeline neighbours in the middle
+        (ParallelLayout(world=8, cp=2), 3),  # all ranks, context, data with context
         (ParallelLayout(world=8, ep=8), 3),  # experts have no replicas
         (ParallelLayout(world=16, ep=8), 4),
     ],
@@ -31,7 +31,7 @@ def test_each_process_has_a_context_and_groups_of_its_own() -> None:
     layout = ParallelLayout(world=8, tp=2)
     one, three = reserved([layout], None), reserved([layout] * 3, ENGINE)
     assert one["CUDA contexts: 1"] == CONTEXT and three["CUDA contexts: 4"] == 4 * CONTEXT
-    # two more models, and two of an engine with tensor parallel ranks
+    # of two more models, and two of an engine with tensor parallel ranks
     assert three["NCCL communicators: 11"] / 11 == pytest.approx(one["NCCL communicators: 3"] / 3)
     assert one["CUDA graphs"] == one["sampling"] == 0
     assert sum(three.values()) > 6 << 30 > sum(one.values())
@@ -56,7 +56,7 @@ def test_an_engine_that_judges_has_logits_in_place_of_graphs_and_a_sampler() -> 
 
 
 def test_an_engines_groups_have_communicators_of_their_own() -> None:
-    """Of all ranks, and where several of them cut attention, of these."""
+    """For all ranks, and for the ranks that share attention where these are several but not all."""
     for attention_tp, expected in ((1, 2), (2, 4), (8, 2)):
         engine = EngineRank(8, 64, 129280, latent=True, attention_tp=attention_tp)
         assert f"NCCL communicators: {expected}" in reserved([], engine)

@@ -1,4 +1,4 @@
-"""What a rank holds under Megatron-FSDP, and what is planned for it: within 5 %."""
+"""The bytes that a rank holds under Megatron-FSDP equal the plan within 5 %."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def _measure(
     rank: int, world: int, folder: str, sizes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Terms, Terms]:
-    """Bytes of this rank after a step, and the most of gathered weights and of gradients before their sum in it; the same as planned."""
+    """This rank's bytes after a step, with the step's peaks of gathered weights and of unreduced gradients; and the planned bytes."""
     built = build(rank, world, folder, sizes, **options)
     (chunk,) = built.chunks
     head = value_head if options.get("head") == "value" else lm_head(vocab_size=VOCAB, chunk_tokens=16)
@@ -93,7 +93,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 def test_the_shares_are_planned(
     ranks: RankPool, folders: dict[str, str], world: int, sizes: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Of all ranks together, since their parts of a bucket differ in its padding; what is there for a time of the fullest."""
+    """Sums over all ranks, since their shards of a bucket differ in padding; for temporary memory, the rank with the most."""
     results = ranks.run(_measure, folders["qwen2"], sizes, options, world=world)
     planned = results[0][1]
     for term in ("weights", "gradients", "optimizer"):

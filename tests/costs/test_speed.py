@@ -20,7 +20,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.weight_sync.layouts import EngineLayout
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
-# A GPU with round figures, all of which is reached.
+# A GPU with round figures; every peak is reached.
 ALL = Assumptions(**dict.fromkeys(vars(Assumptions()), 1.0) | dict.fromkeys(SECONDS, 0.0))
 ROUND = replace(TABLE["H100"], bf16=1e15, fp8=2e15, hbm=1e12, nvlink=1e11, nic=1e10, host=1e10)
 MACHINE = Machine(ROUND, ALL, per_node=8)
@@ -53,7 +53,7 @@ def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
 
 
 def test_one_gpu_computes_and_sends_nothing() -> None:
-    """Backward attention takes 2.5 times the forward one's; logits are made once more, but for those of the last 1 GiB of them."""
+    """Attention takes 2.5 times as long backward as forward; logits are computed a second time, except the last 1 GiB of them."""
     config, flops = model("qwen2.5-0.5b")
     assert passes("qwen2.5-0.5b", COMPUTES, world=1).stages(1000, 99) == [
         pytest.approx(1000 * flops.forward(pairs=50) / 1e15)
@@ -65,7 +65,7 @@ def test_one_gpu_computes_and_sends_nothing() -> None:
     (trained,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights").stages(1000, 99)
     assert trained == pytest.approx(1000 * (3 * 2 * flops.active + 3.5 * pairs) / 1e15)
     (more,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights").stages(5000, 99)
-    kept = 2**30 // (2 * config.vocab_size)  # of 3,533 tokens
+    kept = 2**30 // (2 * config.vocab_size)  # 3,533 tokens
     assert more == pytest.approx(5 * trained + (5000 - kept) * head / 1e15)
     (again,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights", recompute="full").stages(1000, 99)
     assert again - trained == pytest.approx(1000 * (flops.forward(pairs=50) - head) / 1e15)
@@ -74,7 +74,7 @@ def test_one_gpu_computes_and_sends_nothing() -> None:
 
 
 def test_layers_in_float8_take_half_the_time_but_for_attention_and_head() -> None:
-    """Of 24 layers the first and the last two are in bfloat16: their matrices take the time of bfloat16, as the head's and attention's."""
+    """The first and the last two of 24 layers are in bfloat16: their matrices take bfloat16's time, as do head and attention."""
     config, flops = model("qwen2.5-0.5b")
     head, pairs = 2 * config.vocab_size * config.hidden_size, 24 * 2 * 2 * 14 * 64 * 50
     matrices = 2 * flops.active - head
@@ -87,7 +87,7 @@ def test_layers_in_float8_take_half_the_time_but_for_attention_and_head() -> Non
 
 
 def test_inputs_are_quantised_before_they_are_multiplied() -> None:
-    """Read in bfloat16, a byte written for each orientation; of a token in each of 24 layers: the inputs of four linear layers."""
+    """Inputs are read in bfloat16, and a byte is written for each orientation: per token, the inputs of four linear layers in each of 24 layers."""
     inputs = 24 * (896 + 896 + 896 + 4864)
     sizes = {"world": 1, "machine": Machine(replace(ROUND, bf16=1e24, fp8=1e24), ALL, per_node=8)}
     for trained, each in ((None, 2 + 1), ("weights", 2 + 1 + 1)):
@@ -109,7 +109,7 @@ def test_a_gpu_without_float8_is_told() -> None:
 
 
 def test_indexers_that_learn_take_longer() -> None:
-    """In the backward pass alone: a machine that only computes takes the operations of their loss."""
+    """Only in the backward pass: by the operations of their loss, on a machine where only computing takes time."""
     plain, learns = (
         passes("deepseek-v3.2", COMPUTES, world=64, ep=64, trained="weights", indexers=indexers)
         for indexers in (False, True)
@@ -122,7 +122,7 @@ def test_indexers_that_learn_take_longer() -> None:
 
 
 def test_layers_of_multi_token_prediction_are_of_the_last_stage() -> None:
-    """Each takes a layer's passes, the projection before it among its matrices, and the head's; detached, without the head's gradient."""
+    """Each adds a layer's passes, with the projection before it as one of its matrices, and the head's; detached, without the head's gradient."""
     predicted = prediction_flops(read_model_config(str(MODELS / "deepseek-v3")))
     how = {"world": 64, "pp": 4, "ep": 16, "first_layers": 16, "last_layers": 15, "trained": "weights"}
     plain = passes("deepseek-v3", COMPUTES, **how)
@@ -137,25 +137,25 @@ def test_layers_of_multi_token_prediction_are_of_the_last_stage() -> None:
     layer = plain._both(plain.layer(predicted[0], 10**6, 99))
     again = (10**6 - 2**30 // (2 * 129280)) * 2 * plain.flops.head / 1e15
     assert found[1][3] - found[0][3] == pytest.approx(layer + 2 * head + again, rel=1e-2)
-    # Its gradients are reduced and its states updated as others are, where that stage has more than any other.
+    # Its gradients and states count as others do, where the last stage has more weights than any other.
     assert further.stage_weights[0][-1] > plain.stage_weights[0][-1]
 
 
 def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:
-    """Qwen2.5-0.5B, forward, bfloat16, bytes of a token: of each of 24 layers with 896 hidden, 14 + 2 heads of 64 and 4864 between two
-    norms (4 bytes an element, torch's own 36), two residuals (6), a rotation (4, or 22) and a gated unit (6, or 10); 4 of a logit."""
+    """Qwen2.5-0.5B, forward, bfloat16. Bytes per element: two norms 4 (torch's own 36), two residuals 6, a rotation 4 (or 22), a gated unit
+    6 (or 10), logits 4. Each of 24 layers has a hidden size of 896, 14 + 2 heads of 64 and an MLP of width 4864."""
     _, flops = model("qwen2.5-0.5b")
     endless = Machine(replace(ROUND, bf16=1e24), ALL, per_node=8)
     whole = 151936 * 4
     for fused, norm, rotation, gate in ((True, 4, 4, 6), (False, 36, 22, 10)):
         layer = 2 * 896 * (norm + 6) + 16 * 64 * rotation + 4864 * gate
         (found,) = passes("qwen2.5-0.5b", endless, world=1, fused=fused).stages(10**6, 99)
-        matrices = 2 * sum(each.dense for each in flops.layers)  # are read once
+        matrices = 2 * sum(each.dense for each in flops.layers)  # read once
         assert found == pytest.approx((10**6 * (24 * layer + whole) + matrices) / 1e12)
 
 
 def test_matrices_take_as_long_as_their_weights_are_read() -> None:
-    """Of one token; trained, every layer's gradients are read and written in float32."""
+    """For one token; in training, every layer's gradients are read and written in float32."""
     _, flops = model("qwen2.5-7b")
     run = passes("qwen2.5-7b", world=1)
     found = run.layer(flops.layers[0], 1, 99)
@@ -165,7 +165,7 @@ def test_matrices_take_as_long_as_their_weights_are_read() -> None:
 
 
 def test_small_shares_of_tokens_leave_tiles_empty() -> None:
-    """Qwen3-30B-A3B: of 1024 tokens each of 128 experts gets 64 on one rank, so half of a tile of 128 more is computed on the average."""
+    """Qwen3-30B-A3B: of 1024 tokens on one rank each of 128 experts gets 64, and on average computes half of a tile of 128 more."""
     _, flops = model("qwen3-30b-a3b")
     layer = flops.layers[0]
     found = passes("qwen3-30b-a3b", COMPUTES, world=1).layer(layer, 1024, 99).matrices
@@ -185,7 +185,7 @@ def test_tensor_parallel_ranks_share_the_work_and_gather_hidden_states() -> None
 
 
 def test_modules_are_computed_again_with_their_messages() -> None:
-    """DeepSeek-V3, of whose layers the first are dense: a tensor parallel pair, experts over eight ranks; reading takes no time."""
+    """DeepSeek-V3, whose first layers are dense: two tensor parallel ranks, experts over eight ranks; reading takes no time."""
     config, flops = model("deepseek-v3")
     dense, moe = flops.layers[0], flops.layers[-1]
     hidden, expert = config.hidden_size, 3 * config.hidden_size * config.moe.ffn_hidden_size
@@ -199,20 +199,20 @@ def test_modules_are_computed_again_with_their_messages() -> None:
         run = passes("deepseek-v3", COMPUTES, recompute="selective", recompute_modules=modules, **sizes)
         return run.layer(layer, 1000, 99).again
 
-    assert again(moe, "layernorm", "moe_act") < 1e-14  # moves values alone
+    assert again(moe, "layernorm", "moe_act") < 1e-14  # only moves values
     assert again(moe, "core_attn") == pytest.approx(moe.pair * 50 * 1000 / 2 / 1e15)
     for layer in (moe, dense):
         assert again(layer, "mla_up_proj") == pytest.approx(2 * up * 1000 / 2 / 1e15)
     assert again(dense, "mlp") == pytest.approx(2 * 3 * hidden * 18432 * 1000 / 2 / 1e15 + around)
     assert again(moe, "mlp") < 1e-14 and again(dense, "moe", "shared_experts") < 1e-14
     assert again(moe, "shared_experts") == pytest.approx(2 * expert * 1000 / 2 / 1e15 + around)
-    # Eight of 256 experts for each token: of 500 tokens on each of 8 ranks an expert has 125, and half of a tile more.
+    # Eight of 256 experts for each token: with 500 tokens on each of 8 ranks an expert gets 125, and computes half of a tile more.
     routed = 2 * 8 * expert * 500 * (125 + 64) / 125 / 1e15
     sent = 2 * 500 * 8 * hidden * 2 * 7 / 8 / 1e11
     both = again(moe, "shared_experts") + routed + sent
     for modules in (("moe",), ("moe", "shared_experts")):
         assert again(moe, *modules) == pytest.approx(both)
-    # All of it is a step's: forward, backward of twice the matrices and 2.5 times attention, and this.
+    # A step has the forward pass, a backward pass of twice the matrices and 2.5 times attention, and the recomputation.
     run = passes(
         "deepseek-v3", COMPUTES, world=1, trained="weights", recompute="selective", recompute_modules=("mlp",)
     )
@@ -222,7 +222,7 @@ def test_modules_are_computed_again_with_their_messages() -> None:
 
 
 def test_experts_get_their_tokens_from_the_ranks_of_their_group() -> None:
-    """Qwen3-30B-A3B: 48 layers, 8 experts of a token, a hidden size of 2048."""
+    """Qwen3-30B-A3B: 48 layers, 8 experts per token, a hidden size of 2048."""
     _, flops = model("qwen3-30b-a3b")
     near = passes("qwen3-30b-a3b", world=8, ep=8).layer(flops.layers[0], 1000, 99)
     assert near.sent == pytest.approx(2 * 1000 * 8 * 2048 * 2 * 7 / 8 / 1e11)
@@ -235,26 +235,26 @@ def test_gradients_and_weights_travel_between_replicas() -> None:
     matrices = sum(layer.dense for layer in flops.layers) + flops.head
     run = passes("qwen2.5-7b", world=8, trained="weights")
     assert run.reduce_seconds() == pytest.approx(matrices * (4 + 2) * 7 / 8 / 1e11)
-    # Two nodes: each GPU of a node passes an eighth of what leaves it through a network card of its own.
+    # Two nodes: each GPU sends an eighth of its node's outgoing traffic through a network card of its own.
     assert passes("qwen2.5-7b", world=16, trained="weights").reduce_seconds() == pytest.approx(
         matrices * (4 + 2) * 15 / 16 / 8e10
     )
     cut = passes(
         "qwen2.5-7b", world=16, tp=8, trained="weights"
-    ).reduce_seconds()  # one rank of a replica a node
+    ).reduce_seconds()  # one data parallel rank per node
     assert cut == pytest.approx(matrices / 8 * (4 + 2) / 2 / 1e10)
     assert passes("qwen2.5-7b", world=1, trained="weights").reduce_seconds() == 0.0
     assert config.num_layers == 28
 
 
 def test_shared_weights_travel_with_every_micro_batch() -> None:
-    """Qwen2.5-7B of 28 layers on eight ranks, by the traffic of ZeRO's stages (arXiv:1910.02054, section 7): a rank gets 7/8 of the weights (2
-    bytes) before each pass, and as much of the gradients (4 bytes) after it, over 100 GB/s; all of it is one layer's data at a time."""
+    """Qwen2.5-7B with 28 layers on eight ranks, by the traffic of ZeRO's stages (arXiv:1910.02054, section 7): a rank gets 7/8 of the weights
+    (2 bytes) before each pass and 7/8 of the gradients (4 bytes) after it, over 100 GB/s, one layer's data at a time."""
     _, flops = model("qwen2.5-7b")
     bytes_of_one = (sum(layer.dense for layer in flops.layers) + flops.head) * 7 / 8 / 1e11
     alone = passes("qwen2.5-7b", COMPUTES, world=1).stages(1000, 99)[
         0
-    ]  # forward, 15 ms: less than the weights need
+    ]  # forward, 15 ms: less than gathering the weights takes
     head = 2 * flops.head * 1000 / 1e15
     assert alone < 2 * bytes_of_one
 
@@ -263,20 +263,20 @@ def test_shared_weights_travel_with_every_micro_batch() -> None:
     ) -> Passes:
         return passes("qwen2.5-7b", machine, world=8, trained=trained, fsdp=level)
 
-    # Evaluated, the gathering takes longer; the last layer is computed after it.
+    # In evaluation, gathering takes longer than computing; only the last layer is computed after it.
     (found,) = shared("optim_grads_params", 1000, None).stages(1000, 99)
     assert found == pytest.approx(2 * bytes_of_one + alone / 28)
     (usual,) = shared(None, 1000).stages(1000, 99)
-    back = usual - (alone - head)  # with the head, both ways
+    back = usual - (alone - head)  # with the head, forward and backward
     (found,) = shared("optim_grads_params", 1000).stages(1000, 99)
     assert found == pytest.approx(2 * bytes_of_one + (alone - head) / 28 + 6 * bytes_of_one + back / 28)
     (found,) = shared("optim_grads", 1000).stages(1000, 99)
     assert found == pytest.approx(alone - head + 4 * bytes_of_one + back / 28)
-    # Of more tokens the pass takes longer; what is left is the first layer's gathering, and the last one's gradients.
+    # With more tokens, computing takes longer than transfers; only the first layer's gathering and the last one's gradients add to it.
     (usual,) = shared(None, 200_000).stages(200_000, 99)
     (found,) = shared("optim_grads_params", 200_000).stages(200_000, 99)
     assert found - usual == pytest.approx((2 + 6) * bytes_of_one / 28)
-    # After the optimizer's step weights come back where each rank has them whole.
+    # After the optimizer's step, weights are gathered where every rank holds them unsharded.
     seconds = {
         level: shared(level, 1).reduce_seconds() for level in (None, "optim_grads", "optim_grads_params")
     }
@@ -285,7 +285,7 @@ def test_shared_weights_travel_with_every_micro_batch() -> None:
 
 
 def test_states_on_the_host_come_while_others_go_back() -> None:
-    """12 bytes a weight in each direction, 8 of a float32 weight; 10 GB/s of the link, beside 1 TB/s of the GPU's memory."""
+    """12 bytes per weight in each direction, 8 per float32 weight, over a link of 10 GB/s; the GPU's memory has 1 TB/s."""
     _, flops = model("qwen2.5-7b")
     matrices = sum(layer.dense for layer in flops.layers)
     usual = passes("qwen2.5-7b", world=8, trained="weights")
@@ -296,13 +296,14 @@ def test_states_on_the_host_come_while_others_go_back() -> None:
 
 
 def test_muon_has_one_state_less_and_three_products_a_step() -> None:
-    """Five steps of 4 m^2 n + 2 m^3 operations at half of the GPU's peak, of the rank with the most; the largest matrices are shared first."""
+    """Five steps of 4 m^2 n + 2 m^3 operations at the assumed speed of products, on the rank with the most. The largest
+    matrices are assigned first."""
     muon, square, wide = (
         MuonConfig(),
         ("0:l.linear_proj.weight", (64, 32), False),
         ("0:l.mlp.router.weight", (8, 64), False),
     )
-    assert operations(square, muon, 2, 1) == 5 * (4 * 64**3 + 2 * 64**3)  # of both ranks' parts
+    assert operations(square, muon, 2, 1) == 5 * (4 * 64**3 + 2 * 64**3)  # both ranks' shards together
     assert operations(square, replace(muon, tp_mode="blockwise"), 2, 1) == 5 * (4 * 32**2 * 64 + 2 * 32**3)
     assert operations(square, replace(muon, tp_mode="distributed"), 2, 1) == 5 * (4 * 64**2 * 32 + 2 * 64**3)
     assert gathered(square, muon, 2, 1) == 4 * 64 * 64 / 2
@@ -321,7 +322,7 @@ def test_muon_has_one_state_less_and_three_products_a_step() -> None:
 def test_a_mini_batch_is_cut_into_micro_batches() -> None:
     run = passes("qwen2.5-7b", world=4, tp=1, pp=2, trained="weights")
     time = pass_time(run, rows=64, length=1000, most=4096, most_rows=None, updates=3)
-    assert time.micro_batches == 8  # 32 texts of a rank, 4 at a time
+    assert time.micro_batches == 8  # 32 texts per rank, 4 at a time
     assert time.bubble == pytest.approx(1 / 9)
     stages = run.stages(4000, 1000)
     assert time.seconds == pytest.approx(3 * (8 * max(stages) + min(stages)))
@@ -334,12 +335,12 @@ def served(name: str, tp: int, weights: int, token: int, machine: Machine = MACH
 
 
 def test_a_decode_step_reads_weights_and_cache() -> None:
-    """Qwen2.5-7B: 7,615,616,512 parameters, of which 152064 x 3584 are an embedding; 28 layers, 4 heads of 128 for keys."""
+    """Qwen2.5-7B: 7,615,616,512 parameters, 152064 x 3584 of them an embedding; 28 layers, 4 key heads of 128."""
     weights, token = 2 * 7_615_616_512, 2 * 28 * 4 * 128 * 2
     engine = served("qwen2.5-7b", 1, weights, token)
     read = weights - 2 * 152064 * 3584 + 16 * 1000 * token
     assert sum(engine.step_bytes(16, 1000)) == pytest.approx(read)
-    sampled = 152064 * 24 / 1e12  # of a text: its logits
+    sampled = 152064 * 24 / 1e12  # seconds per text, for its logits
     assert engine.step_seconds(16, 1000) == pytest.approx(read / 1e12 + 16 * sampled)
     parts = Machine(ROUND, replace(ALL, hbm=0.5, cache=0.25), 8)
     slow = served("qwen2.5-7b", 1, weights, token, parts).step_seconds(16, 1000)
@@ -350,7 +351,7 @@ def test_a_decode_step_reads_weights_and_cache() -> None:
 
 
 def test_few_tokens_touch_few_experts() -> None:
-    """Qwen3-30B-A3B: 8 of 128 experts, each of 3 x 2048 x 768 weights, in 48 layers; a byte each in float8."""
+    """Qwen3-30B-A3B: 8 of 128 experts, each of 3 x 2048 x 768 weights, in 48 layers; a byte per weight in float8."""
     experts, rest = 48 * 128 * 3 * 2048 * 768, 3_000_000_000
     engine = served("qwen3-30b-a3b", 1, experts + rest, 0, quantized=True)
     others = rest - 2 * 151936 * 2048
@@ -359,7 +360,7 @@ def test_few_tokens_touch_few_experts() -> None:
 
 
 def test_a_group_of_data_parallel_attention_reads_the_cache_of_its_own_texts() -> None:
-    """And samples for these; hidden states travel once over all ranks, to their experts and back, and within a group."""
+    """A group also samples for its own texts only; hidden states travel to their experts and back over all ranks, and within a group."""
     config, flops = model("qwen3-30b-a3b")
     machine = Machine(ROUND, replace(ALL, latency=1e-3), per_node=8)
     one, two, four = (
@@ -369,10 +370,10 @@ def test_a_group_of_data_parallel_attention_reads_the_cache_of_its_own_texts() -
     for engine, part in ((one, 1), (two, 2), (four, 4)):
         dense, experts, cache = engine.step_bytes(64, 500)
         assert (experts, cache) == (pytest.approx(one.step_bytes(64, 500)[1]), 64 * 500 * 1000 / part)
-        embedding = 2 * 151936 * 2048 * part / 4  # each rank of a group has a part of it, no head
+        embedding = 2 * 151936 * 2048 * part / 4  # sharded over a group's ranks; not the head
         full = sum(layer.experts for layer in flops.layers) / 4 * 2
         assert dense == pytest.approx(20_000_000_000 - full - embedding)
-    moved = 2048 * 2 * 64 / machine.link(1)  # a sum over n ranks: 2 (n - 1) / n of it
+    moved = 2048 * 2 * 64 / machine.link(1)  # a sum over n ranks moves 2 (n - 1) / n of it
     latency = 1e-3
     assert one._sent(64, waits=True) == pytest.approx(48 * 2 * (1.5 * moved + latency))
     assert two._sent(64, waits=True) == pytest.approx(48 * (1.5 * moved + 2 * latency + moved / 2 + latency))
@@ -380,13 +381,13 @@ def test_a_group_of_data_parallel_attention_reads_the_cache_of_its_own_texts() -
 
 
 def test_an_engine_is_as_slow_as_its_longest_text() -> None:
-    """Texts that wait take the places of those that end; then the batch shrinks."""
+    """Waiting texts take the places of texts that end; when none waits, the batch shrinks."""
     engine = served("qwen2.5-7b", 1, 15_000_000_000, 57344)
     few = generation(engine, EngineLoad(4, 4, prompt=50, mean=200, longest=400, running=10))
     assert few.prefill == pytest.approx(4 * 50 * engine.flops.forward(25.5) / 1e15)
     assert 200 < few.steps <= 400 and few.batch == pytest.approx(800 / few.steps)
     many = generation(engine, EngineLoad(100, 10, prompt=50, mean=200, longest=400, running=10))
-    # 90 texts wait for ten places; the last ten end within the longest that may be.
+    # 90 texts wait for ten places; the last ten take as many steps as the longest text may have.
     assert many.steps == pytest.approx(90 * 200 / 10 + 400)
     waiting, tail = 1800 * engine.step_seconds(10, 150), many.decode - 1800 * engine.step_seconds(10, 150)
     assert 400 * engine.step_seconds(1, 50) < tail < 400 * engine.step_seconds(10, 450) < waiting
@@ -395,7 +396,7 @@ def test_an_engine_is_as_slow_as_its_longest_text() -> None:
 
 
 def test_drafted_tokens_are_checked_together_and_some_are_accepted() -> None:
-    """A step of three drafted tokens reads weights and cache once, samples four times, and gives 2.5 tokens a text."""
+    """A step of three drafted tokens reads weights and cache once, samples four times, and yields 2.5 tokens per text."""
     weights, token, read = 15_000_000_000, 57344, 10**9
     plain = served("qwen2.5-7b", 1, weights, token)
     drafting = served("qwen2.5-7b", 1, weights, token, draft=Draft(3, read, 2.5))
@@ -411,7 +412,7 @@ def test_drafted_tokens_are_checked_together_and_some_are_accepted() -> None:
     assert found.prefill == without.prefill
     least = generation_floor(drafting, EngineLoad(10, 10, 50, 400, 400, 10))
     assert least.decode < found.decode and least.steps == pytest.approx(160)
-    # As many experts as four times as many texts touch.
+    # It reads as many experts as four times as many texts do without a draft.
     experts = {"draft": Draft(3, 0.0, 1.0), "quantized": True}
     mixture = served("qwen3-30b-a3b", 1, 48 * 128 * 3 * 2048 * 768 + 10**9, 0, **experts)
     alone = served("qwen3-30b-a3b", 1, 48 * 128 * 3 * 2048 * 768 + 10**9, 0, quantized=True)
@@ -420,7 +421,7 @@ def test_drafted_tokens_are_checked_together_and_some_are_accepted() -> None:
 
 @pytest.mark.parametrize("mean", [0.2, 0.5, 0.8])
 def test_lengths_are_drawn_until_the_longest(mean: float) -> None:
-    """Beside a million lengths that are drawn: texts that have not ended, and their spread."""
+    """Against a million drawn lengths: the number of texts that have not ended, and the spread of lengths."""
     draws = np.random.default_rng(1).exponential(_scale(mean, 1.0), 10**6).clip(max=1.0)
     assert draws.mean() == pytest.approx(mean, rel=3e-3)
     assert spread(mean, 1.0) == pytest.approx(draws.std() / draws.mean(), rel=3e-3)
@@ -431,7 +432,7 @@ def test_lengths_are_drawn_until_the_longest(mean: float) -> None:
 
 
 def test_what_takes_time_whatever_its_size() -> None:
-    """A pass of few tokens is as long as Python launches its kernels, a step of an engine as its collectives and kernels."""
+    """A pass of few tokens takes as long as its kernel launches in Python; an engine's step, as long as its collectives and kernels."""
     slow = Machine(ROUND, replace(ALL, latency=1e-5, step=1e-3, dispatch=1e-3, kernel=1e-4), 8)
     run = passes("qwen2.5-7b", slow, world=1)
     assert run.layer(run.flops.layers[0], 1, 1).forward == pytest.approx(24 * 1e-3)
@@ -449,7 +450,7 @@ def test_collectives_between_nodes_wait_longer() -> None:
 
 
 def test_kernels_of_a_layer() -> None:
-    """By hand, of the layers that are there: grouped queries and an MLP, latent attention and experts with shared ones."""
+    """By hand, for grouped queries with an MLP, and for latent attention with an MLP or with experts and shared experts."""
     qwen, deepseek = model("qwen2.5-7b"), model("deepseek-v3")
     assert decode_kernels(qwen[0], qwen[1].layers[0]) == 10 + 4
     assert decode_kernels(deepseek[0], deepseek[1].layers[0]) == 10 + 6 + 4
@@ -467,7 +468,7 @@ def test_links_are_parts_of_peaks() -> None:
 def test_hardware_and_assumptions_by_name() -> None:
     assert find_hardware("h200").hbm == 4.8e12
     assert TABLE["A100"].fp8 is None
-    for gpu in TABLE.values():  # a byte is twice as fast as two
+    for gpu in TABLE.values():  # float8 is twice as fast as bfloat16
         assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=1e-3)
     assert read_assumptions(["matmul=0.3", "latency=0"]) == Assumptions(matmul=0.3, latency=0)
     for text, message in (
@@ -522,7 +523,7 @@ def order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tupl
 
 
 def played(times: list[tuple[float, float]], micro_batches: int, chunks: int = 1) -> float:
-    """Seconds until all is done, if each stage takes its `times` (forward, backward) for a micro-batch."""
+    """Seconds until all passes are done, if each stage takes its `times` (forward, backward) for a micro-batch."""
     stages = len(times)
     queues = [order(stage, stages, micro_batches, chunks) for stage in range(stages)]
     done: dict[
@@ -569,7 +570,7 @@ def test_interleaved(stages: int, micro_batches: int, chunks: int) -> None:
 
 @pytest.mark.parametrize("slow", range(4))
 def test_one_slow_stage(slow: int) -> None:
-    """All others wait for it; where it is not the last, it has itself something to do while the pipeline fills."""
+    """All other stages wait for the slow one, which, unless it is the last, has work while the pipeline fills."""
     times = [(1.5 * FORWARD, 1.5 * BACKWARD) if stage == slow else (FORWARD, BACKWARD) for stage in range(4)]
     seconds, most = played(times, 16), pipeline_seconds([sum(time) for time in times], 16)
     assert seconds <= most <= 1.07 * seconds

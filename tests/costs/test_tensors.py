@@ -1,4 +1,4 @@
-"""Weights, adapters, gradients and optimizer states: what is planned is what real ranks allocate, to the byte."""
+"""Planned weights, adapters, gradients and optimizer states equal the allocations of real ranks, to the byte."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **opt
     for found, planned in ranks.run(measure_rank, folder, sizes, options, world=world):
         assert {term: found[term] for term in TERMS} == {term: planned[term] for term in TERMS}
         assert found["weights"] > found["gradients"] // 4
-        # On the host each weight's states begin at a multiple of 64 elements: so do nearly all sizes here.
+        # On the host each weight's states are aligned to 64 elements; nearly all sizes here are multiples of 64.
         assert planned["host"] <= found["host"] <= 1.05 * planned["host"]
 
 
@@ -47,7 +47,7 @@ CASES = [
     (family, layout)
     for family in FAMILIES
     for layout in LAYOUTS["dense" if family in DENSE else "experts"]
-    if family != "gpt_oss" or "etp2" not in layout  # its experts are not cut
+    if family != "gpt_oss" or "etp2" not in layout  # its experts are not sharded
 ]
 OFTEN = {
     ("qwen2", "tp2_sp_pp2"),
@@ -91,21 +91,22 @@ def test_what_is_planned_is_what_a_rank_holds(
 def test_muon(
     ranks: RankPool, folders: dict[str, str], family: str, world: int, sizes: dict, options: dict
 ) -> None:
-    """Matrices are not cut, and have one state; AdamW has the others."""
+    """Matrices are not split between data parallel ranks and have one state; AdamW updates the other weights."""
     check(ranks, folders[family], world, sizes, muon=True, **options)
 
 
 def test_buckets_of_matrices() -> None:
-    """Worked out by hand: two ranks, buckets of 300 elements; the largest matrix first, to the rank with the least so far."""
+    """Worked out by hand: two ranks, buckets of 200 elements a rank; the largest matrix first, to the rank with the least so far."""
     buckets, spans = packed([100, 130, 200, 90, 70], 2, 200)
-    # From the last: 70 + 90 + 200 reach 0.9 x 2 x 200; then 130 and 100. Parts of 256 elements, as 64 + 70 lie behind 90, and of 192.
+    # From the last matrix on, 70 + 90 + 200 reach 0.9 x 2 x 200; then 130 and 100. Ranks get 256 elements, 200 rounded up to a multiple of
+    # 64, and then 192.
     assert buckets == [(0, 512), (512, 512 + 2 * 192)]
     assert spans == [(0, 200), (256, 346), (256 + 128, 256 + 198), (512, 642), (512 + 192, 512 + 292)]
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp_etp2_pp2", "tp2_sp_ep2_dp2"])
 def test_layers_of_multi_token_prediction(ranks: RankPool, folders: dict[str, str], layout: str) -> None:
-    """With them the last stage has a copy of the embedding."""
+    """With these layers the last stage has a copy of the embedding."""
     world, sizes = LAYOUTS["experts"][layout]
     check(ranks, folders[PREDICTING], world, sizes, mtp=True, dtype=torch.bfloat16)
 
@@ -122,7 +123,7 @@ def test_layers_of_multi_token_prediction(ranks: RankPool, folders: dict[str, st
 def test_indexers_that_are_trained(
     ranks: RankPool, folders: dict[str, str], family: str, layout: str, options: dict[str, Any]
 ) -> None:
-    """The norms of their keys are in float32, in a buffer of their own, and need no copy."""
+    """The norms of indexers' keys are in float32, in a buffer of their own, and need no master copy."""
     world, sizes = LAYOUTS["experts"][layout]
     check(ranks, folders[family], world, sizes, indexers=True, dtype=torch.bfloat16, **options)
 

@@ -1,4 +1,4 @@
-"""How what is sent is shared out among equally near holders."""
+"""How sends are shared out among holders that are equally near."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def test_the_largest_goes_first():
 
 
 def test_a_full_round_of_targets_is_exactly_equal():
-    """10 tensors do not divide over 4 holders, but 8 targets of each take turns."""
+    """10 tensors do not divide evenly among 4 holders, but the 8 targets of each tensor take turns."""
     pieces = [Piece(f"w{index}", Box((0,), (30,)), "local", Box((30 * index,), (30,))) for index in range(10)]
     source = Layout.by_rank("source", 4, lambda rank: pieces)
     target = Layout("target", 8, (Shard(range(8), lambda: pieces),))
@@ -31,7 +31,7 @@ def test_a_full_round_of_targets_is_exactly_equal():
 
 
 def test_replicas_of_a_stage_send_alike_whatever_node_is_served():
-    """16 replicas on 4 nodes; 3 targets on each of these nodes and 5 elsewhere take 10 tensors each."""
+    """16 replicas on 4 nodes; 3 targets on each of these nodes and 5 on another node take 10 tensors each."""
     tensors = [f"w{index}" for index in range(10)]
     pieces = [Piece(name, Box((0,), (30,)), name, Box((0,), (30,))) for name in tensors]
     near = [RankPlace(f"node{node}", f"other{index}") for node in range(4) for index in range(3)]
@@ -46,6 +46,6 @@ def test_replicas_of_a_stage_send_alike_whatever_node_is_served():
     account = make_plan(source, target).account()
     intra = [sent["intra_node"] for sent in account.sent_by_link]
     inter = [sent["inter_node"] for sent in account.sent_by_link]
-    # Each node's four holders serve its three targets: 3 x 300 / 4 = 225 on average; the others 5 x 300 / 16 = 94.
+    # Each node's four holders serve its three targets: 3 x 300 / 4 = 225 on average; all serve the other targets: 5 x 300 / 16 = 94.
     assert sum(intra[:4]) == 900 and max(intra) <= 225 + 3 * 30
     assert sum(inter) == 1500 and max(inter) <= 94 + 5 * 30

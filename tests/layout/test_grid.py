@@ -1,6 +1,6 @@
 """Layouts from the configuration, and how layers are shared out.
 
-That places and layers agree with Megatron's is tests/megatron/test_parallel.py's and test_build.py's.
+tests/megatron/test_parallel.py and test_build.py check that ranks' places and layers agree with Megatron's.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from megarl.layout.grid import ParallelLayout, layers_of
 
 
 def test_layers_are_shared_out_in_turns_between_virtual_stages() -> None:
-    """The example in Megatron's documentation: 16 layers, 4 stages, 2 chunks each (from 0 here)."""
+    """The example in Megatron's documentation: 16 layers, 4 stages, 2 chunks each (layers are numbered from 0 here)."""
     layout = ParallelLayout(world=4, pp=4, vpp=2)
     assert layers_of(layout, 16, 0) == [[0, 1], [8, 9]]
     assert layers_of(layout, 16, 3) == [[6, 7], [14, 15]]

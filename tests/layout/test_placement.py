@@ -1,4 +1,4 @@
-"""The engines' devices: the most that is there already; and the HybridFlow paper's bytes with the best ones.
+"""Engines get the devices that already hold most of their weights; with the best devices, bytes are the HybridFlow paper's.
 
 Paper: G. Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", arXiv 2409.19256, section 5.4: from training
 groups p-t-d to generation groups p_g-t_g-d_g-d each device receives (t p - t_g p_g) / (t_g p_g t p) of the
@@ -21,7 +21,7 @@ M = LAYERS * ROWS  # bytes: every tensor is [ROWS], a byte each
 
 
 def cut_layout(name, num_ranks, pp, tp, order, places=None):
-    """A model all of whose tensors are cut: layers over `pp`, rows over `tp`; `order(rank)` is (stage, tp rank)."""
+    """A model with all tensors sharded: layers over `pp`, rows over `tp`; `order(rank)` is (stage, tp rank)."""
 
     def pieces(rank):
         stage, shard = order(rank)
@@ -86,7 +86,7 @@ sizes = st.sampled_from([1, 2, 4])
 @given(sizes, sizes, st.sampled_from([1, 2]), sizes, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=60)
 def test_the_best_of_all_orders_within_nodes(p, t, d, t_g, p_g, node_size):
-    """Against every order that processes can be given, where these can be listed; never worse than the pool's own."""
+    """Compared with every possible order, where these are few enough to list; never worse than the pool's own order."""
     world, engine = p * t * d, p_g * t_g
     if world % engine or world % min(node_size, world) or (engine > node_size and engine % node_size):
         return
@@ -113,7 +113,7 @@ def test_the_best_of_all_orders_within_nodes(p, t, d, t_g, p_g, node_size):
 
 
 def _same_process(world, engine, node_size, order):
-    """Pairs of devices that ranks of one process of an engine have: they must be on one node."""
+    """Pairs of devices that belong to the same process of an engine: they must be on one node."""
     per_process = min(engine, node_size)
     for first in range(0, world, per_process):
         yield from itertools.pairwise(order[first : first + per_process])
@@ -133,7 +133,7 @@ def test_nothing_moves_where_nothing_is_gained():
 
 
 def test_parts_of_a_large_engine_are_exchanged_between_its_nodes():
-    """Stages on nodes in the other order than the engine's: its halves change places, and so do ranks within them."""
+    """The trainer's stages are on the nodes in reverse order: the engine's halves swap nodes, and ranks swap within each half."""
     devices = nodes(4, 2)
     source = cut_layout("training", 4, 2, 2, lambda rank: (1 - rank // 2, 1 - rank % 2), devices)
     assert place_engines(source, generation(2, 2, 4), devices, 4) == (3, 2, 1, 0)
@@ -153,7 +153,7 @@ def test_fewer_ranks_than_devices():
     assert place_engines(source, target, devices, 2) == (
         0,
         1,
-    )  # none of that node has anything of the second half
+    )  # no device of that node holds any of the second half
     source = training(1, 4, 2, devices)
     assert place_engines(source, target, devices, 2) == (0, 2)
 

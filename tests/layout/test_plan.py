@@ -82,10 +82,10 @@ def test_nearest_then_evenly():
     here = row_layout("target", [4], 8, places=(RankPlace("a", "0"), RankPlace("c", "9")))
     first, second = make_plan(source, here).copies
     assert first.source_rank == 2  # the same device
-    assert second.source_rank in range(4)  # all on other nodes
+    assert second.source_rank in range(4)  # all sources are on other nodes
     near = row_layout("target", [2, 4, 6], 8, places=(RankPlace("a", "9"),) * 4)
     senders = [copy.source_rank for copy in make_plan(source, near).copies]
-    assert set(senders) == {1, 2, 3}  # those of the node, each with a turn
+    assert set(senders) == {1, 2, 3}  # the sources on the targets' node, in turns
     split = make_plan(source, row_layout("target", [], 8), max_copy_bytes=6)
     assert split.account().sent == (6, 6, 6, 6)
 
@@ -97,7 +97,7 @@ def test_one_ranks_part_is_that_of_the_whole():
         alone = make_plan(plan.source, plan.target, max_copy_bytes=4).deliveries_from(rank)
         assert alone == [found for found in plan.deliveries if found.source_rank == rank]
     sent = [sum(found.box.numel for found in plan.deliveries_from(rank)) for rank in range(source.num_ranks)]
-    assert tuple(sent) == plan.account().sent  # each to one target
+    assert tuple(sent) == plan.account().sent  # each delivery has one target
 
 
 def replicas(count: int, names: list[str], places: list[RankPlace] | None = None) -> Layout:
@@ -110,7 +110,7 @@ def replicas(count: int, names: list[str], places: list[RankPlace] | None = None
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 9), st.integers(1, 9))
 @settings(max_examples=100)
 def test_few_senders(num_sources, num_targets, num_tensors, most):
-    """Deliveries are the copies, each slice once for all targets of a sender, which are `most` for each target."""
+    """Deliveries are the plan's copies, with a slice once for all targets of a sender; a target has `most` senders at most."""
     names = [f"w{index}" for index in range(num_tensors)]
     plan = make_plan(replicas(num_sources, names), replicas(num_targets, names), most_senders=most)
     pairs = [
@@ -119,7 +119,7 @@ def test_few_senders(num_sources, num_targets, num_tensors, most):
     assert sorted(pairs) == sorted((copy.tensor, copy.source_rank, copy.target_rank) for copy in plan.copies)
     for target in range(num_targets):
         assert len({source for _, source, rank in pairs if rank == target}) <= min(most, num_sources)
-    # Each sender reads a slice once for all the targets to which it deals it.
+    # Each sender reads a slice once for all its targets.
     if num_targets % num_sources == 0:
         assert len(plan.deliveries) == num_sources * num_tensors
 
@@ -134,12 +134,12 @@ def test_sent_once_to_a_chain(length):
     assert sum(account.sent) == 18  # however long the chain is
     assert plan.bytes_received() == [18] * length
     assert [sum(by_link.values()) for by_link in account.passed_on] == [18] * (length - 1) + [0]
-    assert account.by_link["intra_node"] == 18 * (length // 2)  # of each two neighbours of a node
+    assert account.by_link["intra_node"] == 18 * (length // 2)  # between two neighbours on a node
     assert [found.target_ranks for found in plan.deliveries] == [tuple(range(length))] * 3
     copies = [(copy.tensor, copy.source_rank, copy.target_rank) for copy in plan.copies]
     expected = [(found.tensor, found.source_rank) for found in plan.deliveries]
     assert sorted(copies) == sorted((*pair, rank) for pair in expected for rank in range(length))
-    assert len(plan.buckets(6)) == 3  # as for a single engine
+    assert len(plan.buckets(6)) == 3  # as many as for a single engine
 
 
 def test_bytes_are_counted_by_link():
@@ -158,7 +158,7 @@ def test_a_source_that_lacks_a_part_is_refused():
         _ = make_plan(source, target).copies
 
 
-@pytest.mark.parametrize("length", [8, 9])  # 9: as many elements are missing as are there twice
+@pytest.mark.parametrize("length", [8, 9])  # 9: as many elements are missing as are duplicated
 def test_a_source_that_holds_a_part_twice_is_refused(length):
     shape = (length, 3)
     pieces = [
@@ -207,7 +207,7 @@ copies = st.lists(st.tuples(st.integers(0, 4), some_targets, st.integers(1, 30))
 @settings(max_examples=100)
 def test_each_delivery_is_in_the_first_bucket_with_room_at_all_ends(cases, limit):
     sources, targets, sizes = ([case[part] for case in cases] for part in range(3))
-    rooms = [Counter(), Counter()]  # the obvious way, by trying one bucket after the other
+    rooms = [Counter(), Counter()]  # the plain algorithm tries one bucket after the other
     for source, ranks, size, bucket in zip(
         sources, targets, sizes, fill_buckets(sources, targets, sizes, limit), strict=True
     ):
@@ -235,12 +235,12 @@ def test_at_an_even_pace_every_source_keeps_its_order(cases):
 
 
 def test_even_pace_goes_by_bytes():
-    # Source 0 sends 4 x 1 byte, source 1 2 x 100 bytes: half of each first.
+    # Source 0 sends 4 x 1 byte and source 1 2 x 100 bytes: both have sent half of their bytes at the same time.
     assert even_pace([0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 100, 100]) == [0, 4, 1, 2, 5, 3]
 
 
 def test_a_full_exchange_needs_as_many_buckets_as_bytes_ask_for():
-    """8 sources with 16 copies for each of 8 targets: 128 copies at each end, 4 in a bucket: 32 would be perfect."""
+    """8 sources with 16 copies for each of 8 targets: 128 copies at each end, 4 in a bucket: 32 buckets would be perfect."""
     ends = [(source, target) for target in range(8) for source in range(8) for _ in range(16)]
     sources = [source for source, _ in ends]
     order = even_pace(sources, [10] * len(ends))

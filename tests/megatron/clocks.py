@@ -1,7 +1,7 @@
-"""Streams that say what comes after what, and a check that no two of them use the same memory without an order.
+"""Stand-ins for CUDA streams that record the order of operations, and a check that no two streams use the same memory without an order.
 
-Torch computes at once here; what is checked is which order the streams, events and waits of a program promise, by vector
-clocks (Fidge 1988, Mattern 1989): an access is after another one if its stream knew of it.
+Torch computes at once here. The check follows the order that a program's streams, events and waits promise, with vector
+clocks (Fidge 1988, Mattern 1989): an access comes after another one if its stream's clock includes that one.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ Clock = dict[int, int]
 
 
 class Streams:
-    """Stand-ins for those of `torch.cuda`; `patches` are to be set there."""
+    """Stand-ins for the streams of `torch.cuda`; set `patches` as its attributes."""
 
     def __init__(self) -> None:
         self.host: Clock = {}
@@ -42,7 +42,7 @@ class _Stream:
         owner.all.append(self)
 
     def tick(self) -> Clock:
-        """An operation is put into the stream. Returns: its time."""
+        """Enqueue an operation. Returns: its vector clock."""
         _join(self.clock, self.owner.host)
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return dict(self.clock)
@@ -61,7 +61,7 @@ class _Stream:
 
 
 class Races(TorchDispatchMode):
-    """Notes every operation's reads and writes. `found`: pairs of operations without an order, one of which writes."""
+    """Records every operation's reads and writes. `found`: pairs of operations without an order where at least one writes."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """The Triton kernels of the head, compiled for an H100: `python -m tests.megatron.compiled_head compile` prints
-{kernel: what its code has} as JSON. Apart from `interpreted_head`, which imports Megatron.
+{kernel: numbers about its code} as JSON. It is separate from `interpreted_head`, which imports Megatron.
 """
 
 import re
@@ -10,7 +10,7 @@ from tests.kernel_cases import print_cases
 
 
 def compiled() -> dict[str, dict[str, int]]:
-    """Each kernel compiled for an H100: loads and stores of 16 bytes, bytes of spilled registers, bytes of machine code."""
+    """For each kernel, compiled for an H100: loads and stores of 16 bytes, bytes of spilled registers, bytes of machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -28,7 +28,7 @@ def compiled() -> dict[str, dict[str, int]]:
         kernel = getattr(kernels, name)
         types = {**dict.fromkeys(kernel.arg_names, "*fp32"), "inverse_temperature": "fp32", **types}
         types = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
-        # As launched: logits begin at multiples of 16 bytes, and so do their rows.
+        # As in real launches, logits and their rows are aligned to 16 bytes.
         aligned = {
             (number,): [["tt.divisibility", 16]]
             for number, key in enumerate(kernel.arg_names)

@@ -1,3 +1,3 @@
-"""Megatron's tests import megatron-core by name, which needs the CPU/GPU seam before it."""
+"""Megatron's tests import megatron-core directly, and the CPU/GPU seam has to be installed before that."""
 
 import megarl.megatron  # noqa: F401

@@ -1,4 +1,4 @@
-"""A tiny Hugging Face model as oracle: its folder, Megatron ranks with its weights, its own numbers."""
+"""A tiny Hugging Face model as oracle: its folder, Megatron ranks with its weights, and its own results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ class Rank:
         ).on_device()
 
     def gradients(self) -> list[tuple[Piece, torch.Tensor]]:
-        """What this rank holds of each Hugging Face tensor's gradient."""
+        """This rank's pieces of each Hugging Face tensor's gradient."""
         local = {
             f"{index}:{name}": parameter.main_grad
             for index, chunk in enumerate(self.chunks)
@@ -140,7 +140,7 @@ def optimizer_settings() -> SimpleNamespace:
         weight_decay=0.0,
         betas=[0.9, 0.95],
         eps=1e-8,
-        clip_grad=1e9,  # clipping would scale the gradients that are looked at
+        clip_grad=1e9,  # clipping would scale the gradients that tests compare
         initial_loss_scale=65536.0,
         min_loss_scale=1.0,
         loss_scale_window=1000,
@@ -150,13 +150,13 @@ def optimizer_settings() -> SimpleNamespace:
 
 
 def name_in_file(model: PreTrainedModel, name: str) -> str:
-    """The name in the model's files of what the model calls `name`; MiniMax-M2's files have Mixtral's names."""
+    """The name that the model's files have for its parameter `name`; MiniMax-M2's files have Mixtral's names."""
     mixtral = model.config.model_type == "minimax_m2"
     return name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
 
 
 def projections_of(model: PreTrainedModel, kind: str) -> tuple[str, ...]:
-    """The names in the model's files of an expert's projections that are one parameter, `gate_up_proj` or `down_proj`, from its top."""
+    """The names in the model's files of an expert's projections that form the parameter `gate_up_proj` or `down_proj`, from its top."""
     if model.config.model_type == "minimax_m2":
         return ("w1", "w3") if kind == "gate_up_proj" else ("w2",)
     return ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
@@ -184,9 +184,9 @@ def gradients_by_file_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def check_gradients(
     model: PreTrainedModel, results: list[list[tuple[Piece, torch.Tensor]]], atol: float = 1e-5
 ) -> None:
-    """Every rank's pieces equal the Hugging Face model's gradients, and together they are all of them.
+    """Every rank's pieces equal the Hugging Face model's gradients, and together the pieces cover all of them.
 
-    Float32's rounding grows with the numbers that are summed: `atol` is of the largest gradient of a tensor, where that is above one.
+    Float32's rounding grows with the numbers that are summed: `atol` is relative to a tensor's largest gradient where that is above one.
     """
     expected = gradients_by_file_name(model)
     bounds = {name: atol * max(1.0, grad.abs().max().item()) for name, grad in expected.items()}

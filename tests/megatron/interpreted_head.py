@@ -1,5 +1,5 @@
 """Cases of the Triton kernels of the head, interpreted on a CPU: `python -m tests.megatron.interpreted_head interpret` (with
-TRITON_INTERPRET=1) prints {case: what was found} as JSON.
+TRITON_INTERPRET=1) prints {case: result} as JSON.
 
 They have a process of their own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
 """
@@ -33,9 +33,9 @@ from tests.megatron.states import OPTIM
 
 ALONE = dist.ProcessGroup(0, 1)
 HIDDEN, TOKENS = 32, 7
-BLOCK = 64  # so that small vocabularies have several blocks, of which the last is cut
+BLOCK = 64  # so that small vocabularies have several blocks, the last one incomplete
 
-# Real and padded rows, tokens of a chunk, temperature: a chunk and several, equal and not; whole blocks and cut ones.
+# Real and padded rows, tokens of a chunk, temperature: one chunk and several, of equal size and not; complete and incomplete blocks.
 SHAPES = {
     "one chunk": (130, 256, 1000, 1.0),
     "remainder": (131, 192, 3, 1.3),
@@ -45,7 +45,7 @@ SHAPES = {
 
 
 def head(rows: int, padded: int, dtype: torch.dtype, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, output weight and labels. Rows of padding would dominate every softmax if they were let in."""
+    """Hidden states, output weight and labels. Padding rows would dominate every softmax if they were included."""
     drawn = torch.Generator().manual_seed(rows)
     hidden = torch.randn(TOKENS, HIDDEN, generator=drawn).to(dtype)
     weight = torch.full((padded, HIDDEN), 50.0)
@@ -60,7 +60,7 @@ def upstream(columns: int) -> Tensor:
 
 
 def passed(run: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Outputs, and both gradients."""
+    """Outputs, and the gradients of both inputs."""
     hidden, weight = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     output = run(hidden, weight)
     output.backward(upstream(output.shape[1]).to(output.dtype))
@@ -77,7 +77,7 @@ def fused(
 def by_torch(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk: int, t: float, entropy: bool
 ) -> tuple[Tensor, ...]:
-    """The code that a CPU runs."""
+    """Results of the code that runs on a CPU."""
     settings = {"vocab_size": rows, "temperature": t, "chunk_tokens": chunk, "tp_group": ALONE}
     run = lambda h, w: log_probs.token_log_probs(h, w, labels, with_entropy=entropy, **settings)  # noqa: E731
     return passed(run, hidden, weight)
@@ -86,7 +86,7 @@ def by_torch(
 def whole(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk: int, t: float, entropy: bool
 ) -> tuple[Tensor, ...]:
-    """Whole logits in float64, and torch's autograd."""
+    """Unsharded logits in float64, and torch's autograd."""
 
     def run(hidden: Tensor, weight: Tensor) -> Tensor:
         log_p = (hidden @ weight[:rows].t() / t).log_softmax(-1)
@@ -97,7 +97,7 @@ def whole(
 
 
 def apart(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest difference, relative to each tensor's largest number; infinite where one is not finite."""
+    """The largest difference, relative to each tensor's largest number; infinite if a number is not finite."""
     errors = []
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
@@ -107,8 +107,8 @@ def apart(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 
 
 def shapes(dtype: torch.dtype) -> dict[str, list[float]]:
-    """By shape how far the kernels are apart from whole logits in float64, and from torch's code; in float32 with entropy and without, in
-    the other types with it for half of the shapes, each in one of them."""
+    """By shape, the kernels' differences from unsharded logits in float64 and from torch's code: in float32 with and without entropy; in
+    bfloat16 and float16 with entropy for half of the shapes, different ones in the two types."""
     if dtype == torch.float32:
         kinds = dict.fromkeys(SHAPES, (True, False))
     else:
@@ -140,7 +140,7 @@ def float16() -> dict[str, list[float]]:
 
 
 def extreme() -> dict[str, Any]:
-    """Logits of 10,000, 0 and -10,000 and a row of padding that is not a number, as in test_logprobs; a token in a thousand million."""
+    """Logits of 10,000, 0 and -10,000 and a padding row of NaN, as in test_logprobs; and probabilities around one in a thousand million."""
     hidden, weight = torch.tensor([[1e4], [-1e4], [0.0]]), torch.tensor([[1.0], [0.0], [-1.0], [torch.nan]])
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     share = HeadShare(0, 3, 1.0, 2, ALONE, with_entropy=True)
@@ -159,8 +159,8 @@ def extreme() -> dict[str, Any]:
 
 
 def infinite() -> list[bool]:
-    """A logit of -infinity has no probability, no moment and no gradient; one that is not a number reaches the outputs and gradients of
-    its own token alone."""
+    """A logit of -infinity has no probability, no moment and no gradient; a NaN logit reaches only the outputs and gradients of its own
+    token."""
     found = []
     for hidden in (
         torch.tensor([[1.0, -torch.inf], [1.0, 1.0]]),
@@ -183,7 +183,7 @@ def infinite() -> list[bool]:
 
 
 def second_pass() -> float:
-    """What the forward pass kept is gone after a backward pass: another one has the same gradients."""
+    """Logits that the forward pass kept are gone after a backward pass; a second backward pass still has the same gradients."""
     hidden, weight, labels = head(130, 256, torch.float32)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     output = fused_log_probs(hidden, weight, labels, HeadShare(0, 130, 1.0, 4, ALONE, with_entropy=True))
@@ -195,7 +195,7 @@ def second_pass() -> float:
 
 
 def products() -> dict[str, int]:
-    """Matrix products of a pass forward and backward: a chunk that was kept has no fourth one; nothing is kept without a backward pass."""
+    """Matrix products of a forward and backward pass: a kept chunk has no fourth product. Without a backward pass no chunk is kept."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Products(TorchDispatchMode):
@@ -215,7 +215,7 @@ def products() -> dict[str, int]:
 
 
 def largest() -> dict[str, int]:
-    """Bytes of the largest tensor that any operation returns, and of the largest in float32, of a weight in bfloat16 with a buffer."""
+    """Bytes of the largest tensor that any operation returns, and of the largest in float32, for a bfloat16 weight with a gradient buffer."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -241,7 +241,7 @@ def largest() -> dict[str, int]:
 
 
 def ranks_of_two() -> list[float]:
-    """By two tensor parallel ranks on gloo: apart from whole logits, for shares that both have real rows, and one padding alone."""
+    """Differences of two tensor parallel ranks on gloo from unsharded logits: both shares have real rows; one share is only padding."""
     found = []
     for rows in (130, 100):
         hidden, weight, labels = head(rows, 256, torch.float32)
@@ -277,7 +277,7 @@ def _rank_of_two(rank: int, rows: int, folder: Path) -> None:
 
 
 def gradient_buffers() -> dict[str, Any]:
-    """A weight's gradient is added to what its buffer has; autograd gets a tensor that nothing is read of, or none."""
+    """A weight's gradient is added to its buffer; autograd gets a dummy that nothing reads, or no tensor."""
     hidden, weight, labels = head(130, 256, torch.bfloat16)
     share = HeadShare(0, 130, 1.0, 4, ALONE, with_entropy=True)
     *_, expected = fused(hidden, weight.float().bfloat16(), labels, 130, 4, 1.0, True)
@@ -300,7 +300,7 @@ def gradient_buffers() -> dict[str, Any]:
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Have heads on a CPU computed by the kernels."""
+    """Have the kernels compute heads on a CPU."""
 
     def apply(hidden, weight, labels, start, rows, temperature, chunk_tokens, tp_group, with_entropy):
         share = HeadShare(
@@ -313,8 +313,8 @@ def on_a_gpu() -> Iterator[None]:
 
 
 def updates() -> dict[str, dict[str, float]]:
-    """Two steps of a model in Megatron's data parallel gradients, buckets reduced meanwhile: losses, gradient norms and weights apart from
-    those of torch's code. With embeddings that are tied and that are not."""
+    """Two steps of a model with Megatron's data parallel gradients, whose buckets are reduced during the backward pass: differences of
+    losses, gradient norms and weights from torch's code, with tied and untied embeddings."""
     folder = os.environ["MODEL"]
     with tempfile.TemporaryDirectory() as store:
         init_parallel(ParallelLayout(world=1), 0, 1, init_method=f"file://{store}/store")
@@ -361,7 +361,7 @@ INTERPRETED = (
 
 @contextmanager
 def _small_blocks() -> Iterator[None]:
-    # Its Python code lies there too, without the library that it loads: its import fails, as where it is not installed.
+    # Transformer Engine's Python code is installed without the library that it loads. Have its import fail as if it were not installed.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     with mock.patch.object(fused_head, "BLOCK", BLOCK):
         yield

@@ -13,7 +13,7 @@ QUINTIC = (
     (3.7418, -5.5913, 2.3037),
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
-)  # K. Jordan's, as listed in modded-nanogpt's train_gpt_medium.py
+)  # K. Jordan's coefficients, from modded-nanogpt's train_gpt_medium.py
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class PlainMuon:
-    """A step of a model, clipped: Muon for the matrices of its layers, AdamW for the other weights."""
+    """Steps of a model with clipping: Muon for the matrices of its layers, AdamW for the other weights."""
 
     def __init__(self, model: PreTrainedModel, optim: OptimConfig) -> None:
         self.model, self.optim = model, optim
@@ -40,7 +40,7 @@ class PlainMuon:
         self.momenta: list[torch.Tensor] = []
 
     def _matrices(self) -> Iterator[list[tuple[torch.nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]]]:
-        """For each matrix of Megatron's its weights, which it has one below the other, each with the part of it: gate and up, an expert."""
+        """For each of Megatron's matrices, the weights that it stacks by rows (gate and up), each with a function to its part (an expert)."""
         named = dict(self.model.named_parameters())
         for name, weight in named.items():
             if not name.startswith("model.layers.") or weight.dim() < 2 or name.endswith("up_proj.weight"):
@@ -56,7 +56,7 @@ class PlainMuon:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Returns: the gradient's norm before it was clipped."""
+        """Returns: the gradient's norm before clipping."""
         optim, muon = self.optim, self.optim.muon
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip_grad)
         self.adam.step()

@@ -1,4 +1,4 @@
-"""Training as an oracle sees it: two optimizer steps of a Hugging Face model, and of Megatron in a layout."""
+"""Two optimizer steps of a Hugging Face model as the oracle, and of Megatron in a layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), clip_grad=0.5)
 
 @dataclass(frozen=True)
 class Case:
-    """A model's folder and what Hugging Face makes of it."""
+    """A model's folder and Hugging Face's results."""
 
     folder: str
     expected: list[tuple[float, float]]  # (loss, gradient norm) of each step
@@ -51,7 +51,7 @@ def train_hugging_face(
     optim: OptimConfig = OPTIM,
     gradients: Callable[[PreTrainedModel], float] | None = None,
 ) -> list[tuple[float, float]]:
-    """Two steps over all sequences, one at a time, with torch's own AdamW. `gradients`: in the place of `loss_and_gradients`."""
+    """Two steps over all sequences, one at a time, with torch's own AdamW. `gradients`: replaces `loss_and_gradients`."""
     decayed, others = [], []
     for name, parameter in model.named_parameters():  # biases of several experts have two dimensions
         (others if parameter.dim() == 1 or name.endswith("bias") else decayed).append(parameter)
@@ -75,7 +75,7 @@ def train_hugging_face(
 
 
 def loss_and_gradients(model: PreTrainedModel) -> float:
-    """The mean loss of all targets; its gradients are added to the parameters', one sequence at a time."""
+    """The mean loss of all targets; adds its gradients to the parameters' gradients, one sequence at a time."""
     total = 0.0
     for tokens in sequences():
         ids = torch.tensor([tokens])
@@ -89,7 +89,7 @@ def loss_and_gradients(model: PreTrainedModel) -> float:
 def batches(
     layout: ParallelLayout, depth: int = 0, lengths: Sequence[int] = LENGTHS, each: int | None = None
 ) -> list[PackedBatch]:
-    """This data parallel rank's micro-batches of `sequences`. `depth`: of layers of multi-token prediction. `each`: as below."""
+    """This data parallel rank's micro-batches of `sequences`. `depth`: the number of multi-token prediction layers. `each`: as in `batches_of`."""
     tokens = sequences(lengths)
     masks = [[False] + [True] * (len(ids) - 1) for ids in tokens]
     return batches_of(pa.table({"input_ids": tokens, "loss_mask": masks}), layout, depth, each)
@@ -98,7 +98,7 @@ def batches(
 def batches_of(
     table: pa.Table, layout: ParallelLayout, depth: int = 0, each: int | None = None
 ) -> list[PackedBatch]:
-    """This data parallel rank's micro-batches of a table's rows. `each`: the sequences of one; None: there are as many as stages, at least two."""
+    """This data parallel rank's micro-batches of a table's rows. `each`: sequences per micro-batch; None: as many micro-batches as stages, or 2."""
     place = coords()
     rows = list(range(place.dp, table.num_rows, layout.dp))
     each = each or -(-len(rows) // max(2, layout.pp))
@@ -117,7 +117,7 @@ def batches_of(
 
 
 def half_counted(lengths: Sequence[int]) -> pa.Table:
-    """Sequences of which about half of the tokens count."""
+    """Sequences with a mask in which about half of the tokens count."""
     generator = np.random.default_rng(4)
     return pa.table(
         {
@@ -135,7 +135,7 @@ def loss_of(log_probs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, 
 def load_model(
     rank: int, folder: str, layout: ParallelLayout, *, base_block: int | None = None, **options: Any
 ) -> tuple[ModelConfig, list]:
-    """The facts of the model at `folder` and this rank's chunks of it with its weights; float32 unless `options` say otherwise."""
+    """The config of the model at `folder`, and this rank's chunks with its weights; float32 unless `options` say otherwise."""
     init_parallel(layout, rank, layout.world)
     config = read_model_config(folder)
     chunks = build_model(config, layout, base_block=base_block, **{"dtype": torch.float32, **options})
@@ -146,7 +146,7 @@ def load_model(
 def take_steps(
     chunks: list, optimizer: Any, scheduler: Any, layout: ParallelLayout, count: int = 2
 ) -> list[tuple[float, float]]:
-    """(Global loss, gradient norm) of some steps."""
+    """(Global loss, gradient norm) of `count` steps."""
     head, history = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
     for _ in range(count):
         result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
@@ -158,7 +158,7 @@ def take_steps(
 def _train(
     rank: int, world: int, case: Case, sizes: dict[str, Any], options: dict[str, Any]
 ) -> list[tuple[float, float]]:
-    """As many steps on this rank as are expected. Returns: (global loss, gradient norm) of each."""
+    """As many steps on this rank as `case.expected` has. Returns: (global loss, gradient norm) of each."""
     layout = ParallelLayout(world=world, **sizes)
     wrapping = {"use_distributed_optimizer": options.pop("distributed", True)}
     wrapping["overlap_grad_reduce"] = options.pop("overlap", False)
@@ -175,7 +175,7 @@ def _train(
 
 @dataclass(frozen=True)
 class Gathered:
-    """A rank after its steps: (loss, norm) of each, the bits of its weights, and how many of them it lacked before they were gathered."""
+    """A rank after its steps: (loss, norm) of each, the bytes of its weights, and how many elements were out of date before the gathering."""
 
     history: list[tuple[float, float]]
     weights: dict[str, bytes]
@@ -183,7 +183,7 @@ class Gathered:
 
 
 def train_gathering(rank: int, world: int, case: Case, sizes: dict[str, Any], late: bool) -> Gathered:
-    """Two steps with several buckets of weights, which are gathered in the next step's forward pass (`late`) or after each."""
+    """Two steps with several buckets of weights, which are gathered in the next step's forward pass (`late`) or after each step."""
     layout = ParallelLayout(world=world, **sizes)
     _, chunks = load_model(rank, case.folder, layout)
     chunks = wrap_for_training(
@@ -207,7 +207,7 @@ def train_gathering(rank: int, world: int, case: Case, sizes: dict[str, Any], la
 
 
 def expert_biases(chunks: list) -> dict[str, torch.Tensor]:
-    """What the routers add to their scores for the choice alone."""
+    """The biases that routers add to their scores only for the choice of experts."""
     tensors = local_parameters(chunks)
     return {name: tensor.clone() for name, tensor in tensors.items() if name.endswith("expert_bias")}
 
@@ -221,7 +221,7 @@ def check(
     after: float | None = None,
     **options: Any,
 ) -> None:
-    """Losses and norms are those expected; `after`: the tolerance of what comes after the first update, None: the same."""
+    """Check losses and norms. `after`: the tolerance after the first update; None: `tolerance`."""
     for history in ranks.run(_train, case, sizes, options, world=world):
         for step, (found, expected) in enumerate(zip(history, case.expected, strict=True)):
             bound = after if step and after is not None else tolerance

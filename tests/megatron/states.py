@@ -1,4 +1,4 @@
-"""Ranks that train a tiny model, save their states and go on from them."""
+"""Ranks that train a tiny model, save their states and resume from them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ OPTIM = OptimConfig(
 
 @dataclass(frozen=True)
 class Setting:
-    """A model in a layout. `distributed`: the optimizer's states. `on_host`: where they are, in buckets of so many elements.
-    `fsdp`: what data parallel ranks share. `mtp`: with layers of multi-token prediction. `indexers`: with those of sparse attention trained."""
+    """A model in a layout. `distributed`: whether optimizer states are. `on_host`: elements per bucket if these states are on the host.
+    `fsdp`: what data parallel ranks shard. `mtp`: with multi-token prediction layers. `indexers`: sparse attention's indexers are trained."""
 
     world: int
     sizes: dict[str, Any]
@@ -53,7 +53,7 @@ class Trainee:
     """This rank's part of a model that is trained."""
 
     def __init__(self, rank: int, world: int, model: str, setting: Setting, *, seed: int = 1) -> None:
-        """With the weights of the folder `model`; with another `seed` than 1 random ones, to be overwritten."""
+        """With the weights in the folder `model`; with a `seed` other than 1, with random weights that a test overwrites."""
         self.layout = ParallelLayout(world=world, **setting.sizes)
         init_parallel(self.layout, rank, world, seed=seed)
         config = read_model_config(model)
@@ -76,7 +76,7 @@ class Trainee:
         self.states = RankStates(self.chunks, self.optimizer, self.scheduler, self.layout, places, seed=7)
 
     def steps(self, count: int) -> list[tuple[float, float, float]]:
-        """(Loss, gradient norm, learning rate) of some steps."""
+        """(Loss, gradient norm, learning rate) of `count` steps."""
         head, history, loss = lm_head(vocab_size=VOCAB, chunk_tokens=16), [], loss_of
         if self.depth:
             loss = with_predictions(loss_of, self.depth, 0.3 / NUM_TARGETS, "")
@@ -90,7 +90,7 @@ class Trainee:
         return history
 
     def hashes(self) -> dict[str, str]:
-        """Of all that this rank has: weights, optimizer states, and numbers drawn from the random streams' states."""
+        """Hashes of this rank's weights, optimizer states and random state."""
         return {name: digest(tensor) for name, tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +109,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def whole_tensors(folder: str | Path, vocab_size: int = VOCAB) -> dict[str, torch.Tensor]:
-    """The global tensors of a checkpoint, those of the vocabulary without padding; each element is there once."""
+    """The global tensors of a checkpoint, without the vocabulary's padding; each element must be stored once."""
     reader, found = DCPReader(Path(folder)), {}
     for key, stored in reader.tensors.items():
         whole, seen = (

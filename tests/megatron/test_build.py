@@ -1,4 +1,4 @@
-"""What is built on each rank: names, shapes, layers, heads and starting values."""
+"""The model that is built on each rank: names, shapes, layers, heads and initial values."""
 
 from dataclasses import replace
 from typing import Any
@@ -143,7 +143,7 @@ def test_the_value_head_starts_equal_in_every_layout(ranks: RankPool) -> None:
     for world, sizes in [(1, {}), (4, {"tp": 2, "pp": 2})]:
         for tensors, _ in ranks.run(_start, sizes, "value", 7, world=world):
             heads += [tensor for name, tensor in tensors.items() if name.endswith("value_head.weight")]
-    assert len(heads) == 3  # one rank, and the two of the last stage
+    assert len(heads) == 3  # the single rank, and the two of the last stage
     assert all(torch.equal(head, heads[0]) for head in heads)
     assert 0.005 < heads[0].std() < 0.04
     other = ranks.run(_start, {}, "value", 8, world=1)[0][0]["0:value_head.weight"]
@@ -151,14 +151,14 @@ def test_the_value_head_starts_equal_in_every_layout(ranks: RankPool) -> None:
 
 
 def test_replicas_start_equal_and_shards_differ(ranks: RankPool) -> None:
-    """Four ranks, tp 2 and pp 2: the stages' tied embeddings are replicas, each rank's part a shard."""
+    """Four ranks, tp 2 and pp 2: the two stages' tied embeddings are replicas; tensor parallel ranks have different shards."""
     (first, _), (shard, _), (last, _), _ = ranks.run(_start, {"tp": 2, "pp": 2, "sp": True}, "lm", 1)
     embedding, output = "0:embedding.word_embeddings.weight", "0:output_layer.weight"
     assert torch.equal(first[embedding], last[output])
     assert not torch.equal(first[embedding], shard[embedding])
     qkv = "0:decoder.layers.0.self_attention.linear_qkv."
     assert not torch.equal(first[qkv + "weight"], shard[qkv + "weight"])
-    assert not torch.equal(first[qkv + "weight"], last[qkv + "weight"])  # other layers
+    assert not torch.equal(first[qkv + "weight"], last[qkv + "weight"])  # they are different layers
     assert torch.equal(first[qkv + "layer_norm_weight"], torch.ones(32))
     assert torch.equal(first[qkv + "bias"], torch.zeros_like(first[qkv + "bias"]))
     assert 0.018 < first[qkv + "weight"].std() < 0.022
@@ -172,7 +172,7 @@ def _start_of_experts(rank: int, world: int, sizes: dict[str, Any]) -> dict[str,
 
 
 def test_replicas_of_experts_start_equal_and_other_experts_differ(ranks: RankPool) -> None:
-    """Four ranks, two of each expert's: ranks 0 and 2, 1 and 3."""
+    """Four ranks, two for each expert: ranks 0 and 2, and ranks 1 and 3."""
     first, other, replica, _ = ranks.run(_start_of_experts, {"tp": 2, "sp": True, "ep": 2})
     mlp = "0:decoder.layers.0.mlp."
     expert = mlp + "experts.linear_fc1.weight0"

@@ -1,4 +1,4 @@
-"""Loads of experts are those of Hugging Face's routers in every layout, and biases move against them."""
+"""Loads of experts equal those of Hugging Face's routers in every layout, and biases move against the loads."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +24,7 @@ from tests.megatron.test_router_replay import GRID, batches_of, recomputation
 from tests.ranks import RankPool
 from tests.routing import experts_of
 
-RATE = 0.125  # exact in float32, as its multiples are
+RATE = 0.125  # exact in float32, like its multiples
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,13 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
 def _train(
     rank: int, world: int, folder: str, table: pa.Table, sizes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[np.ndarray, dict[int, np.ndarray], dict[int, np.ndarray]]:
-    """The loads of a step, and this rank's biases by layer before and after they were moved."""
+    """The loads of a step, and this rank's biases by layer before and after their update."""
     layout = ParallelLayout(world=world, **sizes)
     config, chunks = load_model(rank, folder, layout, **options)
     loads = ExpertLoads(chunks, config.num_layers, config.moe.num_experts)
     head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
     batches = batches_of(table, layout, None)
-    forward_only(unwrap(chunks), batches, head)  # counts nothing
+    forward_only(unwrap(chunks), batches, head)  # evaluation is not counted
     chunks = wrap_for_training(chunks)
     optimizer, scheduler = build_optimizer(chunks, STEADY)
 

@@ -1,4 +1,4 @@
-"""Every family computes what Hugging Face's model computes, in every kind of layout that it can have."""
+"""Every family has the results of Hugging Face's model, in every kind of layout that it supports."""
 
 import json
 import shutil
@@ -55,14 +55,14 @@ from tests.megatron.parity import (
 )
 from tests.ranks import RankPool
 
-# The first step divides by a gradient's size + eps: where that is rounding alone, the default eps would let it
-# grow until it changes which experts are chosen.
+# The first step divides by a gradient's size + eps. Where a gradient is only rounding, the default eps would let the step
+# grow until it changes the choice of experts.
 STEADY = replace(OPTIM, eps=1e-6)
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is built: the family, its Hugging Face class, and fields that differ from the tiny model's own; `vision`: beside a vision tower."""
+    """A tiny model to build: its family, Hugging Face class, and fields that differ from the defaults; `vision`: with a vision tower."""
 
     name: str
     model_class: type[PreTrainedModel]
@@ -102,9 +102,9 @@ FAMILIES = {
         {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
-    # an epsilon that shows where a norm has another one
+    # a large epsilon, so that a norm with another one shows
     "glm4_moe_lite": Family("glm4_moe_lite", Glm4MoeLiteForCausalLM, {"rms_norm_eps": 1e-2}),
-    # texts of up to 40 tokens, of which a query attends to 8
+    # texts have up to 40 tokens, and a query attends to 8 of them
     "deepseek_v32": Family("deepseek_v32", DeepseekV32ForCausalLM, CHOOSING),
     "deepseek_v32 without a choice": Family(
         "deepseek_v32", DeepseekV32ForCausalLM, {"index_topk": max(LENGTHS)}
@@ -140,15 +140,15 @@ def make_family(folder: Path, family: Family) -> None:
 
 def hugging_face(folder: str, family: Family) -> PreTrainedModel:
     config = json.loads(Path(folder, "config.json").read_text())
-    if family.name == "kimi_k2":  # DeepSeek-V3's model under a name that transformers does not know
+    if family.name == "kimi_k2":  # DeepSeek-V3's model, under a name that transformers does not have
         known = Path(folder, "known")
         shutil.copytree(folder, known, ignore=shutil.ignore_patterns("known"), dirs_exist_ok=True)
         (known / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
         folder = str(known)
     model = family.model_class.from_pretrained(folder, dtype=torch.float32)
     if family.name in ("glm4_moe_lite", "glm_moe_dsa"):
-        # SGLang's norms of latent vectors have the config's epsilon, and those of the run that published it (Megatron) can have no
-        # other; transformers' have 1e-6.
+        # SGLang's norms of latent vectors have the config's epsilon, and so had the published run's (in Megatron they cannot have
+        # another one); transformers' norms have 1e-6.
         for name, module in model.named_modules():
             if name.endswith("_a_layernorm"):
                 assert module.variance_epsilon == 1e-6
@@ -158,7 +158,7 @@ def hugging_face(folder: str, family: Family) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """From a family to its tiny model's folder, made once."""
+    """From a family to the folder of its tiny model, made once."""
 
     @cache
     def make(name: str) -> str:
@@ -171,7 +171,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def case_of(folder_of: Callable[[str], str]) -> Callable[[str], Case]:
-    """From a family to its tiny model and what Hugging Face makes of it, made once."""
+    """From a family to its tiny model and Hugging Face's results, made once."""
 
     @cache
     def make(name: str) -> Case:
@@ -202,7 +202,7 @@ def _logits(rank: int, world: int, folder: str, sizes: dict[str, Any]) -> tuple[
     return logits[0], batch.cu_seqlens.tolist()
 
 
-# On one rank, too: what another rank's part could hide would be in attention and experts of each kind.
+# Tested on one rank, too: these have each kind of attention and experts, where sharding could hide an error.
 ALONE = ("qwen3", "qwen3_5 with vision", "qwen3_next", "deepseek_v3", "gpt_oss")
 
 
@@ -274,7 +274,7 @@ TRAINED = [
 ]
 
 
-# The others run with --slow: each takes seconds, and together a minute.
+# Cases that run with --slow only: each takes seconds, and together they take a minute.
 SELDOM = [
     *[
         ("deepseek_v3", layout)
@@ -295,7 +295,7 @@ SELDOM = [
 
 
 def marked(cases: list[tuple[str, str]], seldom: list[tuple[str, str]]) -> list:
-    """The cases as parameters, those of `seldom` marked slow."""
+    """The cases as parameters; the cases in `seldom` are marked slow."""
     return [pytest.param(*case, marks=pytest.mark.slow if case in seldom else ()) for case in cases]
 
 
@@ -303,9 +303,9 @@ def marked(cases: list[tuple[str, str]], seldom: list[tuple[str, str]]) -> list:
 def test_every_layout_trains_as_hugging_face_does(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
 ) -> None:
-    """Loss and gradient norm of two steps; experts' biases stay as they are."""
+    """Loss and gradient norm of two steps; experts' biases do not change."""
     world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
-    # The oracle's own norm after an update moves by 2.2e-6 from one thread to two (qwen3_5_moe with vision), the layouts' by 1.1e-5.
+    # From one thread to two, the oracle's own norm after an update changes by 2.2e-6 (qwen3_5_moe with vision), the layouts' by 1.1e-5.
     after = 3e-5 if FAMILIES[name].name in QWEN_HYBRIDS else None
     check(ranks, case_of(name), world, sizes, after=after)
 
@@ -342,7 +342,7 @@ GRADIENTS = [
 def test_every_gradient_is_hugging_faces(
     ranks: RankPool, folder_of: Callable[[str], str], name: str, layout: str
 ) -> None:
-    """On every rank that holds a replica or a part, whatever it is a replica or a part of."""
+    """On every rank, for every replica and every shard."""
     world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
     folder = folder_of(name)
     model = hugging_face(folder, FAMILIES[name])
@@ -369,7 +369,7 @@ def test_how_experts_are_trained_changes_nothing(
 
 
 def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -> None:
-    """8 bits of mantissa, 2**-8 a rounding: some tokens go to other experts, and the loss is a mean over all."""
+    """8 bits of mantissa, 2**-8 per rounding: some tokens go to other experts, but the loss is a mean over all tokens."""
     layout = {"tp": 2, "sp": True, "ep": 2}
     check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)
 
@@ -377,7 +377,7 @@ def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -
 def test_ranks_that_share_a_delta_nets_heads_need_sequence_parallelism(
     folder_of: Callable[[str], str],
 ) -> None:
-    """Without it each rank would have its own heads' part of the gradient of the norm that all heads share."""
+    """Without it each rank would only have its own heads' part of the gradient of the norm that all heads share."""
     config = read_model_config(folder_of("qwen3_5"))
     with pytest.raises(ValueError, match=r"gated delta nets and .*=2 needs megatron\.sequence_parallel=true"):
         check_layout(config, ParallelLayout(world=2, tp=2))

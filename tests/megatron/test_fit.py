@@ -1,7 +1,7 @@
 """The checks of layouts before a start accept what megatron-core accepts, and nothing else.
 
-The oracle is megatron-core itself: its groups, and its model's chunks as each stage builds them, on a process group that
-carries nothing (torch's "fake" backend), so that one process stands at any place of any layout.
+The oracle is megatron-core itself: its groups, and its model's chunks as each stage builds them, on a process group without
+communication (torch's "fake" backend), so that one process can take any rank of any layout.
 """
 
 import random
@@ -50,7 +50,7 @@ SIZES = {
 
 
 def accepted(megatron: MegatronConfig, model: ModelConfig, world: int) -> bool:
-    """By what is checked before a start."""
+    """Whether the checks before a start accept the layout."""
     keys = [f"megatron.{name}={getattr(megatron, name)}".replace("None", "null") for name in SIZES]
     required = [
         "data.train_files=f",
@@ -72,10 +72,10 @@ def accepted(megatron: MegatronConfig, model: ModelConfig, world: int) -> bool:
 
 
 def stages_built(megatron: MegatronConfig, model: ModelConfig, world: int) -> list[list[list[int]]]:
-    """The layers, from 0, of each chunk of each stage, as Megatron builds them; raises what it raises."""
+    """The layers, from 0, of each chunk of each stage, as Megatron builds them; raises Megatron's errors."""
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     vpp = megatron.virtual_pipeline_model_parallel_size
-    layout = SimpleNamespace(  # which refuses nothing itself
+    layout = SimpleNamespace(  # it refuses nothing, unlike ParallelLayout
         tp=tp, pp=pp, vpp=vpp, cp=megatron.context_parallel_size, sp=tp > 1, ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size, chunk_layers=None, first_layers=megatron.num_layers_in_first_pipeline_stage,
         last_layers=megatron.num_layers_in_last_pipeline_stage,
@@ -102,7 +102,7 @@ def stages_built(megatron: MegatronConfig, model: ModelConfig, world: int) -> li
                     model,
                     settings,
                     held=Float8Base({}, (1, 1)),
-                    layers=[],  # that may have indexers; the model has none
+                    layers=[],  # the layers with indexers; the model has none
                     vocab_size=padded_vocab_size(model, tp),
                     first=stage == chunk == 0,
                     last=(stage, chunk) == (pp - 1, (vpp or 1) - 1),
@@ -117,7 +117,7 @@ def stages_built(megatron: MegatronConfig, model: ModelConfig, world: int) -> li
 
 
 def has_ends(megatron: MegatronConfig, stages: list[list[list[int]]]) -> bool:
-    """Whether the first and the last stage have the layers that they are to have."""
+    """Whether the first and the last stage have the configured numbers of layers."""
     first, last = (sum(map(len, stages[at])) for at in (0, -1))
     wanted = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
     return all(most in (None, found) for most, found in zip(wanted, (first, last), strict=True))
@@ -131,7 +131,7 @@ def test_a_layout_is_accepted_where_megatron_builds_it(
     draw, outcomes = random.Random(7), {True: 0, False: 0}
     for _ in range(120):
         sizes = {name: draw.choice(choices) for name, choices in SIZES.items()}
-        # What Megatron ignores is refused; not tried here.
+        # megarl refuses keys that Megatron ignores; that is not tested here.
         if sizes["pipeline_model_parallel_size"] == 1:
             sizes |= dict.fromkeys(name for name in SIZES if name.startswith("num_layers"))
         if model.moe is None:
@@ -143,7 +143,7 @@ def test_a_layout_is_accepted_where_megatron_builds_it(
             built = stages_built(megatron, model, world)
         except (AssertionError, RuntimeError, ValueError, ZeroDivisionError):
             built = None
-        # Stricter than Megatron: no rank without a layer, no key/value head on several ranks.
+        # megarl is stricter than Megatron: no rank without a layer, no key/value head on several ranks.
         theirs = built is not None and all(all(chunks) for chunks in built) and has_ends(megatron, built)
         heads = model.mla is not None or model.num_query_groups % megatron.tensor_model_parallel_size == 0
         assert ours == (theirs and heads), f"{sizes} {world} {built}"
@@ -158,7 +158,7 @@ def test_a_layout_is_accepted_where_megatron_builds_it(
 def test_uneven_stages_of_an_interleaved_schedule_with_two_stages(
     first: int | None, last: int | None
 ) -> None:
-    """Both ends given, megatron-core 0.19.2 divides by the number of stages between them, which is 0."""
+    """If both numbers are given, megatron-core 0.19.2 divides by the number of stages between the two, which is 0."""
     megatron = MegatronConfig(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,

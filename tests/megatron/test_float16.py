@@ -1,4 +1,4 @@
-"""Training in float16: the numbers of float32 to its rounding, and overflows that cost their update alone."""
+"""Training in float16: the results of float32 up to rounding, and overflows that only cost their own update."""
 
 import math
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.megatron.parity import VOCAB, Case, batches, check, load_model, loss_
 from tests.megatron.test_parity import make_case
 from tests.ranks import RankPool
 
-TOLERANCE = 2e-3  # 11 bits of mantissa: 2**-11 a rounding, over some twenty of them; bfloat16 needs 2e-2
+TOLERANCE = 2e-3  # 11 bits of mantissa: 2**-11 per rounding, some twenty roundings; bfloat16 needs 2e-2
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def _steps(
 def test_an_overflow_skips_its_update_and_lowers_the_scale(
     ranks: RankPool, case: Case, world: int, sizes: dict[str, Any]
 ) -> None:
-    """From a scale at which gradients exceed float16's 65504, to one at which they do not."""
+    """From a scale at which gradients exceed float16's 65504 down to a scale at which they do not."""
     first = 2.0**25
     optim = OptimConfig(
         lr=1e-3,
@@ -82,14 +82,14 @@ def test_an_overflow_skips_its_update_and_lowers_the_scale(
                 assert torch.equal(tensor, history[0][1][name]), name
         result, weights = history[skipped]
         assert result.loss_scale == first / 2**skipped
-        # The update is that of the unscaled gradient, and moves the schedule on.
+        # The update uses the unscaled gradient, and the schedule moves on.
         assert result.grad_norm == pytest.approx(case.expected[0][1], rel=TOLERANCE)
         assert not torch.equal(
             weights["0:decoder.layers.0.mlp.linear_fc2.weight"],
             history[0][1]["0:decoder.layers.0.mlp.linear_fc2.weight"],
         )
         assert history[skipped + 1][0].lr == pytest.approx(2 * result.lr)
-        # Two steps without an overflow double it, which may be too much again.
+        # Two steps without an overflow double the scale, which may make it too large again.
         assert history[skipped + 1][0].ok
         assert history[skipped + 2][0].loss_scale == 2 * result.loss_scale
 
@@ -103,9 +103,9 @@ def test_the_scale_does_not_fall_below_its_least(ranks: RankPool, case: Case) ->
 
 
 def _poisoned_expert(rank: int, world: int, folder: str) -> list[tuple[float, bool, list[float], bool]]:
-    """Three steps with gradients of zero, but for an overflow in an expert of rank 0 in the second one.
+    """Three steps with zero gradients, except for an overflow in an expert of rank 0 in the second step.
 
-    Returns: per step (scale before it, whether it was taken, the scales of dense and expert weights after it, whether
+    Returns: per step (scale before it, whether its update was taken, the scales of dense and expert weights after it, whether
     any weight has changed).
     """
     layout = ParallelLayout(world=world, ep=2)

@@ -1,4 +1,4 @@
-"""Training in float8 where there is none, and what a pass leaves behind; its passes are executed in tests/shadow/test_float8.py."""
+"""Training in float8 on devices without it, and state that a pass leaves behind. tests/shadow/test_float8.py executes the passes."""
 
 import pytest
 import torch

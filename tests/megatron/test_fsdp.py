@@ -1,5 +1,5 @@
-"""Megatron-FSDP: what data parallel ranks share changes neither a gradient nor an update, checkpoints go between all layouts, and
-the shares are as large as they should be."""
+"""Megatron-FSDP: sharding over data parallel ranks changes neither a gradient nor an update, checkpoints fit all layouts, and
+the shards have the right sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_layouts_too(ranks: RankPool, tied: Case, name: str) -> None:
-    """With tied embeddings, which have two gradients."""
+    """With tied embeddings, whose gradient has two parts."""
     world, sizes, options = LAYOUTS[name]
     check(ranks, tied, world, sizes, fsdp=FULL, **options)
 
@@ -58,7 +58,7 @@ def test_bfloat16_comes_close(ranks: RankPool, untied: Case) -> None:
 
 
 def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """The log-probs of a model that is not trained, whole and shared, before and after its weights were on the host."""
+    """Compare log-probs of a model that is not trained: unsharded, and sharded before and after its weights were on the host."""
     layout = ParallelLayout(world=world)
     _, chunks = load_model(rank, folder, layout, trainable=False)
     head, micro_batches = lm_head(vocab_size=VOCAB, chunk_tokens=16), batches(layout)
@@ -90,11 +90,11 @@ def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_model_that_is_not_trained_has_a_share_of_its_weights(ranks: RankPool, untied: Case) -> None:
-    """Its outputs are those of the whole model to the bit; between passes there are no more bytes than its share."""
+    """Its outputs equal the unsharded model's to the bit; between passes it has no more bytes than its shard."""
     for found in ranks.run(_evaluate, untied.folder, world=2):
         assert found["equal"] and found["same"]
         whole, shared, after, gathered, away, back = found["bytes"]
-        assert whole / 2 <= shared < 0.52 * whole  # and padding
+        assert whole / 2 <= shared < 0.52 * whole  # with padding
         assert shared == after == back and gathered >= whole and away == 0
 
 
@@ -136,7 +136,7 @@ def test_checkpoints_go_to_every_layout(ranks: RankPool, tmp_path: Path, tied: C
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    """Each data parallel rank has all experts; other ranks then have some."""
+    """A checkpoint of data parallel ranks with shards of all experts is loaded by ranks that have some of the experts each."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": VOCAB}
     model = make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
     test_checkpoint.check(ranks, tmp_path, str(model), Setting(2, {}, fsdp=FULL), [Setting(2, {"ep": 2})])

@@ -1,4 +1,4 @@
-"""The exact divergence from another model's distribution, against Hugging Face's whole logits, TRL's divergence and torch's autograd."""
+"""The exact divergence from another model's distribution, against Hugging Face's unsharded logits, TRL's divergence and torch's autograd."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from tests.trl import trl_function
 
 
 def other_head() -> tuple[Tensor, Tensor]:
-    """Hidden states [tokens, hidden] and output weight [vocab, hidden] of a model near the one of `hugging_face_head`."""
+    """Hidden states [tokens, hidden] and output weight [vocab, hidden] of a model close to that of `hugging_face_head`."""
     hidden, weight, _ = hugging_face_head()
     generator = torch.Generator().manual_seed(13)
     near = [tensor + 0.2 * torch.randn(tensor.shape, generator=generator) for tensor in (hidden, weight)]
@@ -48,13 +48,13 @@ def generalized_jsd_loss() -> Callable[..., Tensor]:
 
 
 def expected(temperature: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens, 2], gradients of hidden and weight, from whole logits in float64 by TRL's divergence."""
+    """Outputs [tokens, 2], gradients of hidden and weight, from unsharded logits in float64 and TRL's divergence."""
     hidden, weight, labels = hugging_face_head()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     other_hidden, other_weight = (tensor.double() for tensor in other_head())
     p, q = hidden @ weight.t(), other_hidden @ other_weight.t()
     log_q = (q / temperature).log_softmax(-1)
-    # Its reductions leave tokens together, so it gets one at a time.
+    # TRL's function reduces over all tokens, so it gets one token at a time.
     kl = torch.stack(
         [
             generalized_jsd_loss()(p[None, row], q[None, row], beta=beta, temperature=temperature)
@@ -67,7 +67,7 @@ def expected(temperature: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def upstream() -> Tensor:
-    """Gradient of some loss in the KL, [tokens]."""
+    """Some loss's gradient with respect to the KL, [tokens]."""
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(8))
 
 
@@ -97,7 +97,7 @@ def _kl(
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3, 0.9])
 @pytest.mark.parametrize(
     ("world", "chunk_tokens", "temperature"),
-    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # of 4, one holds padding only
+    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # with 4, one rank has only padding
 )
 def test_equals_whole_logits_and_autograd(
     ranks: RankPool, world: int, chunk_tokens: int, temperature: float, beta: float
@@ -115,7 +115,7 @@ def test_equals_whole_logits_and_autograd(
 
 
 def _by_hand(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Two tokens of a vocabulary of two; hidden states that are the logits."""
+    """Two tokens with a vocabulary of two; the hidden states are the logits."""
     hidden = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]], requires_grad=True)
     other = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     weight = torch.eye(2).chunk(world)[rank]
@@ -166,7 +166,7 @@ def test_no_tensor_exceeds_a_chunk_of_local_logits(ranks: RankPool) -> None:
     assert ranks.run(_largest, world=2) == [16 * 512] * 2
 
 
-# Whole models in layouts: a policy and a reference of the same shape.
+# Complete models in layouts: a policy and a reference of the same shape.
 
 HEAD = lm_head(vocab_size=VOCAB, temperature=TEMPERATURE, chunk_tokens=16, with_entropy=True)
 LAYOUTS = {"tp2-sp": ({"tp": 2, "sp": True}, 2), "pp2": ({"pp": 2}, 2), "cp2": ({"cp": 2}, 2)}

@@ -1,4 +1,4 @@
-"""The head on a GPU: its kernels, interpreted on a CPU (`interpreted_head`), compute what torch does, and are compiled for an H100."""
+"""The head on a GPU: its kernels, interpreted on a CPU (`interpreted_head`), have torch's results, and compile for an H100."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from megarl.models import head_chunk_tokens
 from megarl.shadow import device
 from tests.megatron.hf import save_model
 
-pytestmark = pytest.mark.timeout(600)  # the interpreter takes 20 seconds of a core
+pytestmark = pytest.mark.timeout(600)  # the interpreter takes 20 seconds on a core
 needs_triton = pytest.mark.skipif(
     not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
 )
@@ -26,7 +26,7 @@ MODULES = {"interpret": "interpreted_head", "compile": "compiled_head"}
 
 
 def cases(how: str, folder: Path, *names: str) -> dict[str, Any]:
-    """What each case found."""
+    """The results of the cases."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -47,18 +47,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return cases("interpret", folder)
 
 
-# Of each tensor's largest number. In bfloat16 the interpreter cuts off what a GPU rounds: the last of eight bits, of products twice.
+# Relative to each tensor's largest number. In bfloat16 the interpreter truncates where a GPU rounds: in the last of eight bits, for products twice.
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_outputs_and_gradients_are_those_of_torch(found: dict[str, Any], dtype: str) -> None:
-    """For one chunk and several, equal and not, blocks that are cut, with entropy and without."""
+    """For one chunk and several, of equal size and not, for incomplete blocks, with and without entropy."""
     assert len(found[dtype]) == (8 if dtype == "float32" else 4)
     for name, (from_whole, from_torch) in found[dtype].items():
         assert from_torch < TOLERANCES[dtype], name
-        # Whole logits are not rounded to the model's type.
+        # Unsharded logits are not rounded to the model's type.
         assert from_whole < TOLERANCES[dtype] * (1 if dtype == "float32" else 4), name
 
 
@@ -74,21 +74,21 @@ def test_extreme_logits_stay_finite_and_exact(found: dict[str, Any]) -> None:
 
 @needs_triton
 def test_two_ranks_have_the_same_bits_and_whole_gradients(found: dict[str, Any]) -> None:
-    """Of two shares with real rows, and of one that is padding."""
+    """With two shares that have real rows, and with a share that is only padding."""
     assert len(found["ranks_of_two"]) == 2 and max(found["ranks_of_two"]) < 1e-6
 
 
 @needs_triton
 def test_logits_of_the_largest_chunk_are_computed_once(found: dict[str, Any]) -> None:
-    """Products of 7 tokens in one chunk, in two, in three: three for each, and one more for all but the last."""
+    """Matrix products of 7 tokens in one, two or three chunks: three per chunk, and a fourth for all chunks but the last."""
     assert found["products"] == {"7": 3, "4": 7, "3": 11}
     assert found["second_pass"] < 1e-6
 
 
 @needs_triton
 def test_logits_exist_once_for_a_chunk_and_never_in_float32(found: dict[str, Any]) -> None:
-    """Of 5 tokens, for 300 rows that are aligned to 304, in bfloat16; in float32 nothing is larger than 300 rows, of width 2, of the
-    gradient buffer."""
+    """The largest tensor has logits of 5 tokens in bfloat16, with 300 rows aligned to 304; the largest in float32 has 300 rows, of width 2,
+    of the gradient buffer."""
     assert found["largest"] == {"any": 5 * 304 * 2, "float32": 300 * 2 * 4}
 
 
@@ -102,7 +102,7 @@ def test_gradients_are_added_to_the_buffers(found: dict[str, Any]) -> None:
 
 @needs_triton
 def test_a_model_is_trained_as_with_torch(found: dict[str, Any]) -> None:
-    """Within Megatron's data parallel gradients, buckets reduced meanwhile; of embeddings that are tied the gradients of both uses count."""
+    """With Megatron's data parallel gradients, whose buckets are reduced during the pass; tied embeddings get the gradients of both uses."""
     for kind in ("own", "tied"):
         assert found["updates"][kind]["numbers"] < 1e-5
         assert found["updates"][kind]["weights"] < 1e-3  # Adam divides small gradients by their size
@@ -110,7 +110,7 @@ def test_a_model_is_trained_as_with_torch(found: dict[str, Any]) -> None:
 
 @needs_triton
 def test_the_compiler_reads_and_writes_logits_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
-    """What the interpreter takes, the compiler may refuse; and single loads of bfloat16 would be slow."""
+    """The compiler may refuse code that the interpreter accepts; and single loads of bfloat16 would be slow."""
     found = cases("compile", tmp_path)
     assert found["reduce_logits"]["wide"] >= 2 and found["differentiate_logits"]["wide"] >= 4
     assert all(kernel["bytes"] > 0 and kernel["local"] == 0 for kernel in found.values())
@@ -128,7 +128,7 @@ def test_the_last_chunk_is_as_large_as_any() -> None:
 def test_chunks_have_a_gibibyte_of_logits_unless_configured() -> None:
     assert head_chunk_tokens(152064, 2, None) == 3530 and head_chunk_tokens(152064 // 8, 2, None) == 28244
     assert head_chunk_tokens(152064, 4, None) == 1765 and head_chunk_tokens(152064, 2, 7) == 7
-    assert head_chunk_tokens(0, 2, None) > 0  # a rank of padding alone
+    assert head_chunk_tokens(0, 2, None) > 0  # a rank with only padding
 
 
 def test_a_weight_without_a_buffer_gets_its_gradient() -> None:
@@ -138,6 +138,6 @@ def test_a_weight_without_a_buffer_gets_its_gradient() -> None:
     given = given_gradient(weight, total)
     assert given.dtype == torch.bfloat16 and torch.equal(given, torch.full_like(given, 5.0))
     assert not hasattr(weight, "grad_added_to_main_grad")
-    # One of another type is no sum in float32.
+    # A buffer of another type is not used, since sums are in float32.
     weight.main_grad = torch.zeros(3, 2, dtype=torch.bfloat16)
     assert gradient_sum(weight).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same code on CUDA and NCCL, with Transformer Engine where it is installed."""
+"""Tests that need a GPU: the same code on CUDA and NCCL, with Transformer Engine if it is installed."""
 
 import multiprocessing
 
@@ -15,7 +15,7 @@ SECONDS = 240  # a rank's first imports, and kernels that are compiled for the f
 
 
 def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, world: int) -> None:
-    """In a process of its own: log-probs of the table's responses by one tensor parallel rank on NCCL, in bfloat16."""
+    """Runs in a process of its own: log-probs of the table's responses from one tensor parallel rank on NCCL, in bfloat16."""
     from megarl.checkpoints.hf.load import load_hf_weights
     from megarl.layout.grid import ParallelLayout
     from megarl.megatron.build import build_model, local_parameters
@@ -39,11 +39,11 @@ def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, worl
 @pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.parametrize("world", [1, 2])
 def test_log_probs_on_gpus_are_those_of_transformers(tmp_path, world):
-    """By one rank, and by two that share each matrix."""
+    """With one rank, and with two ranks that share each matrix."""
     import pyarrow as pa
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    # Heads of 64: kernels of attention do not take those of the other tests' models.
+    # Heads have 64 dimensions: attention kernels do not support the heads of the other tests' models.
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=300, max_position_embeddings=128)

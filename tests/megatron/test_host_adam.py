@@ -1,4 +1,4 @@
-"""Adam's states on the host: the same bits as on the device, in any layout, and saved and loaded with and without."""
+"""Adam's states on the host: the same bits as on the device, in any layout; checkpoints fit states on the host and on the device."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,12 +22,12 @@ from tests.megatron.states import Setting, Trainee
 from tests.ranks import RankPool
 
 FAMILIES = {"dense": {"family": "qwen2", "tie_word_embeddings": True}, "mixture": {"family": "deepseek_v3"}}
-BUCKET = 4096  # elements: a tiny model's weights are cut, and the slots used several times
+BUCKET = 4096  # elements: a tiny model's weights are split, and slots used several times
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a tiny model of FAMILIES."""
+    """From a name in FAMILIES to the folder of its tiny model."""
 
     @cache
     def make(name: str) -> str:
@@ -38,7 +38,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 def _train(rank: int, world: int, model: str, setting: Setting) -> tuple[Any, ...]:
-    """Two steps, one that is skipped, one more. Returns: hashes and history, what Adam's parts are, bytes of the states."""
+    """Two steps, one that is skipped, one more. Returns: hashes, history, whether states are on the host, buckets, bytes of the states."""
     trainee = Trainee(rank, world, model, setting)
     history = trainee.steps(2)
     part = optimizer_of(trainee.chunks, trainee.optimizer)
@@ -60,7 +60,7 @@ def _train(rank: int, world: int, model: str, setting: Setting) -> tuple[Any, ..
 
 
 def _states(trainee: Trainee) -> list[torch.Tensor]:
-    """All that is Adam's own."""
+    """Adam's states on the host, with its float32 copies of weights."""
     found = []
     for part in parts_of(trainee.optimizer):
         for parameter, _, main, state in part.optimizer.fragments() if _on_host(part) else ():
@@ -87,7 +87,7 @@ SETTINGS = [
 def test_the_same_bits_as_on_the_device(
     ranks: RankPool, model_of: Callable[[str], str], family: str, setting: Setting
 ) -> None:
-    """Weights, states, norms and losses after steps, the middle one of which was not finite and changed nothing."""
+    """Weights, states, norms and losses after steps; one step in the middle has gradients that are not finite, and changes nothing."""
     model = model_of(family)
     usual = ranks.run(_train, model, setting, world=setting.world)
     found = ranks.run(_train, model, replace(setting, on_host=BUCKET), world=setting.world)
@@ -99,7 +99,7 @@ def test_the_same_bits_as_on_the_device(
         assert hashes == theirs
         assert on_host and max(buckets) > 2 * SLOTS
         assert sizes[0] == SLOTS * rows * BUCKET * 4 and sizes[2] == 0
-        assert kept <= sizes[1] < 1.2 * kept  # aligned
+        assert kept <= sizes[1] < 1.2 * kept  # with alignment
 
 
 def _save(rank: int, world: int, model: str, setting: Setting, folder: str) -> tuple[Any, ...]:
@@ -112,7 +112,7 @@ def _save(rank: int, world: int, model: str, setting: Setting, folder: str) -> t
 
 def _load(rank: int, world: int, model: str, setting: Setting, folder: str) -> tuple[Any, ...]:
     trainee = Trainee(rank, world, model, setting, seed=5)
-    trainee.steps(1)  # which the checkpoint replaces
+    trainee.steps(1)  # the checkpoint replaces its results
     load_states(folder, trainee.states)
     return trainee.hashes(), trainee.steps(2), trainee.hashes()
 
@@ -125,7 +125,7 @@ def _load(rank: int, world: int, model: str, setting: Setting, folder: str) -> t
 def test_saved_and_loaded_with_and_without(
     ranks: RankPool, model_of: Callable[[str], str], tmp_path: Path, family: str, there: Setting
 ) -> None:
-    """From the device to the host and back, in the layout that saved: bit for bit; in another one: the same losses."""
+    """From the device to the host and back: bit for bit in the layout that saved, with the same losses in another layout."""
     model, here = model_of(family), replace(there, on_host=BUCKET)
     folders = {name: str(tmp_path / name) for name in ("there", "here")}
     expected = ranks.run(_save, model, there, folders["there"], world=2)
@@ -139,7 +139,7 @@ def test_saved_and_loaded_with_and_without(
 
 
 def _before_a_step(rank: int, world: int, model: str, folder: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Saved before a step, and loaded after it. Returns: hashes when saved, when loaded."""
+    """Save before a step, and load after it. Returns: hashes at the save, and after loading."""
     trainee = Trainee(rank, world, model, Setting(world, {}, dtype=torch.bfloat16, on_host=BUCKET))
     save_states(folder, trainee.states)
     saved = trainee.hashes()
@@ -166,7 +166,7 @@ def _placeholder(rank: int, world: int, model: str) -> tuple[bool, str]:
 def test_a_copy_on_the_host_is_not_mistaken_for_one_on_the_device(
     ranks: RankPool, model_of: Callable[[str], str]
 ) -> None:
-    """Nothing reads a weight that is not there as if it were: it is not a number, and cannot be written."""
+    """The device's placeholder of a copy on the host is NaN when read, and refuses to be written."""
     reads_nan, error = ranks.run(_placeholder, model_of("dense"), world=1)[0]
     assert reads_nan and "single memory location" in error
 
@@ -178,7 +178,7 @@ GPU = [
 
 
 def _adam(weights: list[torch.Tensor], on_host: bool, bucket: int) -> Any:
-    """Adam on float32 copies of bfloat16 weights; with states on the host, or not."""
+    """Adam on float32 copies of bfloat16 weights, with states on the host or on the device; and the copies."""
     mains = [weight.detach().float().clone() for weight in weights]
     inner = FusedAdam(mains, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
     if not on_host:
@@ -189,7 +189,7 @@ def _adam(weights: list[torch.Tensor], on_host: bool, bucket: int) -> Any:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_weights_are_cut_wherever_buckets_end(device: str) -> None:
-    """Sizes that no vector and no bucket divides; on a GPU memory is page-locked, and the copies overlap."""
+    """With sizes that neither a vector's width nor a bucket divides; on a GPU, memory is page-locked, and copies overlap."""
     torch.manual_seed(0)
     bucket = 4 << 20 if device == "cuda" else 256
     shapes = [(bucket * 9 + 5,), (3,), (7, 33), (bucket,), (bucket // 4, 11)]
@@ -198,7 +198,7 @@ def test_weights_are_cut_wherever_buckets_end(device: str) -> None:
     (expected, mains), (found, copies) = _adam(usual, False, bucket), _adam(theirs, True, bucket)
     for step in range(4):
         for index, (main, copy) in enumerate(zip(mains, copies, strict=True)):
-            # The second has no gradient at first.
+            # The second weight has no gradient in the first step.
             main.grad = torch.randn_like(main) if index != 1 or step else None
             copy.grad = None if main.grad is None else main.grad.clone()
         expected.step()
@@ -222,25 +222,25 @@ def test_weights_are_cut_wherever_buckets_end(device: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the streams are stand-ins")
 @pytest.mark.parametrize("broken", [None, "fetching", "storing", "wait"])
 def test_copies_that_overlap_never_meet(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
-    """The order that streams and events promise is enough, and without any one of the waits it is not."""
+    """The order that streams and events promise prevents races, and if any one of the waits is missing, it does not."""
     streams = Streams()
     for name, value in streams.patches().items():
         monkeypatch.setattr(torch.cuda, name, value)
     weights = [torch.nn.Parameter(torch.randn(size, dtype=torch.bfloat16)) for size in (2600, 70)]
     adam, copies = _adam(weights, True, 256)
     slots = adam.slots
-    if broken == "wait":  # for what was fetched
+    if broken == "wait":  # the wait for fetched states
         monkeypatch.setattr(streams.current, "wait_event", lambda event: None)
-    if broken == "fetching":  # for the slot to be free
+    if broken == "fetching":  # the wait for a free slot
         monkeypatch.setattr(slots.fetching, "wait_event", lambda event: None)
-    if broken == "storing":  # for what was computed
+    if broken == "storing":  # the wait for computed states
         monkeypatch.setattr(slots.storing, "wait_stream", lambda stream: None)
     with Races(streams) as races:
         for _ in range(2):
             for copy in copies:
                 copy.grad = torch.randn(copy.shape)
             adam.step()
-            for moment in adam.moments:  # a checkpoint reads them
+            for moment in adam.moments:  # as a checkpoint reads them
                 moment.sum()
     assert len(races.seen) > 100
     assert bool(races.found) == (broken is not None), races.found[:3]

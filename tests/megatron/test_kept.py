@@ -21,7 +21,7 @@ from tests.ranks import RankPool
 
 
 def kept_sets(everything: bool = False) -> list[Tensor]:
-    """From one token to sixty, the label among them, in no order; or all tokens, for each position."""
+    """For each position one to sixty tokens in random order, including the label; or (`everything`) all tokens."""
     _, _, labels = hugging_face_head()
     generator = torch.Generator().manual_seed(3)
     sets = []
@@ -40,7 +40,7 @@ def packed(sets: list[Tensor]) -> KeptVocabulary:
 
 
 def plain_loop(temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, gradient of hidden and of weight, position by position in float64."""
+    """Outputs, and the gradients of hidden and weight, computed position by position in float64."""
     hidden, weight, labels = hugging_face_head()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     rows = []
@@ -79,16 +79,16 @@ def _outputs_and_gradients(
 
 @pytest.mark.parametrize(
     ("world", "chunk_tokens", "temperature"),
-    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # of 4, one holds padding only
+    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # with 4, one rank has only padding
 )
 def test_equals_a_plain_loop(ranks: RankPool, world: int, chunk_tokens: int, temperature: float) -> None:
-    """A pass without entropies has the same bits; of all tokens they are those of `token_log_probs`."""
+    """A pass without entropies has the same bits; if all tokens are kept, the results are those of `token_log_probs`."""
     results = ranks.run(_outputs_and_gradients, temperature, chunk_tokens, torch.float32, world=world)
     wanted, grad_hidden, grad_weight = plain_loop(temperature)
     for output, own_grad_hidden, _, alone, complete, of_all in results:
         assert output.dtype == torch.float32
         torch.testing.assert_close(output.double(), wanted, rtol=1e-5, atol=1e-5)
-        assert not output[::3].any()  # those that had no choice
+        assert not output[::3].any()  # positions with a single kept token
         torch.testing.assert_close(own_grad_hidden.double(), grad_hidden, rtol=1e-5, atol=1e-5)
         assert torch.equal(alone[:, 0], output[:, 0])
         torch.testing.assert_close(complete, of_all, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Which layers a machine has is said, and an installation of Transformer Engine that is broken is refused."""
+"""megarl reports which layers a machine has, and refuses a broken installation of Transformer Engine."""
 
 import importlib
 import sys
@@ -20,14 +20,14 @@ def test_a_machine_without_gpus_has_megarls_own_layers() -> None:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine with a GPU where megatron-core could not import Transformer Engine."""
+    """Simulates a machine with a GPU where megatron-core could not import Transformer Engine."""
     monkeypatch.setattr(platform, "is_cuda", lambda: True)
     monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-        del sys.modules[name]  # what the test made; then what was there comes back
+        del sys.modules[name]  # the test's modules; monkeypatch then restores the original ones
 
 
 def test_its_absence_is_said(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_its_absence_is_said(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_cannot_be_imported_is_refused_with_its_error(
     on_a_gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As of Transformer Engine 2.18 with a flash-attn-4 whose interface lacks a name; the package itself hides the error."""
+    """Like Transformer Engine 2.18 with a flash-attn-4 whose interface lacks a name; the package itself hides the error."""
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept ImportError:\n    pass\n")

@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probabilities and entropies against Hugging Face's whole logits and torch's autograd."""
+"""Vocab-parallel log-probabilities and entropies against Hugging Face's unsharded logits and torch's autograd."""
 
 import math
 
@@ -36,12 +36,12 @@ def hugging_face_head() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def upstream() -> torch.Tensor:
-    """Gradient of some loss in log-probability and entropy, [tokens, 2]."""
+    """Some loss's gradient with respect to log-probability and entropy, [tokens, 2]."""
     return torch.randn(TOKENS, 2, generator=torch.Generator().manual_seed(8))
 
 
 def expected(temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs, gradient of hidden and of weight, from whole logits in float64."""
+    """Outputs, and the gradients of hidden and weight, from unsharded logits in float64."""
     hidden, weight, labels = hugging_face_head()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
@@ -54,7 +54,7 @@ def expected(temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torc
 
 
 def share_of(weight: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    # Padding rows hold what would dominate every softmax if they were let in.
+    # Padding rows have values that would dominate every softmax if they were included.
     padding = torch.full((PADDED - VOCAB, HIDDEN), 50.0)
     return torch.cat([weight, padding]).chunk(world)[rank].clone()
 
@@ -83,7 +83,7 @@ def _outputs_and_gradients(
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize(
     ("world", "chunk_tokens", "temperature"),
-    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.0), (2, TOKENS, 1.3), (4, 5, 0.5)],  # of 4, one holds padding only
+    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.0), (2, TOKENS, 1.3), (4, 5, 0.5)],  # of 4, one has only padding
 )
 def test_equals_whole_logits(
     ranks, world: int, chunk_tokens: int, temperature: float, with_entropy: bool
@@ -113,7 +113,7 @@ def test_bfloat16_is_close(ranks, chunk_tokens: int) -> None:
     (results,) = ranks.run(_bfloat16, chunk_tokens, world=1)
     assert [tensor.dtype for tensor in results] == [torch.float32, torch.bfloat16, torch.bfloat16]
     for found, wanted in zip(results, expected(1.0, True), strict=True):
-        # bfloat16 keeps 8 bits: about 1% of the largest values.
+        # bfloat16 keeps 8 bits: errors are about 1% of the largest values.
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.02 * wanted.abs().max().item())
 
 

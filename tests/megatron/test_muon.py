@@ -1,4 +1,4 @@
-"""Muon in every kind of layout, against its definition over Hugging Face's models; its states, which are saved and moved."""
+"""Muon in every kind of layout, against its definition on Hugging Face's models; and its states when they are saved and moved."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ MUON = replace(OPTIM, optimizer="muon", muon=EXACT)
 
 
 def train_with_muon(model: PreTrainedModel, optim: OptimConfig) -> list[tuple[float, float]]:
-    """Three steps over all sequences."""
+    """Three steps, each over all sequences."""
     plain, history = PlainMuon(model, optim), []
     for _ in range(3):
         model.zero_grad()
@@ -67,12 +67,12 @@ LAYOUTS = [
 def test_steps_are_those_of_the_definition(
     ranks: RankPool, cases: dict[str, Case], family: str, world: int, sizes: dict, options: dict
 ) -> None:
-    """Over three steps: of two the second's gradients have felt both the first step's direction and its size."""
+    """Over three steps: gradients of later steps depend on the direction and the size of earlier updates."""
     check(ranks, cases[family], world, sizes, 2e-5, **options)
 
 
 def test_parts_of_matrices_by_themselves_are_other_steps(ranks: RankPool, cases: dict[str, Case]) -> None:
-    """Computed together they are the same; so what tells these apart is the iteration, not the sums' order."""
+    """With tp_mode=distributed steps are equal, so the difference with blockwise comes from the iteration, not from the order of sums."""
     case, sizes = cases["qwen3"], {"tp": 2, "sp": True}
     check(ranks, _with(case, tp_mode="distributed"), 2, sizes, 2e-5)
     with pytest.raises(AssertionError):
@@ -80,7 +80,7 @@ def test_parts_of_matrices_by_themselves_are_other_steps(ranks: RankPool, cases:
 
 
 def test_bfloat16_comes_close(ranks: RankPool, cases: dict[str, Case]) -> None:
-    """The iteration alone: 8 bits of mantissa in each of its products."""
+    """Only the iteration is in bfloat16: 8 bits of mantissa in each of its products."""
     check(ranks, _with(cases["qwen3"], ns_dtype="bfloat16"), 2, {}, 5e-3)
 
 
@@ -102,14 +102,14 @@ def _step_both(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix after three steps of Megatron's Muon and of torch's, with the same gradients."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    from megarl.megatron.muon import settings  # once megarl's seam is installed
+    from megarl.megatron.muon import settings  # after megarl's seam is installed
 
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(48, 80, generator=generator)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     options = settings(MuonConfig(coefficients="simple"))
     own = {key.removeprefix("muon_"): value for key, value in options.items() if key.startswith("muon_")}
-    own["tp_mode"] = "blockwise"  # there are no ranks
+    own["tp_mode"] = "blockwise"  # there are no tensor parallel ranks
     optimizers = (
         TensorParallelMuon([ours], lr=0.05, weight_decay=0.1, **own),
         torch.optim.Muon([theirs], lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
@@ -123,13 +123,13 @@ def _step_both(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_step_with_one_set_of_coefficients_is_torchs(ranks: RankPool) -> None:
-    """Both compute in bfloat16; torch's rounds before it divides by the norm."""
+    """Both compute in bfloat16; torch's Muon rounds before it divides by the norm."""
     ((ours, theirs),) = ranks.run(_step_both, world=1)
     assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
 def _optimizers_of(rank: int, world: int, folder: str, head: str) -> dict[str, set[str]]:
-    """By state, the weights that have it, after a step."""
+    """For each kind of state, the names of weights that have it after a step."""
     setting = Setting(world, {}, head=head, muon=True, distributed=False)
     trainee = Trainee(rank, world, folder, setting)
     set_num_steps(trainee.optimizer, 1)

@@ -1,4 +1,4 @@
-"""Training with its memory moved away and back between steps: the same bits, and the memory really is gone."""
+"""Training whose memory leaves the device and comes back between steps: the same bits, and the memory is really freed."""
 
 import threading
 from dataclasses import replace
@@ -28,9 +28,9 @@ OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1)
 
 
 def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[str, Any]:
-    """Two steps and a forward pass; with `away` all memory leaves the device between them.
+    """Two steps and a forward pass; with `away` all memory leaves the device after each step.
 
-    Returns: norms, this rank's weights, outputs, and the bytes of each part before, while away and after.
+    Returns: norms, this rank's weights, outputs, and the bytes of each part before leaving, while away and after coming back.
     """
     layout = ParallelLayout(world=world, **options.get("layout", {}))
     init_parallel(layout, rank, world)
@@ -60,7 +60,7 @@ def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[s
 
 
 def _take_away_and_back(parts: list[Any]) -> list[list[int]]:
-    """By part: device bytes before, away and after; host bytes away."""
+    """For each part: device bytes before, while away and after; host bytes while away."""
     before = [part.device_bytes() for part in parts]
     for part in parts:
         part.offload()
@@ -108,7 +108,7 @@ def test_training_is_the_same_bit_for_bit(ranks: RankPool, world: int, options: 
 
 @pytest.mark.parametrize(("world", "options"), OPTIONS)
 def test_the_bytes_are_those_of_the_tensors(ranks: RankPool, world: int, options: dict[str, Any]) -> None:
-    """Adam's two states and, beside bfloat16 weights, float32 copies: of a rank's part where it is distributed."""
+    """Adam has two states and, for bfloat16 weights, float32 copies; if distributed, only for the rank's part."""
     half = options.get("dtype") == torch.bfloat16
     shared = world // ParallelLayout(world=world, **options.get("layout", {})).dp if world > 1 else 1
     dp = world // shared if options.get("distributed", True) else 1
@@ -124,7 +124,7 @@ def test_the_bytes_are_those_of_the_tensors(ranks: RankPool, world: int, options
 
 
 def test_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor and a view of it, in several chunks; what is shared with an excluded tensor stays.
+    """A tensor and a view of it, in several chunks; memory that is shared with an excluded tensor stays.
 
     Chunks of more than 32 MiB: glibc keeps no freed memory of that size (mallopt(3), M_MMAP_THRESHOLD).
     """
@@ -137,7 +137,7 @@ def test_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None
     tensors.offload()
     assert len(tensors.host) == 1 and len(next(iter(tensors.host.values()))) == 4
     assert (tensors.device_bytes(), tensors.host_bytes()) == (0, 160 << 20)
-    tensors.host.clear()  # on a CPU the copy takes the place of what was freed
+    tensors.host.clear()  # on a CPU the copy takes the place of the freed memory
     assert before - psutil.Process().memory_info().rss > 140 << 20
     whole.untyped_storage().resize_(160 << 20)
     torch.arange(40 << 20, dtype=torch.float32, out=whole)
@@ -167,7 +167,7 @@ def test_a_gpus_memory_is_free_for_other_processes() -> None:
 
 
 class Driver:
-    """What page-locks memory, as CUDA's does: by address and bytes."""
+    """A stand-in for CUDA's driver that page-locks memory by address and bytes."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -196,7 +196,7 @@ def test_the_hosts_room_is_locked_once_and_in_one_piece_while_the_process_goes_o
     tensors = [torch.arange(1000.0), torch.arange(77, dtype=torch.int16)]
     wanted = [tensor.clone() for tensor in tensors]
     part = Offloadable(lambda: tensors, keeps=True)
-    part.reserve()  # returns, though nothing is locked yet
+    part.reserve()  # returns before anything is locked
     assert driver.num_calls == 0
     driver.goes_on.set()
     for _ in range(2):
@@ -205,16 +205,16 @@ def test_the_hosts_room_is_locked_once_and_in_one_piece_while_the_process_goes_o
         part.reload()
         assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
     assert (driver.num_calls, list(driver.locked.values())) == (1, [4000 + 154])
-    tensors.append(torch.ones(5))  # such as a state that the first step makes
+    tensors.append(torch.ones(5))  # such as a state that the first step creates
     part.offload()
-    assert list(driver.locked.values()) == [4000 + 154 + 20]  # what there was before is free
+    assert list(driver.locked.values()) == [4000 + 154 + 20]  # the earlier memory was unlocked
     part.reload()
     del part
     assert driver.locked == {}
 
 
 def test_tensors_that_are_on_the_host_keep_their_room(driver: Driver) -> None:
-    """Room is made again after a rank's first step, whose reference is on the host meanwhile."""
+    """`reserve` is called again after a rank's first step, while the reference is on the host."""
     driver.goes_on.set()
     tensor = torch.arange(10.0)
     part = Offloadable(lambda: [tensor], constant=True, keeps=True)

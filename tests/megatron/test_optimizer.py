@@ -40,9 +40,9 @@ def test_fused_adam_is_torchs_adam(adam_w_mode: bool, reference: type) -> None:
 def _train(
     rank: int, world: int, optim: OptimConfig, options: dict[str, Any], poison: list[bool]
 ) -> list[Any]:
-    """Steps with zero gradients; where `poison` says so, rank 0's first gradient is not a number.
+    """Steps with zero gradients; where `poison` is true, rank 0's first gradient is NaN.
 
-    Returns: per step (norm, taken, learning rate, this rank's parameters after it).
+    Returns: per step (norm, whether it was taken, learning rate, this rank's parameters after it).
     """
     layout = ParallelLayout(world=world, tp=options.get("tp", 1))
     init_parallel(layout, rank, world)
@@ -66,7 +66,7 @@ def _train(
 
 @pytest.mark.parametrize("options", [{}, {"distributed": False}, {"tp": 2}, {"dtype": torch.bfloat16}])
 def test_only_matrices_decay(ranks: RankPool, options: dict[str, Any]) -> None:
-    """Without a gradient Adam's update is the decay alone: w - lr * weight_decay * w."""
+    """With zero gradients Adam's update is only the decay: w - lr * weight_decay * w."""
     optim = OptimConfig(lr=0.5, weight_decay=0.25)
     for history in ranks.run(_train, optim, options, [False, False], world=2):
         for name, tensor in history[-1][-1].items():

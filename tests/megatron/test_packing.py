@@ -1,4 +1,4 @@
-"""Packing against token-by-token Python; micro-batches packed one ahead equal those packed at once, each packed once and no earlier."""
+"""Packing against token-by-token Python; micro-batches that are packed one ahead equal those packed at once, and each is packed only once."""
 
 import threading
 from dataclasses import fields
@@ -48,7 +48,7 @@ def trajectories(draw: st.DrawFn) -> pa.Table:
 @given(table=trajectories())
 @settings(max_examples=30)
 def test_later_tokens_are_of_the_same_sequence(table: pa.Table, cp: int, sp: bool) -> None:
-    """At each token of a sequence the one k + 2 places later, 0 behind the end; it counts where it is a response's and its mask is set."""
+    """Each token of a sequence has the token k + 2 places later, or 0 past the end, which counts if it is in a response and its mask is set."""
     depth, rows = 2, table.to_pylist()
     sizes = {"tp": 2 if sp else 1, "sequence_parallel": sp, "cp": cp}
     parts = [
@@ -80,7 +80,7 @@ def test_later_tokens_are_of_the_same_sequence(table: pa.Table, cp: int, sp: boo
 @pytest.mark.parametrize("num_experts", [8, 300])
 @pytest.mark.parametrize(("cp", "sp"), [(1, False), (2, False), (2, True)])
 def test_experts_lie_at_their_tokens(num_experts: int, cp: int, sp: bool) -> None:
-    """At all tokens but each sequence's last, also where context parallel ranks have chunks of it; the layers that are asked for."""
+    """All tokens except each sequence's last have their experts of the given layers, also where context parallel ranks have chunks."""
     shape, generator = RoutingShape(3, 2, num_experts), np.random.default_rng(1)
     lengths, tp = [(3, 4), (1, 1), (2, 6)], 2 if sp else 1
     tokens = [generator.integers(1, 900, sum(length)).tolist() for length in lengths]
@@ -91,7 +91,7 @@ def test_experts_lie_at_their_tokens(num_experts: int, cp: int, sp: bool) -> Non
     ]
     table = trajectory_table([{**row, "advantages": [0.0] * len(row["response_ids"])} for row in rows])
     table = table.append_column(ROUTED_EXPERTS, routing_column(experts, shape))
-    expected = {}  # tokens of these sequences are different: each has its experts by its id and position
+    expected = {}  # all tokens are different, so id and position identify a token's experts
     for ids, own in zip(tokens, experts, strict=True):
         expected |= {(token, place): own[place][[2, 0]] for place, token in enumerate(ids[:-1])}
     found = 0
@@ -115,9 +115,9 @@ def test_experts_lie_at_their_tokens(num_experts: int, cp: int, sp: bool) -> Non
 
 @pytest.mark.parametrize(("cp", "sp"), [(1, False), (2, False), (2, True)])
 def test_kept_tokens_are_those_of_live_positions(cp: int, sp: bool) -> None:
-    """Also where context parallel ranks have chunks of a sequence; tokens that were not drawn have none."""
+    """Also where context parallel ranks have chunks of a sequence; tokens that were not drawn by the policy have no kept tokens."""
     lengths, tp = [(3, 4), (1, 1), (2, 6)], 2 if sp else 1
-    rows, sets, number = [], {}, 100  # tokens of these sequences are different
+    rows, sets, number = [], {}, 100  # all tokens are different
     for prompt, response in lengths:
         ids = list(range(number, number + prompt + response))
         number += len(ids)
@@ -161,7 +161,7 @@ def trajectory_table(rows: list[dict]) -> pa.Table:
 
 
 def local_positions(aligned: int, cp: int, rank: int) -> list[int]:
-    """Transformer Engine's sharding of one sequence, in words: chunk `rank`, then its mirror image."""
+    """Transformer Engine's sharding of one sequence: chunk `rank`, then its mirror image."""
     if cp == 1:
         return list(range(aligned))
     chunk = aligned // (2 * cp)
@@ -276,7 +276,7 @@ def test_sequences_predict_their_next_token() -> None:
 def test_texts_have_one_number_at_their_last_token() -> None:
     table = pa.table({"input_ids": pa.array([[5, 6, 7, 8], [9], [3, 4]], pa.list_(pa.int32()))})
     batch = arrange_texts(table, [0, 1, 2], tp=4, sequence_parallel=True).on_device()
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 0]]  # the last one is alignment
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 0]]  # the last token is alignment
     assert batch.mask.tolist() == [False, False, False, True, True, False, True, False]
     assert batch.live.tolist() == [3, 4, 6]
     assert [list(values) for values in unpack(batch, batch.input_ids[0])] == [[8], [9], [4]]
@@ -363,7 +363,7 @@ def test_each_is_the_one_that_is_packed_by_itself() -> None:
     seen = list(ahead)
     for found, micro in zip(seen, rows, strict=True):
         assert_equal(found, arrange_trajectories(table, micro, ["advantages"]).on_device())
-    # A second pass, as of a further chunk of the pipeline's stage, and one that begins at the end.
+    # A second pass over the micro-batches, as a second chunk of a pipeline stage makes it, and access from the end.
     assert all(again is first for again, first in zip(ahead, seen, strict=True)) and ahead[-1] is seen[-1]
     with pytest.raises(IndexError):
         ahead[3]
@@ -380,7 +380,7 @@ def test_one_is_laid_out_ahead_in_a_thread_and_no_more() -> None:
     ahead = MicroBatches((lambda number=number: arrange(number)) for number in range(4))
     assert not begun[0].is_set()
     assert ahead[0].lengths.size == 1
-    assert begun[1].wait(60)  # while the first one would be computed
+    assert begun[1].wait(60)  # packed while the first micro-batch is computed
     assert not begun[2].is_set()
     assert len(list(ahead)) == 4 and all(event.is_set() for event in begun)
     assert threads[0] is threading.current_thread() and len(threads) == 4
@@ -398,7 +398,7 @@ def test_what_is_wrong_with_one_is_raised_when_it_is_asked_for() -> None:
 
 
 def test_all_tensors_of_a_micro_batch_are_in_one_buffer() -> None:
-    """On a GPU one copy brings them there."""
+    """So that one copy moves them to a GPU."""
     batch = arrange_trajectories(_table(3), [0, 1, 2], ["advantages"]).on_device()
     tensors = [batch.input_ids, batch.position_ids, batch.labels, batch.mask, batch.live, batch.cu_seqlens]
     storages = {tensor.untyped_storage().data_ptr() for tensor in [*tensors, *batch.fields.values()]}

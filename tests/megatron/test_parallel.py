@@ -1,4 +1,4 @@
-"""Megatron's process groups: the places that the arithmetic says, and life after them."""
+"""Megatron's process groups: ranks' places equal the computed ones, and a process can leave its groups and join others."""
 
 import time
 from collections import Counter
@@ -47,11 +47,11 @@ def test_coords_of_agrees_with_megatron(ranks: RankPool, world: int, sizes: dict
 
 
 def _one_layout_after_another(rank: int, world: int, folder: str) -> list[tuple]:
-    destroy_parallel()  # the pool's own process group: here the ranks meet by themselves
+    destroy_parallel()  # leave the pool's own process group; the ranks make groups of their own here
     found = []
     layouts = [
         ParallelLayout(world=4, tp=2, pp=2, vpp=2, sp=True),
-        ParallelLayout(world=2, cp=2),  # other ranks stay out of it
+        ParallelLayout(world=2, cp=2),  # the other ranks are not in it
         ParallelLayout(world=4, pp=4),
     ]
     for index, layout in enumerate(layouts):
@@ -81,7 +81,7 @@ _LIMIT_S = 10
 
 def _lonely_collective(rank: int, world: int, folder: str) -> tuple[str, float]:
     destroy_parallel()
-    # The groups themselves are made within the same limit: ranks begin together, and it is not too short for a busy machine.
+    # Making the groups has the same time limit, so the ranks begin together; the limit also suits a busy machine.
     (Path(folder) / f"ready-{rank}").touch()
     while not (Path(folder) / f"ready-{1 - rank}").exists():
         time.sleep(0.05)
@@ -98,7 +98,7 @@ def _lonely_collective(rank: int, world: int, folder: str) -> tuple[str, float]:
         except RuntimeError as error:
             message = str(error)
         done.touch()
-    else:  # leaving would break the connection instead
+    else:  # if this rank left, the connection would break before the timeout
         while not done.exists():
             time.sleep(0.1)
     seconds = time.monotonic() - start

@@ -127,11 +127,11 @@ def test_weights_that_are_gathered_late_are_the_same_bits(ranks: RankPool, untie
     ):
         assert late.history == early.history
         assert late.weights == early.weights
-        assert late.incomplete > 0 and early.incomplete == 0  # before they were gathered
+        assert late.incomplete > 0 and early.incomplete == 0  # before the gathering
 
 
 def _read_by_others(rank: int, world: int, folder: str, overlap: bool) -> dict[str, list[bool]]:
-    """Two steps with a bucket for each weight. Returns: whether weights were there when modules that do not have them read them, by name."""
+    """Two steps with a bucket for each weight. Returns: by name, whether a weight was gathered when a module other than its owner read it."""
     layout = ParallelLayout(world=world)
     options = {"overrides": {"moe_shared_expert_overlap": overlap}}
     _, chunks = load_model(rank, folder, layout, **options)
@@ -149,7 +149,7 @@ def _read_by_others(rank: int, world: int, folder: str, overlap: bool) -> dict[s
         if isinstance(module, GatedDeltaNet):
             module.in_proj.register_forward_hook(partial(look, "conv1d", module.conv1d.weight))
         elif isinstance(module, MoELayer):
-            # Shared experts begin after the router, before other experts.
+            # Shared experts begin after the router and before other experts.
             gate = module.shared_experts.gate_weight
             module.router.register_forward_hook(partial(look, "gate_weight", gate))
     take_steps([chunk], *build_optimizer([chunk], OPTIM), layout)
@@ -164,7 +164,7 @@ def test_weights_that_other_modules_read_are_gathered_before(
     make_tiny_model(tmp_path / "model", ["two words"], family="qwen3_next", **sizes)
     for found in ranks.run(_read_by_others, str(tmp_path / "model"), overlap, world=2):
         if not overlap:
-            del found["gate_weight"]  # the module that has the gate is called, after the router
+            del found["gate_weight"]  # the module with the gate is called itself, after the router
         assert {name: all(there) for name, there in found.items()} == dict.fromkeys(found, True)
         assert "conv1d" in found
 
@@ -174,5 +174,5 @@ def test_plain_optimizer_changes_nothing(ranks: RankPool, untied: Case) -> None:
 
 
 def test_bfloat16_comes_close(ranks: RankPool, untied: Case) -> None:
-    """8 bits of mantissa: 2**-8 a rounding; the loss is a mean over all tokens."""
+    """8 bits of mantissa: 2**-8 per rounding; the loss is a mean over all tokens."""
     check(ranks, untied, 2, {"tp": 2, "sp": True}, tolerance=2e-2, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction: losses and gradients of section 2.2 of arXiv:2412.19437, written in torch on Hugging Face's modules."""
+"""Multi-token prediction layers, against losses and gradients of section 2.2 of arXiv:2412.19437, in torch on Hugging Face's modules."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -27,18 +27,18 @@ from tests.ranks import RankPool
 DEPTH, LAYERS, WEIGHT = 2, 4, 0.3
 LENGTHS = (2, 31, 12, 1, 7, 23, 3, 9)
 
-# By family, the names in its files of what a layer has around an ordinary one: both norms before it, its projection, the norm after it.
+# By family, the names in its files of a layer's additional modules: both norms before the ordinary layer, the projection, the norm after it.
 _HYBRID = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 AROUND = dict.fromkeys(QWEN_HYBRIDS, _HYBRID)
 
 
 def depth_of(name: str) -> int:
-    """Layers of a family's model; files of Qwen3-Next and Qwen3.5 have names for one."""
+    """The number of multi-token prediction layers of a family's model; files of Qwen3-Next and Qwen3.5 have names for one layer."""
     return 1 if name in QWEN_HYBRIDS else DEPTH
 
 
 def names_of(name: str, index: int) -> tuple[str, tuple[str, ...]]:
-    """How names of an ordinary layer's tensors begin in the layer of this number, and the names around it."""
+    """In multi-token prediction layer `index`: the prefix of the ordinary layer's tensors, and the names of the additional modules."""
     prefix = f"model.layers.{LAYERS + index}."
     usual = tuple(prefix + own for own in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
     return ("mtp.layers.0.", AROUND[name]) if name in AROUND else (prefix, usual)
@@ -50,7 +50,7 @@ Update = tuple[bool, float, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """From a family to the folder of its tiny model with two such layers."""
+    """From a family to the folder of its tiny model with multi-token prediction layers."""
 
     @cache
     def make(name: str) -> str:
@@ -76,7 +76,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 class Oracle(torch.nn.Module):
-    """A model of Hugging Face's with its MTP layers, by their names in its file."""
+    """A Hugging Face model with its MTP layers, from their tensors in its file."""
 
     def __init__(self, folder: str, name: str) -> None:
         super().__init__()
@@ -108,10 +108,10 @@ class Oracle(torch.nn.Module):
             self.layers.append(layer)
 
     def losses(self, tokens: torch.Tensor, counts: torch.Tensor, *, detached: bool) -> torch.Tensor:
-        """-log p summed over the tokens that count, of the model and of each layer, [1 + layers].
+        """-log p summed over the tokens that count, for the model and for each layer, [1 + layers].
 
         Args:
-            tokens: int64 [tokens]. counts: bool [tokens]; a first token counts for none.
+            tokens: int64 [tokens]. counts: bool [tokens]; a first token counts for no layer.
         """
         inner, log_p = self.main.model, torch.nn.functional.log_softmax
         hidden, weight = inner(tokens[None]).last_hidden_state[0], self.main.lm_head.weight
@@ -123,7 +123,7 @@ class Oracle(torch.nn.Module):
             if len(tokens) <= k:
                 found.append(hidden.sum() * 0)
                 continue
-            hidden = hidden[: len(tokens) - k]  # whose token k places later there is
+            hidden = hidden[: len(tokens) - k]  # positions that have a token k places later
             hidden = torch.cat([layer.enorm(embedding[tokens[k:]]), layer.hnorm(hidden)], -1)
             hidden = layer.eh_proj(hidden)[None]
             places = torch.arange(len(tokens) - k)[None]
@@ -135,7 +135,7 @@ class Oracle(torch.nn.Module):
         return torch.stack(found)
 
     def named_parameters(self, *args: Any, **options: Any):
-        """By their names in files."""
+        """The parameters under their names in files."""
         yield from self.main.named_parameters()
         for index, layer in enumerate(self.layers):
             prefix, around = names_of(self.name, index)
@@ -146,7 +146,7 @@ class Oracle(torch.nn.Module):
 
 
 def _step(rank: int, world: int, sizes: dict, folder: str, mtp: str | None, options: dict) -> Result:
-    """The sums and gradients of one step."""
+    """The summed statistics and the gradients of one step."""
     place = place_model(rank, world, sizes, folder, mtp=mtp, **options)
     result = _train(place, mtp, clip_grad=1e9)
     assert result.ok
@@ -162,9 +162,9 @@ def _update(
     broken: bool = False,
     overlap: bool = False,
 ) -> Update:
-    """Two steps with clipping: whether the last one was made, its gradient's norm, the weights after it.
+    """Two steps with clipping. Returns: whether the last one was taken, its gradient's norm, the weights after it.
 
-    broken: the layers of multi-token prediction have a weight that is not finite.
+    broken: the multi-token prediction layers have a weight that is not finite.
     """
     place = place_model(rank, world, sizes, folder, mtp=mtp, overlap_grad_reduce=overlap)
     weights = local_parameters(place.chunks)
@@ -176,7 +176,7 @@ def _update(
 
 
 def _train(place: Rank, mtp: str | None, clip_grad: float, steps: int = 1) -> StepResult:
-    """Some steps on all examples; the last one's result."""
+    """`steps` steps on all examples. Returns: the last one's result."""
     optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=clip_grad))
     depth = place.chunks[0].config.mtp_num_layers
     batches = batches_of(half_counted(LENGTHS), place.layout, depth if mtp else 0)
@@ -218,7 +218,7 @@ CASES = [
 ]
 
 
-# The others run with --slow: what is special in a layout or a family is in another case, too.
+# These run with --slow only: other cases cover their layouts and families, too.
 SELDOM = [("deepseek_v3", "ep2"), ("deepseek_v3", "cp2"), ("qwen3_next", "one"), ("qwen3_next", "tp2_sp_ep2")]
 
 
@@ -248,7 +248,7 @@ def test_losses_and_gradients_are_the_papers(
         assert stats["mtp_tokens"] == sum(
             sum(mask[k + 1 :]) for mask in masks for k in range(1, 1 + depth_of(name))
         )
-    # Through gated delta nets gradients of up to 50 are, here and in Hugging Face's model, 5e-4 off those in float64.
+    # Gradients of up to 50 through gated delta nets differ by 5e-4 from float64, here and in Hugging Face's model.
     atol = 2e-3 if name in QWEN_HYBRIDS else 1e-5
     check_gradients(oracle, [gradients for _, gradients in results], atol)
 
@@ -275,7 +275,7 @@ def test_detached_layers_change_no_bit_of_other_gradients(
 def test_detached_layers_change_no_bit_of_other_updates(
     ranks: RankPool, folder_of: Callable[[str], str]
 ) -> None:
-    """Though gradients are clipped; and both copies of the embedding stay equal."""
+    """Although gradients are clipped; and both copies of the embedding stay equal."""
     folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
     plain = ranks.run(_update, sizes, folder, None, world=world)
     found = ranks.run(_update, sizes, folder, "detached", world=world)
@@ -300,7 +300,7 @@ def test_a_gradient_of_theirs_that_is_not_finite_leaves_the_step_out(
 def test_gradients_may_be_reduced_during_the_backward_pass(
     ranks: RankPool, folder_of: Callable[[str], str], mtp: str
 ) -> None:
-    """From the second step on Megatron reduces a bucket when all of its weights have had a gradient: the last stage's embedding, too."""
+    """From the second step on Megatron reduces a bucket once all its weights have a gradient, also the last stage's embedding."""
     folder, (world, sizes) = folder_of("deepseek_v3"), GRID["pp2"]
     late = ranks.run(_update, sizes, folder, mtp, world=world)
     for (_, norm, weights), (ok, own, found) in zip(

@@ -1,4 +1,4 @@
-"""Routers that choose given experts: loss and gradients are those of Hugging Face's model with the same experts, in every layout."""
+"""Routers that choose given experts: loss and gradients equal those of Hugging Face's model with the same experts, in every layout."""
 
 import shutil
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from tests.routing import experts_of
 
 @dataclass(frozen=True)
 class Forced:
-    """A model's folder, the trajectories with experts, and what Hugging Face makes of them."""
+    """A model's folder, trajectories with experts, and Hugging Face's results for them."""
 
     folder: str
     table: pa.Table
@@ -52,7 +52,7 @@ def routing_on_rank(config: ModelConfig, layout: ParallelLayout) -> Routing:
 
 
 def draw_experts(shape: RoutingShape) -> list[np.ndarray]:
-    """Different experts for each token but the last of each sequence."""
+    """Random experts for each token except each sequence's last."""
     generator = np.random.default_rng(7)
     found = []
     for ids in sequences():
@@ -73,7 +73,7 @@ def table_of(experts: list[np.ndarray], shape: RoutingShape) -> pa.Table:
 
 
 def force(model: PreTrainedModel, experts: list[np.ndarray]) -> None:
-    """Have Hugging Face's routers choose these, for the sequences one after the other, again and again."""
+    """Have Hugging Face's routers choose these experts, for one sequence after the other, starting again after the last."""
     layers = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     number = {"of": 0}
 
@@ -85,7 +85,7 @@ def force(model: PreTrainedModel, experts: list[np.ndarray]) -> None:
         logits, _, own = outputs
         indices = chosen(index, own)
         weights = torch.softmax(logits, -1, dtype=torch.float).gather(1, indices)
-        if getattr(gate, "norm_topk_prob", True):  # gpt-oss's softmax is over the chosen ones
+        if getattr(gate, "norm_topk_prob", True):  # gpt-oss's softmax is over the chosen experts
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights.to(logits.dtype), indices
 
@@ -140,7 +140,7 @@ def batches_of(table: pa.Table, layout: ParallelLayout, routing: Any, micro: int
 
 
 def recomputation(kind: str | None) -> dict[str, Any]:
-    """What a model is built with. `kind`: a granularity; moe: each MoE layer alone."""
+    """Options to build a model with. `kind`: a granularity, or "moe": only MoE layers are recomputed."""
     if kind == "moe":
         return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     return {"recompute_granularity": kind}
@@ -149,7 +149,7 @@ def recomputation(kind: str | None) -> dict[str, Any]:
 def _train(
     rank: int, world: int, folder: str, table: pa.Table, sizes: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[tuple[float, float]], list[float]]:
-    """(Global loss, gradient norm) of two steps, and the counts of this rank."""
+    """(Global loss, gradient norm) of two steps, and this rank's counts of choices."""
     layout = ParallelLayout(world=world, **sizes)
     config, chunks = load_model(rank, folder, layout, **options)
     replays, routing = replay_routings(chunks), routing_on_rank(config, layout)
@@ -216,7 +216,8 @@ def _count(
 
 
 def test_choices_that_differ_are_counted(ranks: RankPool, forced: Callable[[str], Forced]) -> None:
-    """With the model's own experts none differs and the log-probs are its own, bit for bit; with drawn ones as many as numpy counts."""
+    """With the model's own experts no choice differs and the log-probs are its own; with random ones at least as many differ as numpy counts in
+    the first layer."""
     case = forced("deepseek_v3")
     shape = routing_shape(read_model_config(case.folder))
     total = sum(len(experts) for experts in case.own) * shape.layers
@@ -233,7 +234,7 @@ def test_choices_that_differ_are_counted(ranks: RankPool, forced: Callable[[str]
 
 
 def with_twins(source: Path, target: Path, seed: int) -> Path:
-    """A copy of a model in which each second expert's router weights are those of the one before it, but for 1e-6 of noise."""
+    """A copy of a model in which every second expert's router weights equal the previous expert's, except for noise of 1e-6."""
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
@@ -249,7 +250,7 @@ def with_twins(source: Path, target: Path, seed: int) -> Path:
 def test_where_experts_are_nearly_equal_only_replay_keeps_the_log_probs(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Hugging Face's model stands for the engine. The trainer's weights differ by 1e-6, as kernels do by their rounding."""
+    """Hugging Face's model stands for the engine. The trainer's weights differ by 1e-6, which stands for the rounding of different kernels."""
     make_family(tmp_path / "drawn", FAMILIES["qwen3_moe"])
     engine, trainer = (
         with_twins(tmp_path / "drawn", tmp_path / name, seed) for seed, name in enumerate("ab")
@@ -291,7 +292,7 @@ def _record(
 def test_recorded_choices_are_those_of_hugging_face(
     ranks: RankPool, forced: Callable[[str], Forced], family: str, name: str
 ) -> None:
-    """On every rank of the last stage, of the sequences of its data parallel rank."""
+    """Every rank of the last stage has the choices for its data parallel rank's sequences."""
     case, (world, sizes) = forced(family), GRID[name]
     dp = ParallelLayout(world=world, **sizes).dp
     results = ranks.run(_record, case.folder, case.table, sizes, world=world)

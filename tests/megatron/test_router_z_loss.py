@@ -1,4 +1,4 @@
-"""The router z-loss is the paper's, on Hugging Face's layers, in every layout."""
+"""The router z-loss equals the paper's formula on Hugging Face's layers, in every layout."""
 
 from collections.abc import Callable
 from functools import cache
@@ -33,12 +33,12 @@ COEF = 0.5  # large enough to change the gradient's norm by more than a tenth
 
 
 def hugging_faces(model: PreTrainedModel, values: list[float]) -> float:
-    """As `loss_and_gradients`, whose gradients have the z-loss's in addition; its mean over layers and targets is appended to `values`."""
+    """Like `loss_and_gradients`, but gradients include the z-loss's, and its mean over layers and targets is appended to `values`."""
     routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     found: list[torch.Tensor] = []
 
     def add(router: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-        states = inputs[0].reshape(-1, inputs[0].shape[-1])[:-1]  # of the last token nothing is learned
+        states = inputs[0].reshape(-1, inputs[0].shape[-1])[:-1]  # the last token has no loss
         found.append(torch.log(torch.exp(states @ router.weight.T).sum(-1)) ** 2)
 
     hooks = [router.register_forward_hook(add) for router in routers]

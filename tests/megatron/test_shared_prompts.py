@@ -1,4 +1,4 @@
-"""Trajectories that share their prompt's tokens, against Hugging Face one whole trajectory at a time."""
+"""Trajectories that share their prompt's tokens, against Hugging Face with one complete trajectory at a time."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from megarl.megatron.step import forward_only, train_step
 from tests.megatron.hf import VOCAB, check_gradients, optimizer_settings, place_model, save_model
 from tests.megatron.test_step import HEAD, backward, hugging_face, weighted_loss
 
-# Prompt, its responses: some of one length, a prompt of one token, one with a single response, one that comes back later.
+# Lengths of a prompt and of its responses: equal responses, a prompt of one token, one with a single response, one that is repeated later.
 GROUPS = [(6, (5, 5, 5)), (6, (5, 5, 5)), (9, (1, 8, 8, 3)), (1, (4, 4)), (4, (7,)), (6, (2, 3))]
 LAYOUTS = {
     "one": ({}, 1),

@@ -1,4 +1,4 @@
-"""Attention's sinks as they are settled in a model; test_families compares models with sinks with Hugging Face's."""
+"""`settle_sinks`, which adjusts attention's sinks in a model; test_families compares models that have sinks with Hugging Face's."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ HEADS = 4
 
 
 class Attention(torch.nn.Module):
-    """Has sinks as Transformer Engine makes them."""
+    """Has sinks in the form that Transformer Engine makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def test_sinks_have_the_models_type_and_are_cut_over_tensor_parallel_ranks() -> 
 
 @pytest.mark.parametrize(("fused", "cp"), [(True, 1), (True, 2), (True, 4), (False, 2)])
 def test_gradients_of_context_parallel_ranks_add_up_to_the_sinks_gradient(fused: bool, cp: int) -> None:
-    """Transformer Engine gives each rank the sum over all ranks' tokens, its double in torch the sum over the rank's own."""
+    """Transformer Engine gives each rank the sum over all ranks' tokens, megarl's attention in torch the sum over the rank's own tokens."""
     generator = torch.Generator().manual_seed(0)
     of_tokens = torch.randint(-8, 8, (cp, HEADS), generator=generator).float() * cp  # by rank
     summed = torch.zeros(HEADS)

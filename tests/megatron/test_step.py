@@ -1,4 +1,4 @@
-"""Packed micro-batches through every kind of layout, against Hugging Face one sequence at a time."""
+"""Packed micro-batches in every kind of layout, against Hugging Face with one sequence at a time."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +38,7 @@ LAYOUTS = {
     "tp2-cp2-sp": ({"tp": 2, "cp": 2, "sp": True}, 4),
     "pp2-vpp2-cp2": ({"pp": 2, "vpp": 2, "cp": 2}, 4),
 }
-# Micro-batches of each data parallel rank; together always the same eight rows.
+# The rows of each micro-batch of each data parallel rank: the same eight rows in every plan.
 PLANS = {
     1: [[[[0, 1, 2, 3, 4, 5], [6, 7]]], [[[7], [2, 4], [0, 6, 1], [3, 5]]]],
     2: [[[[0, 3, 5, 6]], [[1, 2, 4, 7]]], [[[6], [0, 3, 5]], [[2, 1, 4], [7]]]],
@@ -49,7 +49,7 @@ every_layout = pytest.mark.parametrize("name", LAYOUTS)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[str, PreTrainedModel]]:
-    """Folder and model, with embeddings that are not tied and that are."""
+    """Folder and model, by whether embeddings are tied."""
     found = {}
     for tied in (False, True):
         folder: Path = tmp_path_factory.mktemp("model")
@@ -107,7 +107,7 @@ def test_log_probs_and_entropy_equal_hugging_face(ranks, folders, name: str) -> 
 
 
 def weighted_loss(outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Some sum of log-probabilities and entropies, with a weight for each token."""
+    """An arbitrary sum of log-probabilities and entropies, with a weight for each token."""
     log_probs, entropy = outputs[batch.mask].unbind(1)
     loss = (batch.fields["advantages"][batch.mask] * log_probs).sum() - 0.3 * entropy.sum()
     return loss, {"loss": loss, "tokens": batch.mask.sum()}
@@ -121,7 +121,7 @@ def _train(
     rows_of = PLANS[place.layout.dp][plan][coords().dp]
     batches = [place.pack(table, rows, ("advantages",)) for rows in rows_of]
     result = train_step(place.chunks, optimizer, scheduler, batches, HEAD, weighted_loss)
-    # A distributed optimizer leaves each rank the sums of its own part of the gradients only.
+    # With a distributed optimizer each rank has the reduced gradients of its own part only.
     return asdict(result), None if distributed else place.gradients()
 
 
@@ -194,7 +194,7 @@ def test_unequal_numbers_of_micro_batches_are_refused_on_every_rank(ranks, folde
 def _mlp_rows(
     rank: int, world: int, layout: dict, folder: str, table: pa.Table
 ) -> tuple[list[int], int, int]:
-    """How many positions each layer's MLP has of a batch, how many the batch has, and how many are live."""
+    """The number of a batch's positions that each layer's MLP computes, the number of all positions, and of live ones."""
     place, rows = place_model(rank, world, layout, folder), []
     layers = unwrap(place.chunks)[-1].decoder.layers
     hooks = [
@@ -211,7 +211,7 @@ def _mlp_rows(
 @pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine's layers have all positions")
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"cp": 2}, {"tp": 2}, {"tp": 2, "sp": True}], ids=str)
 def test_the_last_mlp_has_live_positions_only(ranks, folders, layout: dict) -> None:
-    """With sequence parallelism it has all, of which ranks have equal parts."""
+    """With sequence parallelism it computes all positions, in equal parts on the ranks."""
     results = ranks.run(_mlp_rows, layout, folders[False][0], make_table(), world=2 if layout else 1)
     parts = 2 if "sp" in layout else 1
     for rank, (rows, tokens, live) in enumerate(results):
@@ -221,8 +221,8 @@ def test_the_last_mlp_has_live_positions_only(ranks, folders, layout: dict) -> N
 
 
 def _held_by_dispatchers(rank: int, world: int, folder: str) -> list[tuple[int, set[str]]]:
-    """When all layers' forward passes are over and at the end of a training step: how many layers have dispatchers, and names of the
-    tensors of a micro-batch that these hold."""
+    """After all layers' forward passes and at the end of a training step: the number of layers with dispatchers, and the names of the
+    tensors with a micro-batch's tokens that dispatchers still hold."""
     built = build(rank, world, folder, {}, head="value", recompute="full")
     micro_batches = batches(built.layout, each=2)[:1]
     layers = [module for module in built.chunks[0].modules() if hasattr(module, "token_dispatcher")]
@@ -248,8 +248,8 @@ def _held_by_dispatchers(rank: int, world: int, folder: str) -> list[tuple[int, 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_no_layer_holds_its_routing_when_its_pass_is_over(ranks, tmp_path: Path, family: str) -> None:
-    """Its graph would keep the input of each recomputed layer, and that input's gradient."""
+    """The routing's autograd graph would keep the input of each recomputed layer, and that input's gradient."""
     folder = make_models(tmp_path, [family])[family]
     (found,) = ranks.run(_held_by_dispatchers, folder, world=1)
-    layers = 4 if family == "qwen3_moe" else 3  # the other's first layer is dense
+    layers = 4 if family == "qwen3_moe" else 3  # DeepSeek's first layer is dense
     assert found == [(layers, set())] * 2

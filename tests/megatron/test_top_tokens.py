@@ -1,4 +1,4 @@
-"""The divergence over another model's most likely tokens, against whole logits, TRL's divergence and torch's autograd."""
+"""The divergence over another model's most likely tokens, against unsharded logits, TRL's divergence and torch's autograd."""
 
 import math
 
@@ -18,14 +18,14 @@ COUNT = 5
 
 
 def with_others(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities [tokens, k + 1]: of these tokens, and of all others together."""
+    """Log-probabilities [tokens, k + 1]: of the tokens `ids`, and of all other tokens together."""
     chosen = log_probs.gather(1, ids)
     rest = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([chosen, rest], dim=1)
 
 
 def each_divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """TRL's, which takes logits and leaves tokens together: log-probabilities are their own, and it gets a token at a time."""
+    """TRL's divergence per token. It takes logits, as which log-probabilities will do, and reduces over tokens, so it gets one at a time."""
     rows = [slice(number, number + 1) for number in range(len(log_p))]
     return torch.stack(
         [generalized_jsd_loss()(log_p[None, row], log_q[None, row], beta=beta) for row in rows]
@@ -57,7 +57,7 @@ def _learnt(
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
 @pytest.mark.parametrize(
     ("world", "chunk_tokens", "temperature"),
-    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # of 4, one holds padding only
+    [(1, 1000, 1.0), (1, 1, 0.7), (2, 7, 1.3), (4, 5, 0.5)],  # with 4, one rank has only padding
 )
 def test_equals_whole_logits_and_autograd(
     ranks: RankPool, world: int, chunk_tokens: int, temperature: float, beta: float
@@ -98,7 +98,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.5])
 def test_tokens_that_leave_nothing_to_others_are_finite(beta: float) -> None:
-    """A model that is certain, whose probabilities add up to more than 1 by rounding."""
+    """A model that is certain of its tokens, whose probabilities add up to more than 1 by rounding."""
     log_p = torch.tensor([[1e-7, -40.0]], requires_grad=True)
     found = top_divergence(log_p, torch.tensor([[-0.1, -3.0]]), beta)
     found.sum().backward()

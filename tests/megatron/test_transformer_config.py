@@ -1,4 +1,4 @@
-"""Settings of layers that depend on what is installed."""
+"""Layers' settings that depend on installed packages."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ from megarl.util.packages import shipped
 def test_latent_attentions_rotary_kernel_takes_powers_of_two_alone(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], heads: int, tp: int, fused: bool
 ) -> None:
-    """Its ranges are widths of queries and values; of others Triton says so when it compiles, in the first forward pass. Of the heads
-    it takes blocks, and writes past the last one: interpreted with 3 heads in blocks of 2, it corrupts the heap."""
+    """Triton refuses ranges, which are widths of queries and values, that are no powers of two when it compiles, in the first forward pass.
+    The kernel processes heads in blocks and writes past the last head: interpreted with 3 heads in blocks of 2, it corrupts the heap."""
     monkeypatch.setattr(transformer_config, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(transformer_config, "MLATransformerConfig", dict)
     config = read_model_config(str(shipped() / "recipes" / "models" / "deepseek-v3"))
@@ -38,7 +38,7 @@ def test_latent_attentions_rotary_kernel_takes_powers_of_two_alone(
 
 
 def built(model: str, layout: ParallelLayout | None = None, **options):
-    """Megatron's own configuration of one of the recipes' models."""
+    """Megatron's own configuration for a model of the recipes."""
     config = read_model_config(str(shipped() / "recipes" / "models" / model))
     granularity, dtype = options.pop("granularity", None), options.pop("dtype", torch.bfloat16)
     return transformer_config.transformer_config(
@@ -99,7 +99,7 @@ def test_parts_whose_output_is_freed_need_transformer_engine(module: str) -> Non
 
 
 def test_stages_are_as_the_layout_has_them() -> None:
-    """Megatron's own reading of the notation gives the same layers."""
+    """Megatron's own parser of the notation gives the same layers."""
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     from megarl.config.pipeline_layout import parse_layout

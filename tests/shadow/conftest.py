@@ -16,7 +16,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart_ppo.yaml"
 
 @pytest.fixture(scope="session")
 def machine() -> Iterator[None]:
-    """Skips where no shadow can run, and says why. Lets `run_ranks` start forks of processes that have done their imports."""
+    """Skips the test, with the reason, where no shadow can run. `run_ranks` starts forks of processes that have done their imports."""
     problem = device.missing()
     if problem is not None:
         pytest.skip(problem)
@@ -29,7 +29,7 @@ def machine() -> Iterator[None]:
 
 @pytest.fixture
 def cold(machine: None) -> Iterator[None]:
-    """Processes as a user's command starts them."""
+    """Shadow ranks run in processes of their own, as a user's command starts them."""
     warm = dry_run.start
     dry_run.start = COLD
     yield
@@ -49,13 +49,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(model: Path) -> list[str]:
-    """TP2 x PP2 of actor and reference, PP2 x DP2 of the critic, over the recipe."""
+    """Keys over the recipe: actor and reference have TP2 x PP2, the critic PP2 x DP2."""
     return [f"actor_rollout_ref.model.path={model}", "trainer.test_freq=-1", "data.val_files=null"]
 
 
 @pytest.fixture(scope="session")
 def reports(machine: None, model: Path) -> Iterator[dict[tuple[str, int], dict]]:
-    """By role and rank: all four ranks of the actor, and one of each stage of the critic."""
+    """Reports by role and rank: of all four ranks of the actor, and of one rank of each stage of the critic."""
     ranks = [*(("actor", rank) for rank in range(4)), ("critic", 0), ("critic", 2)]
     found = run_ranks(str(RECIPE), overrides(model), ranks, micro_batches=3, num_processes=1)
     yield {(report["role"], report["rank"]): report for report in found}
@@ -63,13 +63,13 @@ def reports(machine: None, model: Path) -> Iterator[dict[tuple[str, int], dict]]
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSeek-V3's kind of model, with values that are narrower than queries, as its own are."""
+    """A tiny DeepSeek-V3 whose values are narrower than its queries, as in the published model."""
     return make_experts(tmp_path_factory.mktemp("shadow-experts") / "model")
 
 
 @pytest.fixture(scope="session")
 def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a layer of multi-token prediction."""
+    """The model of `experts` with a layer of multi-token prediction."""
     return make_experts(
         tmp_path_factory.mktemp("shadow-predicting") / "model", num_layers=2, num_mtp_layers=1
     )
@@ -77,7 +77,7 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def choosing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSeek-V3.2's kind of model, whose queries attend to 16 keys."""
+    """A tiny DeepSeek-V3.2 whose queries attend to 16 keys."""
     folder = tmp_path_factory.mktemp("shadow-choosing") / "model"
     return make_experts(folder, num_layers=2, family="deepseek_v32", index_topk=16, index_n_heads=4)
 
@@ -104,7 +104,7 @@ def make_experts(
 def delta_nets(
     request: pytest.FixtureRequest, machine: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Qwen3-Next's kind of model, with experts, and Qwen3.5's dense one."""
+    """A tiny Qwen3-Next, with experts, or a tiny dense Qwen3.5."""
     if not (device.PACKAGES / "fla").is_dir():
         pytest.skip("its shadow needs fla-core (requirements/shadow.txt)")
     folder = tmp_path_factory.mktemp("shadow-delta-nets") / "model"
@@ -113,7 +113,7 @@ def delta_nets(
 
 
 def expert_overrides(model: Path) -> list[str]:
-    """GRPO, TP2 EP2."""
+    """Keys for GRPO with TP2 EP2."""
     megatron = "actor_rollout_ref.actor.megatron"
     return [
         *overrides(model),

@@ -1,4 +1,4 @@
-"""Whether logs of ranks fit together: what is found in logs that were written by hand, and in those of shadow ranks."""
+"""The check whether ranks' logs of collectives fit together, on logs that were written by hand and on logs of shadow ranks."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def call(group=(0, 1), operation="allreduce_", size=4, until=None, **rest) -> Co
 
 
 def waited(calls: list[Collective]) -> list[Collective]:
-    """Each call is waited for before the next."""
+    """The calls, with a wait after each before the next begins."""
     return [one._replace(until=number + 1) for number, one in enumerate(calls)]
 
 
@@ -38,7 +38,7 @@ def test_members_that_were_not_run_are_taken_to_join() -> None:
 
 
 def test_two_groups_in_crossed_order_are_a_deadlock() -> None:
-    """With a wait after each call; two calls in flight at once do not hold each other up."""
+    """If ranks wait after each call; two calls that are in flight at once do not block each other."""
     one, other = call(line="one"), call(size=3, line="other")._replace(communicator="d")
     found = agree({0: waited([one, other]), 1: waited([other, one])})
     assert any("ranks 0 -> 1 -> 0 wait for each other" in text for text in found.problems)
@@ -107,7 +107,7 @@ def test_a_rank_that_was_stopped_is_told_with_its_reason() -> None:
 
 
 def without(log: list[Collective], number: int) -> list[Collective]:
-    """The log of a rank that leaves a call out."""
+    """The log of a rank that omits a call."""
     shorter = [*log[:number], *log[number + 1 :]]
     return [
         one._replace(until=one.until - 1) if one.until is not None and one.until > number else one

@@ -25,5 +25,5 @@ def test_each_environment_compiles_a_device_of_its_own(
     monkeypatch.setattr(device, "_torch_folder", lambda: second)
     other = device.build(cache)
     assert other != compiled
-    # It finds torch's libraries; in a process of its own, which has the device from then on.
+    # The library finds torch's libraries. It is loaded in another process, since it stays loaded.
     subprocess.run([sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", other], check=True)

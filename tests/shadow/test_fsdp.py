@@ -1,4 +1,4 @@
-"""Ranks whose models Megatron-FSDP wraps, on the CUDA branch: what was planned of them."""
+"""Ranks whose models Megatron-FSDP wraps, on the CUDA branch, against the plan."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ ACTOR = "actor_rollout_ref.actor.megatron"
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With layers and an embedding that are large beside a micro-batch, as real ones are; the head has weights of its own."""
+    """A tiny model whose layers and embedding are large compared with a micro-batch, as in real models; its head is not tied."""
     folder = tmp_path_factory.mktemp("shadow-fsdp") / "model"
     sizes = {"hidden_size": 512, "ffn_hidden_size": 1536, "num_layers": 4}
     return make_tiny_model(folder, ["two words"], tie_word_embeddings=False, **sizes)
@@ -24,8 +24,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("level", [pytest.param("optim_grads", marks=pytest.mark.slow), "optim_grads_params"])
 def test_ranks_take_what_was_planned(machine, wide: Path, level: str) -> None:
-    """The actor TP2 DP2, with a reference as it is; the last rank, whose shards are no larger than the first one's, of a critic DP4 that
-    computes its layers again."""
+    """An actor with TP2 DP2 and a reference with the same layout; the last rank of a critic with DP4 that recomputes its layers, whose
+    shards are no larger than the first rank's."""
     keys = [
         *overrides(wide),
         f"{ACTOR}.pipeline_model_parallel_size=1",
@@ -41,7 +41,7 @@ def test_ranks_take_what_was_planned(machine, wide: Path, level: str) -> None:
         *(f"{role}_{part}" for role in ("actor", "critic") for part in ("weights", "gradients", "optimizer")),
         "ref_weights",
     }
-    for row in resident:  # ranks' parts of a bucket differ by its padding
+    for row in resident:  # ranks' shards of a bucket differ by its padding
         assert abs(row.difference) < 0.01, row
     passes = [row for row in rows if row.phase in ("evaluate", "update", "sync")]
     assert len(passes) == 5

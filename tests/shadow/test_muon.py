@@ -1,4 +1,4 @@
-"""Ranks whose matrices Muon updates, on the CUDA branch: what was planned of them."""
+"""Ranks whose matrices Muon updates, on the CUDA branch, against the plan."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.shadow.conftest import RECIPE, overrides
 
 
 def test_ranks_take_what_was_planned(machine, tmp_path: Path) -> None:
-    """TP2 DP2, in so few tokens that the most in an update is what the largest matrix takes."""
+    """TP2 DP2, with so few tokens that the largest matrix determines an update's peak."""
     sizes = {"hidden_size": 512, "ffn_hidden_size": 4096, "num_layers": 2}
     folder = make_tiny_model(tmp_path / "model", ["two words"], tie_word_embeddings=False, **sizes)
     keys = [
@@ -31,8 +31,8 @@ def test_ranks_take_what_was_planned(machine, tmp_path: Path) -> None:
         elif row.phase in ("evaluate", "update"):
             assert abs(row.difference) < 0.05, row
     (update,) = (row for row in rows if row.phase == "update")
-    # Of gate and up, which two ranks share: the mean, the parts one by one and together, the matrix normalised and twice in
-    # bfloat16, and the products of 512 x 512.
+    # For gate and up, which two ranks share: the mean, the shards one by one and together, the normalised matrix, two copies of it
+    # in bfloat16, and the products of 512 x 512.
     own = 4096 * 512
     assert update.planned == 4 * own + 16 * 2 * own + 4 * 512**2
     assert report["phases"]["update"]["left"] == 0

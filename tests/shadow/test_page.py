@@ -1,4 +1,4 @@
-"""The page of a dry run: what it shows of each rank, and who asks for it."""
+"""The HTML page of a dry run: what it shows of each rank, and which commands make it."""
 
 import json
 import re

@@ -45,7 +45,7 @@ def test_what_stays_on_the_device_is_what_was_planned_to_the_byte(reports, model
     for report in reports.values():
         for row in compare(plan, report):
             if row.phase == "always":
-                # The tracker rounds as torch's allocator does; the parts are counted by themselves.
+                # These are sums of the parts' own bytes; the tracker's are rounded as torch's allocator does.
                 assert row.planned == row.found, row
                 compared.add(row.owner)
     roles = {f"{role}_{part}" for role in ("actor", "critic") for part in RESIDENT}
@@ -72,7 +72,7 @@ MODULES = ["recompute_granularity=selective", "recompute_modules=[layernorm,mla_
     "recompute",
     [
         ["recompute_granularity=full"],
-        # as in `test_layers_of_multi_token_prediction_take_what_was_planned`
+        # slow as in `test_layers_of_multi_token_prediction_take_what_was_planned`
         pytest.param(["recompute_granularity=null"], marks=pytest.mark.slow),
         pytest.param(MODULES, marks=pytest.mark.slow),
     ],
@@ -81,16 +81,16 @@ MODULES = ["recompute_granularity=selective", "recompute_modules=[layernorm,mla_
 def test_experts_and_latent_attention_take_what_was_planned(
     machine, experts: Path, recompute: list[str]
 ) -> None:
-    """Routed tokens are copied again and again; packed values are made as wide as queries."""
+    """Routed tokens are copied several times; packed values are padded to the width of queries."""
     keys = [*expert_overrides(experts), *(f"actor_rollout_ref.actor.megatron.{key}" for key in recompute)]
     reports = run_ranks(str(RECIPE), keys, [("actor", 0)], micro_batches=2, num_processes=1)
     (report,) = reports
     kept = sum(size for (_, _, line), size in report["kept_by"] if line.startswith(WORKSPACE))
-    # Beside workspaces and tables of angles nothing stays: a layer's input alone has half a megabyte.
+    # Only workspaces and tables of rotary angles stay: a single layer's input would have half a megabyte.
     assert report["released"] - kept < 1 << 18, report["kept_by"]
     rows = peaks(reports, keys)
     assert [row.phase for row in rows] == ["evaluate", "update"]
-    # Parts of a layer that are computed again count as if all of them were there at once.
+    # The plan counts all recomputed parts of a layer as if they existed at once.
     most = 0.12 if recompute == MODULES else 0.05
     for row in rows:
         assert -0.05 < row.difference < most, row
@@ -130,7 +130,7 @@ def test_mixtures_with_grouped_attention_take_what_was_planned(
 def test_attention_to_chosen_keys_takes_what_was_planned(
     machine, choosing: Path, recompute: str, longest: int, indexer: str
 ) -> None:
-    """In memory, and in operations: of the actor and the reference, a micro-batch each, on one of two tensor parallel ranks."""
+    """In memory and in operations: actor and reference, one micro-batch each, on one of two tensor parallel ranks."""
     keys = [
         *expert_overrides(choosing),
         f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
@@ -141,7 +141,7 @@ def test_attention_to_chosen_keys_takes_what_was_planned(
     for row in peaks([report], keys):
         assert abs(row.difference) < 0.05, row
     if longest > 64:
-        return  # texts whose scores fit into memory at once are computed without the order of their tokens: up to twice the pairs
+        return  # where the scores of all pairs of tokens fit into memory, they are all computed, causal or not: up to twice the pairs
     token = model_flops(read_model_config(str(choosing))).forward(causal_pairs(longest))
     assert report["flops"]["evaluate"] == pytest.approx(2 * 2048 * token / 2, rel=0.05)
 
@@ -156,7 +156,7 @@ def test_attention_to_chosen_keys_takes_what_was_planned(
 def test_layers_of_multi_token_prediction_take_what_was_planned(
     machine, predicting: Path, stages: int, recompute: str
 ) -> None:
-    """The rank of the last stage, with TP2 EP2."""
+    """A rank of the last stage, with TP2 EP2."""
     megatron = "actor_rollout_ref.actor.megatron"
     keys = [
         *expert_overrides(predicting),
@@ -170,7 +170,7 @@ def test_layers_of_multi_token_prediction_take_what_was_planned(
     rows = list(compare(plan, report))
     resident = [row for row in rows if row.phase == "always"]
     assert {row.owner.removeprefix("actor_") for row in resident} == {*RESIDENT, "ref_weights"}
-    # Routers' biases are no parameters, and are not among what was found.
+    # Routers' biases are no parameters, and the report does not count them.
     assert all(abs(row.difference) < 1e-4 for row in resident), resident
     passes = [row for row in rows if row.phase in ("evaluate", "update")]
     assert len(passes) == 2
@@ -212,7 +212,7 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
     indirect=["delta_nets"],
 )
 def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recompute: str, mtp: str) -> None:
-    """With flash-linear-attention's own code, whose kernels write into what it allocates."""
+    """With flash-linear-attention's own code, which allocates its kernels' outputs."""
     keys = [
         *expert_overrides(delta_nets),
         f"actor_rollout_ref.actor.megatron.recompute_granularity={recompute}",
@@ -225,7 +225,7 @@ def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recom
         assert abs(row.difference) < 0.05, row
     flops, net = model_flops(read_model_config(str(delta_nets))), read_model_config(str(delta_nets)).delta_net
     assert net is not None
-    # Of actor and reference two micro-batches of 2,016 tokens each; two ranks have a half of each product.
+    # Actor and reference have two micro-batches of 2,016 tokens each; each of two ranks computes half of each product.
     tokens = 2 * 2 * 2016 / 2
     assert report["flops"]["evaluate"] == pytest.approx(tokens * flops.forward(pairs=32), rel=0.01)
     assert flops.layers[0].state == net.value_heads * forward_operations(net.key_dim, net.value_dim)
@@ -234,7 +234,7 @@ def test_gated_delta_nets_take_what_was_planned(machine, delta_nets: Path, recom
 
 
 def test_layers_in_torch_run_on_the_cuda_branch_too(cold, model: Path) -> None:
-    """As on a machine without Transformer Engine."""
+    """The machine is treated as one without Transformer Engine."""
     (report,) = run_ranks(
         str(RECIPE), overrides(model), [("actor", 3)], transformer_engine=False, num_processes=1
     )
@@ -255,7 +255,7 @@ def test_a_rank_that_fails_is_told_with_its_role_and_rank(machine, model: Path) 
 
 
 def test_weights_gradients_are_added_to_the_float32_ones_within_the_products(reports) -> None:
-    """Transformer Engine then gives autograd a dummy in a gradient's place, one for each shape of a weight; it leaves with the
+    """Transformer Engine then gives autograd a dummy in place of a gradient, one for each shape of a weight; dummies are freed with the
     gradients (`test_a_released_rank_leaves_nothing_but_workspaces`)."""
     for report in reports.values():
         lines = [line for (_, _, line), _ in report["phases"]["update"]["largest"]]

@@ -1,4 +1,4 @@
-"""Every recipe for GPUs in its real size: ranks of its first, middle and last stages, beside the plan."""
+"""Every recipe for GPUs in its real size: ranks of its first, middle and last stages, against the plan."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_its_ranks_take_what_was_planned(machine, recipe: str, monkeypatch: pyte
         # flash-linear-attention (0.6.0) keeps the indices of its last chunks of sequences (fla/utils/decorators.py, tensor_cache).
         kept = 0 if inputs.model.delta_net is None else 1 << 20
         assert not trains or 0 <= report["phases"]["update"]["left"] <= kept
-        # A bucket for the engines is packed by a few launches, however many slices it has, and whatever they are computed from.
+        # A bucket for the engines takes few kernel launches to pack, however many slices it has, and whatever they are computed from.
         if report["role"] == "actor":
             assert report["sent_buckets"] and max(launches for _, launches in report["sent_buckets"]) <= 10
             assert max(slices for slices, _ in report["sent_buckets"]) > 10

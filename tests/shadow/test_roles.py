@@ -1,4 +1,4 @@
-"""Every role of a job as a shadow beside the plan of its memory: several recipes in one process, of a wide model with few layers."""
+"""Every role of a job as a shadow, against the plan of its memory: several recipes in one process, with a wide model of few layers."""
 
 import json
 from pathlib import Path
@@ -45,8 +45,8 @@ trainer: {n_gpus_per_node: 8, test_freq: 10}
 LORA = ["model.lora.rank=16", "megatron.pipeline_model_parallel_size=1"]
 KEPT = (
     "transformer_engine.pytorch.cpp_extensions.gemm:",  # workspaces
-    "megatron.core.models.common.embeddings.rotary_pos_embedding:",  # tables of angles
-    "megarl.megatron.lora.adapter:",  # which rows of a layer are whose
+    "megatron.core.models.common.embeddings.rotary_pos_embedding:",  # tables of rotary angles
+    "megarl.megatron.lora.adapter:",  # which rows of a layer belong to which weight
 )
 KL, KL_BETA = (f"actor_rollout_ref.actor.kl_loss_{name}" for name in ("type", "beta"))
 SHARED = ["actor_rollout_ref.model.lora.rank=16", "critic.model.lora.rank=16", "critic.model.share_base=true"]
@@ -54,7 +54,7 @@ SHARED = ["actor_rollout_ref.model.lora.rank=16", "critic.model.lora.rank=16", "
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By name, the files; the model's folder has no weights."""
+    """Recipe files by name; the model's folder has no weights."""
     folder = tmp_path_factory.mktemp("roles")
     (folder / "model").mkdir()
     source = ROOT / "recipes" / "models" / "qwen2.5-7b" / "config.json"
@@ -67,7 +67,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 CASES = {
     "ppo": ("ppo", None, [], [("ref", 0), ("reward_model", 4)]),
-    # Of each the last stage, which has the heads.
+    # Each case has a rank of the last stage, which has the head.
     "top tokens": ("ppo", None, [f"{KL}=top_k"], [("ref", 0), ("actor", 4)]),
     "whole distributions": (
         "ppo",

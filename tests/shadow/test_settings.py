@@ -39,8 +39,8 @@ CASES = {
         f"{MEGATRON}.pipeline_model_parallel_size=4",
     ],
 }
-OTHER_MODEL = {"a middle stage, norms of queries and keys": "qwen3"}  # families
-RANK = 2  # of the second stage, where there are two
+OTHER_MODEL = {"a middle stage, norms of queries and keys": "qwen3"}  # the families of other models
+RANK = 2  # a rank of the second stage, where there are two
 
 
 @pytest.fixture(scope="module")
@@ -90,5 +90,5 @@ def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(
         elif row.phase == "sync":  # two buckets of half a GiB, which these weights do not fill
             assert row.planned > row.found, row
     assert len(rows) >= 6 and report["saved"] > 0
-    # A bucket is packed by as many launches whether weights are there or computed from float8 blocks and adapters.
+    # Packing a bucket takes few launches, also where weights are computed from float8 blocks and adapters.
     assert all(launches <= 10 for _, launches in report["sent_buckets"])

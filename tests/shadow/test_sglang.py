@@ -22,7 +22,7 @@ ROOT = RECIPE.parents[1]
 ROLLOUT = "actor_rollout_ref.rollout"
 EP2 = f"{ROLLOUT}.expert_parallel_size=2"
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
-# Of the published models: SGLang's kernels have no others.
+# The published models' sizes: SGLang's kernels support no others.
 SPARSE_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64}
 FP8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
 
@@ -30,7 +30,7 @@ FP8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16
 def shadow(
     recipe: Path, keys: list[str], rank: int, memory: int = 80 * GIB, **card: object
 ) -> tuple[MemoryPlan, dict]:
-    """The plan of a recipe, and the report of a rank of its engines on cards of so many bytes."""
+    """A recipe's plan, and the report of a rank of its engines, on cards with `memory` bytes."""
     config, inputs = read_inputs(str(recipe), keys, check=False)
     plan = plan_memory(config, inputs, memory, 0)
     (report,) = run_ranks(
@@ -63,11 +63,11 @@ def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(
     ]
     plan, report = shadow(RECIPE, [*overrides(model), *keys], 1)
     assert (report["model"], report["world_size"]) == ("Qwen2ForCausalLM", 2)
-    check(plan, report, tolerance)  # a tiny model shows the list of free tokens, 8 bytes each
+    check(plan, report, tolerance)  # in a tiny model the list of free tokens, 8 bytes each, is noticeable
 
 
 def test_experts_in_float8_have_the_scales_that_a_sync_fills(cold, experts: Path) -> None:
-    """DeepSeek-V3's kind on TP2 EP2 over two nodes, whose blocks of scales are cut as its weights are."""
+    """A tiny DeepSeek-V3 with TP2 EP2 over two nodes; its scales are sharded as its weights are."""
     keys = [
         *expert_overrides(experts),
         *FP8,
@@ -93,7 +93,7 @@ def test_experts_in_float8_have_the_scales_that_a_sync_fills(cold, experts: Path
 def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, float8: bool
 ) -> None:
-    """SGLang's model of the layer for further tokens, TP2 EP2, beside the model whose embedding and head it has."""
+    """SGLang's model of the multi-token prediction layer, TP2 EP2, next to the model whose embedding and head it shares."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
     family, _, vision = family.partition(" with ")
     fields = {"num_nextn_predict_layers": 1}
@@ -123,7 +123,7 @@ def test_a_model_that_drafts_has_the_parameters_that_a_sync_fills(
 
 
 def make_draft(folder: Path, hidden: int, ffn: int, heads: int, vocabulary: int) -> Path:
-    """An EAGLE3 draft in the files' names, with a head of its own for `vocabulary` tokens."""
+    """An EAGLE3 draft under the names of published files, with a head of its own for `vocabulary` tokens."""
     folder.mkdir()
     sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads}
     more = {"num_key_value_heads": heads, "num_hidden_layers": 1, "draft_vocab_size": vocabulary}
@@ -147,7 +147,7 @@ def make_draft(folder: Path, hidden: int, ffn: int, heads: int, vocabulary: int)
 def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
     machine, model: Path, tmp_path: Path
 ) -> None:
-    """SGLang's LlamaForCausalLMEagle3, TP2; the model alone has the parameters that a sync fills."""
+    """SGLang's LlamaForCausalLMEagle3, TP2; a sync fills only the model's parameters."""
     draft = make_draft(tmp_path / "draft", hidden=128, ffn=2048, heads=8, vocabulary=1024)
     keys = [*overrides(model), f"{ROLLOUT}.max_total_tokens=null", f"{ROLLOUT}.dtype=bfloat16"]
     drafting = [f"{ROLLOUT}.speculative.algorithm=eagle3", f"{ROLLOUT}.speculative.draft_path={draft}"]
@@ -163,17 +163,17 @@ def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
 @pytest.mark.parametrize(
     ("family", "served", "keys"),
     [
-        # norms of queries and keys are cut with the heads
+        # norms of queries and keys are sharded with the heads
         pytest.param("minimax_m2", "MiniMaxM2ForCausalLM", (EP2,), marks=pytest.mark.slow),
         ("minimax_m2", "MiniMaxM2ForCausalLM", (EP2, *FP8)),
-        # indexers: complete on every rank, with a cache of their own
+        # indexers are complete on every rank and have a cache of their own
         ("deepseek_v32", "DeepseekV32ForCausalLM", (EP2,)),
         ("glm_moe_dsa", "GlmMoeDsaForCausalLM", (EP2,)),
         (
             "qwen3_next",
             "Qwen3NextForCausalLM",
             (EP2,),
-        ),  # one layer in four has a cache, the others have states
+        ),  # one layer in four has a KV cache, the others have states
         ("qwen3_5", "Qwen3_5ForCausalLM", ()),
         pytest.param("qwen3_5_moe", "Qwen3_5MoeForCausalLM", (EP2,), marks=pytest.mark.slow),
         ("qwen3_5_moe with vision", "Qwen3_5MoeForCausalLM", (EP2,)),
@@ -181,7 +181,7 @@ def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
             "gpt_oss",
             "GptOssForCausalLM",
             (),
-        ),  # experts are cut: sinks, biases, alternating rows of gate and up
+        ),  # sharded experts, sinks, biases, alternating rows of gate and up
     ],
     ids=[
         "minimax_m2",
@@ -198,7 +198,7 @@ def test_a_draft_model_of_another_folder_is_planned_and_no_sync_fills_it(
 def test_a_family_has_the_parameters_that_a_sync_fills(
     machine, tmp_path: Path, family: str, served: str, keys: tuple[str, ...]
 ) -> None:
-    """On TP2; its cache and states are those that were planned."""
+    """With TP2; KV cache and states are as planned."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
     family, _, vision = family.partition(" with ")
     fields = SPARSE_SIZES if family in SPARSE else None
@@ -223,7 +223,7 @@ def test_a_family_has_the_parameters_that_a_sync_fills(
 def test_groups_of_data_parallel_attention_have_the_shards_of_the_table(
     machine, experts: Path, tmp_path: Path, family: str, head: str, more: list[str]
 ) -> None:
-    """Two groups of two ranks: heads and embedding are cut in two, each expert too, and all else in four."""
+    """Two groups of two ranks: heads, embedding and each expert are split in two, all other weights in four."""
     if family == "Qwen3MoeForCausalLM":
         sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
         experts = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""An actor of gpt-oss on Transformer Engine's layers, executed without a GPU: sinks, windows and biases of experts beside the plan."""
+"""An actor of gpt-oss on Transformer Engine's layers, executed without a GPU: sinks, windows and biases of experts, against the plan."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def test_an_actor_takes_and_computes_what_was_planned(machine: None, tmp_path: Path) -> None:
-    """TP2 EP2, whole layers computed again. A micro-batch is one text of 2,048 tokens, of which every second layer sees 128 at a time."""
+    """TP2 EP2, all layers recomputed. A micro-batch is one text of 2,048 tokens; every second layer has a window of 128 tokens."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 1024, "num_layers": 4, "num_attention_heads": 8}
     fields = {"sliding_window": 128, "num_key_value_heads": 4}
     long = {"max_position_embeddings": 4 * TOKENS}
@@ -37,6 +37,6 @@ def test_an_actor_takes_and_computes_what_was_planned(machine: None, tmp_path: P
     assert {row.phase for row in rows} == {"always", "evaluate", "update"}
     for row in rows:
         assert abs(row.difference) < 0.05, row
-    # Of each of two ranks, by policy and reference, in two micro-batches.
+    # On each of two ranks: policy and reference, two micro-batches.
     token = model_flops(read_model_config(str(tmp_path / "model"))).forward(causal_pairs(TOKENS))
     assert report["flops"]["evaluate"] == pytest.approx(2 * 2 * token * TOKENS / 2, rel=0.05)

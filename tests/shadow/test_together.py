@@ -1,4 +1,4 @@
-"""All ranks of tiny jobs at the same time, on uneven data: their collectives fit together, and one that is left out is named."""
+"""All ranks of tiny jobs at the same time, on uneven data: their collectives fit together, and an omitted one is named."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(machine: None, small: Path, experts: Path, tmp_path_factory) -> dict[str, list[dict]]:
-    """TP2 PP2 without a fault and with one, and experts with TP2 EP2."""
+    """Reports by case: TP2 PP2 without and with a fault, and experts with TP2 EP2."""
     dense = [*overrides(small), *WITHOUT_CRITIC]
     found = {
         "dense": Case(str(RECIPE), dense, FOUR, 3),
@@ -69,7 +69,7 @@ def of_actor(reports: list[dict]) -> Agreement:
 def test_ranks_with_uneven_micro_batches_agree(cases) -> None:
     found = of_actor(cases["dense"])
     assert found.problems == [] and found.open_ended == 0 and found.matched > 150
-    # Stage 1 learns of stage 0 what comes: three micro-batches of three sizes.
+    # Stage 0 tells stage 1 the shapes of its outputs: three micro-batches of three sizes.
     received = {
         one.sizes for one in logs(cases["dense"])[2] if one.operation == "recv_" and one.sizes[0][0] > 3
     }
@@ -86,13 +86,13 @@ def test_ranks_with_uneven_experts_agree(cases) -> None:
     assert all(len(of_rank) == len(exchanges[0]) >= 6 for of_rank in exchanges)
     uneven = [one for of_rank in exchanges for one in of_rank if len(set(one.sends)) > 1]
     assert len(uneven) >= 8
-    # What a rank expects is not what it sends: it was told by its peer.
+    # A rank expects other sizes than it sends: its peers told it the sizes.
     assert any(one.sends != one.expects for one in uneven)
 
 
 @pytest.mark.slow
 def test_a_send_that_a_worker_leaves_out_shows_in_its_receivers_shapes(cases) -> None:
-    """Rank 3 takes the next output for the one that is left out; its neighbour has the right one, and the others are stopped."""
+    """Rank 3 takes the next output for the omitted one, while its neighbour gets the right one; the other ranks are stopped."""
     reports = cases["send"]
     assert [report["rank"] for report in reports if report.get("stopped")] == [0, 1, 2]
     (problem, *_) = of_actor(reports).problems

@@ -1,4 +1,4 @@
-"""What is counted at the peak of a phase."""
+"""The memory that the tracker counts at the peak of a phase."""
 
 import torch
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def test_a_peak_is_told_to_a_fiftieth_of_what_its_phase_took_whatever_was_there_before() -> None:
-    """Storages of the meta device have sizes alone."""
+    """Storages of the meta device have sizes but no memory."""
     tracker, held = Tracker(), []
 
     def make(size: int, operation: str) -> None:
@@ -27,7 +27,7 @@ def test_a_peak_is_told_to_a_fiftieth_of_what_its_phase_took_whatever_was_there_
 
 
 def test_replayed_experts_have_equally_many_of_any_tokens_in_a_row() -> None:
-    """As the plan has it, also of a sequence parallel rank's part."""
+    """As the plan assumes; this also holds within a sequence parallel rank's part."""
     shape = RoutingShape(layers=3, top_k=8, num_experts=256)
     routed = draw_experts(shape, 16_384)
     assert (routed.shape, routed.dtype) == ((16_384, 3, 8), shape.dtype)

@@ -1,4 +1,4 @@
-"""A shadow rank's checkpoint, what it sends the engines, and its parts as they leave the device and come back."""
+"""A shadow rank's checkpoint, its sends to the engines, and its parts when they leave the device and come back."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_the_engines_are_sent_each_weight_once(reports) -> None:
     for (role, _), report in reports.items():
         weights = report["parts"]["weights"] if role == "actor" else 0
         assert report["sent"] == pytest.approx(weights, rel=0.02)
-        if role == "actor":  # slots for what leaves and for what comes, checksums and where the slices are
+        if role == "actor":  # slots for sends and for receives, checksums, and tables of slices
             assert 2 * weights < report["phases"]["sync"]["peak"] < 3 * weights
             assert report["phases"]["sync"]["left"] == 0
 
@@ -37,14 +37,14 @@ def test_each_part_frees_what_it_has_and_takes_it_back(reports) -> None:
     for report in reports.values():
         for part, moved in report["moved"].items():
             held = report["parts"][part]
-            # With gradients leaves what Transformer Engine keeps of their shapes after an update.
+            # The gradients' release also frees what Transformer Engine keeps for their shapes after an update.
             kept = report["phases"]["first_update"]["kept"] if part == "gradients" else 0
-            # Every tensor of a reference that is not in one buffer is rounded by the allocator.
+            # A reference's tensors are not in one buffer, and the allocator rounds each of them up.
             assert held <= moved["freed"] - kept == moved["back"] < held + (16 << 10), part
 
 
 def test_what_is_alike_is_sent_a_few_times_only() -> None:
-    """Layers have the same kinds of slices, and a real rank has thousands of them."""
+    """Layers have slices of the same kinds, and a real rank has thousands of slices."""
 
     def slice_of(number: int, rows: int) -> Slice:
         return Slice(f"layers.{number}.weight", f"0:{number}", Box.whole((rows, 64)), "bfloat16")

@@ -8,7 +8,7 @@ from megarl.shadow.values import LARGEST_CONSTANT, value_of
 
 
 def test_integers_that_follow_from_known_ones_are_known() -> None:
-    """A router's map of chosen experts, of scores that nobody knows."""
+    """A router's map of chosen experts is known, though its scores are not."""
     with FakeMode(), Shadow():
         scores = torch.empty(LARGEST_CONSTANT, 3)
         chosen = torch.zeros_like(scores).int().scatter(1, torch.full((2, 1), 2), 1).bool()
@@ -17,7 +17,7 @@ def test_integers_that_follow_from_known_ones_are_known() -> None:
 
 
 def test_what_an_unknown_value_overwrites_is_unknown() -> None:
-    """A part of a tensor, by which the whole is, too; and what a peer sends, who does not know it either."""
+    """A tensor is unknown if a part of it is overwritten; and so is a tensor from a peer that does not know its values either."""
     with FakeMode(), Shadow():
         unknown = torch.empty(2 * LARGEST_CONSTANT).byte()
         whole = torch.zeros(4, dtype=torch.uint8)
@@ -32,7 +32,7 @@ def test_what_an_unknown_value_overwrites_is_unknown() -> None:
 
 
 def test_large_floats_of_a_factory_take_no_memory_of_the_host() -> None:
-    """Optimizer states of a large model's experts would take as much as on the device."""
+    """The optimizer states of a large model's experts would take as much memory on the host as on the device."""
     with FakeMode(), Shadow():
         weight = torch.empty(LARGEST_CONSTANT + 1)
         for state in (weight, torch.empty_like(weight), weight.new_empty(2 * LARGEST_CONSTANT)):
@@ -41,7 +41,7 @@ def test_large_floats_of_a_factory_take_no_memory_of_the_host() -> None:
 
 
 def test_grouped_products_are_counted() -> None:
-    """As one product of all tokens each: forward, and of both gradients."""
+    """Each counts as one product over all tokens: forward, and for both gradients."""
     with FakeMode(), Shadow() as shadow:
         x, weight = torch.empty(10, 16, dtype=torch.bfloat16), torch.empty(3, 24, 16, dtype=torch.bfloat16)
         ends = torch.tensor([2, 2, 10], dtype=torch.int32)

@@ -1,7 +1,7 @@
 """A process that runs all ranks of tiny jobs together, case by case: `python -m tests.shadow.together_cases`, with cases as JSON on its
 standard input; writes their reports to the file that is its argument.
 
-A case may have a rank that does something else than the others, by `Fault`.
+A case may have a rank that deviates from the others (`Faulty`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.shadow import device
 class Case:
     """
     Attributes:
-        fault: of `FAULTS`, which rank `faulty` has; None: no rank has one.
+        fault: the name in `FAULTS` of the fault of rank `faulty`; None: no rank has one.
     """
 
     recipe: str
@@ -32,7 +32,7 @@ class Case:
 
 
 def leave_out_a_send() -> None:
-    """The third output of a stage is not sent on."""
+    """Have a stage not send its third output."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     original, made = P2PCommunicator.send_forward, [0]

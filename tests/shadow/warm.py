@@ -1,5 +1,5 @@
-"""Starts of shadow ranks in forks of processes that have done their imports, which take as long as a tiny rank: `WarmStarts.start` is
-`megarl.shadow.dry_run.start`. Each start has a fork of its own, so that none sees another's state.
+"""Starts shadow ranks in forks of processes that have done their imports, since imports take as long as a tiny rank:
+`WarmStarts.start` replaces `megarl.shadow.dry_run.start`. Each start has a fork of its own, so that none sees another's state.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MOST = 4  # processes at a time
 
 
 class WarmStarts:
-    """Keeps a process for each environment, card and choice of layers that its starts ask for."""
+    """Keeps a process for each environment, card and choice of layers that starts ask for."""
 
     def __init__(self) -> None:
-        self._servers: dict[str, Server] = {}  # the last one used is last
+        self._servers: dict[str, Server] = {}  # the most recently used is last
 
     def start(
         self,

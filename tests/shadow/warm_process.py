@@ -1,7 +1,7 @@
 """A process that has done the imports of shadow ranks and forks for each start (tests/fixtures/forks.py): `python -m
-tests.shadow.warm_process SOCKET MODULE`, with the module of `megarl.shadow` whose work it does.
+tests.shadow.warm_process SOCKET MODULE`, where MODULE is the module of `megarl.shadow` whose work the forks do.
 
-A request is a list of requests as JSON, the file for what is printed and the working directory. Imports no torch before the module has
+A request is JSON: a list of requests, the file for output, and the working directory. Torch is not imported before the module has
 prepared itself.
 """
 
@@ -20,7 +20,7 @@ from megarl.shadow.requests import Request
 from tests.fixtures.forks import serve
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# What ranks import in their runs.
+# Modules that ranks import in their runs.
 LATER = {
     "megarl.shadow.process": (
         *("megarl.shadow.together", "megarl.plan.inputs", "megarl.weight_sync.triton_kernels"),

@@ -1,4 +1,4 @@
-"""A configuration, its monitor, and the metrics of a step that is healthy, for the tests of findings and of health."""
+"""A configuration, its monitor, and the metrics of a healthy step, for the tests of findings and of the monitor."""
 
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.trainer.health.findings import History, find

@@ -1,6 +1,6 @@
-"""Real runs whose trajectories are sessions of agents: what is trained on is what the engine saw, once.
+"""Real runs whose trajectories are sessions of agents: training uses exactly the tokens of the engine, and each session once.
 
-The first one is in a mode that interrupts sessions, and its engine is killed in the middle of some.
+The first run has a mode that interrupts sessions, and its engine is killed in the middle of some.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from megarl.data.sessions import by_request
 from megarl.data.trajectories import environment_notes, ragged, read_trajectories
 from tests.fixtures.runs import PPO, on, steps, succeed
 
-# The engine is killed when some sessions have ended, if the file `kill` is there.
+# If the file `kill` exists, the agent kills the engine once some sessions have ended.
 AGENT = """
 import json, os, sys, time, urllib.request
 from pathlib import Path
@@ -60,7 +60,7 @@ def play(task):
         sys.exit("broken")
     return float(len(json.dumps(first)) % 3)
 """
-pytestmark = pytest.mark.timeout(900)  # a run in which an engine is started anew
+pytestmark = pytest.mark.timeout(900)  # an engine is restarted during a run
 PROMPTS, SAMPLES, STEPS = 4, 4, 3
 
 
@@ -71,7 +71,7 @@ def write_agent(folder, kill):
 
 
 def overrides(folder):
-    """Of an agent in a folder, and of steps of few sessions."""
+    """Settings for the agent in this folder, and for steps with few sessions."""
     rollout = "actor_rollout_ref.rollout"
     return [
         "critic=null", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false",
@@ -122,7 +122,7 @@ def test_a_step_has_its_sessions_and_each_is_trained_on_once(run):
 
 
 def test_an_engine_was_killed_and_its_sessions_began_anew(run):
-    """All other tests are of what came of it."""
+    """All other tests check the results of this run."""
     out, _ = run
     assert not (out.parent / "kill").exists()
     (report,) = (out / "failures").iterdir()
@@ -130,7 +130,7 @@ def test_an_engine_was_killed_and_its_sessions_began_anew(run):
 
 
 def test_the_trainers_log_probs_are_the_engines(run):
-    """Of trajectories whose weights did not change under way; each turn's own tokens alone are live."""
+    """For trajectories whose weights did not change in the middle; only the policy's tokens of each turn are live."""
     compared = 0
     for batch, metrics in zip(batches(run), steps(run[0]), strict=True):
         mask, offsets = ragged(batch, "response_mask")
@@ -143,7 +143,7 @@ def test_the_trainers_log_probs_are_the_engines(run):
 
 
 def test_sessions_are_compared_with_those_of_their_prompt(run):
-    """GRPO by hand: a failed session takes no part, and all paths of a session have its advantage."""
+    """GRPO by hand: failed sessions are left out, and all paths of a session have the session's advantage."""
     for batch in batches(run):
         mask, offsets = ragged(batch, "response_mask")
         advantages = ragged(batch, "advantages")[0]
@@ -185,7 +185,7 @@ def test_agents_answer_held_out_prompts(run):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_with_sessions_that_it_has_not_trained_on(run, task, tmp_path):
-    """As after the run's end in step 3: from the checkpoint of step 2."""
+    """Resume from the checkpoint of step 2, as if the run had ended in step 3."""
     out, _ = run
     shutil.copytree(out / "checkpoints/step-2", tmp_path / "checkpoints/step-2")
     printed = succeed(*arguments(task, out.parent, tmp_path), timeout=600)
@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_sessions_that_it_has_not_trained_on(run, task, tmp_p
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 def test_agents_play_while_the_models_learn(task, tmp_path, mode):
-    """In both modes an engine is killed, too."""
+    """In both modes an engine is killed during the run."""
     write_agent(tmp_path, kill=True)
     succeed(
         "train", f"recipes/{mode}_cpu.yaml", *on(task, tmp_path / "out"), *overrides(tmp_path), "trainer.test_freq=-1",

@@ -26,8 +26,8 @@ CONCURRENT = [
     "resource_pools={train: {n_gpus_per_node: 1}, eval: {n_gpus_per_node: 1}}",
 ]  # fmt: skip
 NUM_PROMPTS = 16
-# A validation's score waits for the end of step `after`, which a validation that training waits for would not see. The first one after
-# `kill_from` of them kills the engine, once.
+# A validation's scores wait for the end of step `after`; a blocking validation would wait forever. The first score after `kill_from`
+# scores kills the engine, once.
 REWARD = """
 import os, signal, time
 from pathlib import Path
@@ -62,14 +62,14 @@ def kill(log):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run: its folder, its arguments without that and its reward's, and what it printed."""
+    """A finished run: its folder, its arguments except the folder and the reward function's, and its output."""
 
     folder: Path
     arguments: list[str]
     printed: str
 
     def answers(self, step: int) -> list[tuple[str, list[int], float]]:
-        """Of a validation."""
+        """The uids, response ids and scores of a validation."""
         table = read_trajectories(self.folder / f"rollouts/val-{step:06d}.parquet")
         return list(zip(*(table[name].to_pylist() for name in ("uid", "response_ids", "score")), strict=True))
 
@@ -98,7 +98,7 @@ def finished(task: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRu
 
 
 def test_training_goes_on_while_a_validation_waits(finished: FinishedRun) -> None:
-    """Its rewards waited for the end of step 3; its results are step 2's, which has one line for itself and one for them."""
+    """Step 2's validation waits for the end of step 3; its results belong to step 2, which has one line for training and one for them."""
     lines = [(row["step"], "val/score/mean" in row) for row in steps(finished.folder)]
     assert lines == [(1, False), (2, False), (3, False), (2, True), (4, False), (4, True)]
     assert [row["step"] for row in read_metrics(finished.folder)] == [1, 2, 3, 4]
@@ -110,7 +110,7 @@ def test_training_goes_on_while_a_validation_waits(finished: FinishedRun) -> Non
 
 
 def test_its_answers_are_those_of_its_steps_weights(finished: FinishedRun) -> None:
-    """By transformers: greedy answers of the weights after steps 2 and 4, token by token."""
+    """transformers gives the same greedy answers, token by token, with the weights after steps 2 and 4."""
     for step in (2, 4):
         model = finished.folder / f"checkpoints/step-{step}/hf"
         verify_greedy(str(model), str(finished.folder / f"rollouts/val-{step:06d}.parquet"), NUM_PROMPTS)
@@ -121,8 +121,8 @@ def test_its_answers_are_those_of_its_steps_weights(finished: FinishedRun) -> No
 
 @pytest.mark.slow
 def test_a_validation_that_a_run_did_not_finish_is_repeated(finished: FinishedRun, tmp_path: Path) -> None:
-    """From the checkpoint of step 2, which was saved before the results: they come again. In the next validation the engine is killed: it is
-    named, and the validation repeated with the same weights."""
+    """A run resumed from step 2's checkpoint, saved before the validation's results, gets the same results. In its next validation the engine
+    is killed: the run names the engine and repeats the validation with the same weights."""
     folder = tmp_path / "run"
     shutil.copytree(finished.folder / "checkpoints/step-2", folder / "checkpoints/step-2")
     saved = json.loads((folder / "checkpoints/step-2/run.json").read_text())
@@ -143,14 +143,14 @@ def test_a_validation_that_a_run_did_not_finish_is_repeated(finished: FinishedRu
         assert again.answers(step) == finished.answers(step)
         assert (
             again.results(step) == finished.results(step) or step == 2
-        )  # step 2 has no line of its own in this folder
+        )  # this folder has no training metrics of step 2
     assert [row["step"] for row in steps(folder)].count(4) == 2
     assert (folder / "hf/model.safetensors").read_bytes() == (finished.folder / "hf/model.safetensors").read_bytes()  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_blocking_validation_has_the_same_results(finished: FinishedRun, tmp_path: Path) -> None:
-    """And training is the same with either."""
+    """Training is the same with blocking and with concurrent validation."""
     arguments = [one for one in finished.arguments if one not in CONCURRENT]
     blocking = run(tmp_path / "run", [*arguments, "trainer.n_gpus_per_node=1"])
     for step in (2, 4):
@@ -165,7 +165,7 @@ def test_a_blocking_validation_has_the_same_results(finished: FinishedRun, tmp_p
 
 @pytest.mark.slow
 def test_another_engine_answers_the_prompts_of_a_lost_one(finished: FinishedRun, tmp_path: Path) -> None:
-    """With the weights that both had; the lost one is back for the next validation."""
+    """Both engines had the same weights; the lost one is replaced before the next validation."""
     pools = "resource_pools={train: {n_gpus_per_node: 1}, eval: {n_gpus_per_node: 2}}"
     found = run(tmp_path / "run", [*finished.arguments, pools, "trainer.n_gpus_per_node=3"], kill_from=0)
     assert (found.folder / "killed").exists() and "eval rank 0" in found.printed
@@ -178,7 +178,7 @@ def test_another_engine_answers_the_prompts_of_a_lost_one(finished: FinishedRun,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["one_step_off", "partial_rollouts", "fully_async"])
 def test_other_modes(finished: FinishedRun, tmp_path: Path, mode: str) -> None:
-    """The answers are those of the weights after the step, by transformers, also where responses go on meanwhile."""
+    """transformers gives the same answers with the weights after the step, also in modes in which training rollouts continue during validation."""
     apart = [] if mode == "partial_rollouts" else [
         "trainer.n_gpus_per_node=3", "resource_pools.rollout={n_gpus_per_node: 1}", "actor_rollout_ref.rollout.resource_pool=rollout",
     ]  # fmt: skip
@@ -194,7 +194,7 @@ def test_other_modes(finished: FinishedRun, tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run(finished: FinishedRun, tmp_path: Path) -> None:
-    """As a blocking validation does, by name."""
+    """The error is the same as for a blocking validation."""
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, run):\n"
         "    assert extra_info['split'] != 'test', 'no answer'\n    return 1.0\n"

@@ -37,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def run(task, tmp_path_factory):
-    """Two steps of 4 prompts, 8 at a time, 4 responses each; a validation set of two responses a problem."""
+    """Two steps of 4 prompts, generated 8 at a time with 4 responses each; one validation set has two responses a problem."""
     out = tmp_path_factory.mktemp("dapo")
     (out / "reward.py").write_text(REWARD)
     printed = succeed(
@@ -69,7 +69,7 @@ def test_every_step_trains_on_complete_groups_that_differ(run):
             assert set(raw[rows][live[rows]]) == {-1.0, 1.0}
         generated = int(step["filter_groups/generations"]) * 8
         assert generated == 4 + step["filter_groups/dropped"] + step["filter_groups/surplus"]
-        assert step["filter_groups/dropped"] >= 3  # the even half of what was generated, about
+        assert step["filter_groups/dropped"] >= 3  # about half of the generated prompts: the even ones
 
 
 def test_prompts_are_computed_once(run):
@@ -81,7 +81,7 @@ def test_prompts_are_computed_once(run):
 
 
 def test_scores_belong_to_their_responses_and_long_ones_are_punished(run):
-    """The reward and the penalty, worked out again from what was saved."""
+    """The saved scores and penalties equal values computed again from the saved responses."""
     out, _ = run
     for batch in batches(out):
         lengths = list_lengths(batch, "response_ids")
@@ -109,7 +109,7 @@ def test_a_reward_that_raises_costs_its_sample_and_is_reported(run):
 
 
 def test_log_probs_are_those_of_the_tokens_that_were_drawn_from(run, task):
-    """By Hugging Face's model, which the first step had; engine and trainer agree also after an update."""
+    """Checked with Hugging Face's model, whose weights the first step had; engine and trainer agree also after an update."""
     out, _ = run
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
     for row in batches(out)[0].to_pylist()[::5]:
@@ -121,7 +121,7 @@ def test_log_probs_are_those_of_the_tokens_that_were_drawn_from(run, task):
             kept = row[KEPT_IDS][bounds[at] : bounds[at + 1]]
             wanted = logits[at, kept].log_softmax(-1)[kept.index(token)].item()
             assert row["rollout_log_probs"][at] == pytest.approx(wanted, abs=1e-4)
-            # The most probable ones, with 0.9 of all probability.
+            # The kept tokens are the most probable ones, with a total probability of 0.9.
             p, order = logits[at].softmax(-1).sort(descending=True)
             assert sorted(kept) == sorted(order[: len(kept)].tolist())
             assert p[: len(kept)].sum() > 0.9 - 1e-4 and p[: len(kept) - 1].sum() < 0.9 + 1e-4
@@ -138,7 +138,7 @@ def test_validation_sets_have_their_own_sampling(run):
     assert whole.num_rows == 16 and twice.num_rows == 32
     assert "val/pass@1" not in last and last["val/twice/best@2"] >= last["val/twice/mean@2"]
     assert last["val/twice/pass@2"] >= last["val/twice/pass@1"] and 0 <= last["val/twice/maj@2"] <= 1
-    # the overlong penalty is training's alone
+    # the overlong penalty applies only in training
     assert (
         set(twice["score"].to_pylist()) <= {-1.0, 0.0, 1.0} and "overlong_penalty" not in twice.column_names
     )
@@ -156,7 +156,7 @@ def test_the_policy_is_written_every_so_many_steps(run):
 
 
 def test_the_reward_of_this_test_is_what_it_says():
-    """Guards the assertions above against a reward that gives every response the same."""
+    """The reward function gives different scores, without which the assertions above would prove nothing."""
     namespace = {}
     exec(REWARD, namespace)
     found = [
@@ -169,7 +169,7 @@ def test_the_reward_of_this_test_is_what_it_says():
 
 @pytest.mark.slow
 def test_remax_with_the_engines_log_probs(task, tmp_path):
-    """A greedy answer to each prompt is the baseline of its sample; no forward pass for old log-probs."""
+    """The greedy answer to a prompt is the baseline of its sample; old log-probs take no forward pass."""
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return float(len(solution_str))\n"
@@ -186,7 +186,7 @@ def test_remax_with_the_engines_log_probs(task, tmp_path):
     np.testing.assert_array_equal(old, rollout)
     (step,) = steps(tmp_path)
     assert 0 < step["training/rollout_log_prob_diff_mean"] < 1e-5 and abs(step["training/rollout_kl"]) < 1e-5
-    # greedy answers of the same weights, by another engine run
+    # greedy answers with the same weights, from another engine
     succeed(
         "eval", "recipes/quickstart_eval.yaml", f"model.path={task}/model",
         f"data.val_files={task}/data/train.parquet", f"trainer.default_local_dir={tmp_path}/eval",

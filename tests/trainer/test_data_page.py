@@ -1,4 +1,4 @@
-"""docs/data.md: its blocks as they stand there, and the keys that it names."""
+"""docs/data.md: its code blocks, unchanged, and the configuration keys that it names."""
 
 import json
 import re
@@ -25,14 +25,14 @@ from tests.fixtures.runs import command, environment, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/data.md").read_text()
-# The blocks whose first line is a comment with the name of their file.
+# Code blocks whose first line is a comment with their file name.
 BLOCKS = dict(re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 COMMANDS = re.findall(r"^\$ megarl (.*?)(?: +#.*)?$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the page's files were written and its scripts were run, which is the working directory."""
+    """The working directory, with the page's files and the results of its scripts."""
     folder = tmp_path_factory.mktemp("page")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -92,7 +92,7 @@ def test_rows_of_other_forms_are_read(folder: Path) -> None:
 
 
 def test_questions_and_answers_as_gsm8k_has_them(folder: Path) -> None:
-    """With the keys of the page's command, of files like GSM8K's, which are not fetched here."""
+    """The keys of the page's command read files in GSM8K's format; GSM8K itself is not downloaded here."""
     (command,) = [command for command in COMMANDS if "hf://" in command]
     keys = [key for key in command.split()[2:] if not key.startswith("data.train_files")]
     rows = [{"question": f"{number} + 1?", "answer": f"One more.\n#### {number + 1}"} for number in range(64)]
@@ -125,7 +125,7 @@ def test_the_keys_that_the_page_names_are_there() -> None:
     named = set(
         re.findall(r"`((?:data|reward|reward_model|custom_reward_function)\.[a-z_0-9.]+)(?:=[^`]*)?`", PAGE)
     )
-    named -= {"reward_model.ground_truth", "reward_model.style"}  # columns
+    named -= {"reward_model.ground_truth", "reward_model.style"}  # columns, not keys
     assert len(named) > 20
     assert [key for key in sorted(named) if f"`{key}`" not in reference] == []
 
@@ -144,7 +144,7 @@ def test_the_page_has_its_blocks() -> None:
 
 @pytest.mark.slow
 def test_the_example_runs(folder: Path) -> None:
-    """As it stands, but for its length."""
+    """The page's command, unchanged except for the number of steps."""
     overrides = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
     result = subprocess.run(
         command(*COMMANDS[1].split(), *overrides),

@@ -1,4 +1,4 @@
-"""Real runs over several data sets, in a plugin's order and from a stream; and a monitor that acts and stops."""
+"""Real runs on several data sets, in a plugin's order and streamed; and a health monitor that acts and stops the run."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def prompts_of(run: Path, step: int) -> list[str]:
 
 
 def test_a_mixture_in_a_plugins_order_while_the_monitor_acts_and_stops(task: Path, tmp_path: Path) -> None:
-    """Of every 4 prompts 3 are of the one set and 1 of the other; any KL over 0 is over the monitor's bound."""
+    """Of every 4 prompts 3 are from one set and 1 is from the other; any KL above 0 exceeds the monitor's bound."""
     plugin, run = tmp_path / "sampler.py", tmp_path / "run"
     plugin.write_text(SAMPLER)
     files = {"train": (3, "train"), "held": (1, "test")}
@@ -55,11 +55,11 @@ def test_a_mixture_in_a_plugins_order_while_the_monitor_acts_and_stops(task: Pat
     )
     assert sorted(uid for uid in uids if uid.startswith("held:")) == ["held:test:8", "held:test:9"]
     entries = [json.loads(line) for line in (run / "health.jsonl").read_text().splitlines()]
-    # Greedy answers of a policy that hardly moves score the same at steps 2 and 4.
+    # The policy hardly moves, so that its greedy answers have the same score at steps 2 and 4.
     (stop,) = [entry for entry in entries if entry["kind"] == "stop"]
     assert stop["step"] == 4 and [step["step"] for step in steps(run)] == [1, 2, 3, 4]
     assert "stopping: val/score/mean has not risen" in printed and (run / "hf/model.safetensors").is_file()
-    # It doubles, up to its bound, after each step whose KL (an estimate: of either sign) is over the other bound.
+    # The coefficient doubles, up to its maximum, after each step whose KL estimate, which may be negative, exceeds its bound.
     coefficient, over = 0.001, []
     for step in steps(run):
         assert step["actor/kl_coef"] == pytest.approx(coefficient)
@@ -76,7 +76,7 @@ def test_a_mixture_in_a_plugins_order_while_the_monitor_acts_and_stops(task: Pat
 
 
 def test_streamed_data_sets(task: Path, tmp_path: Path) -> None:
-    """Windows of 16 rows; an epoch of one set ends within the run."""
+    """Rows are read in windows of 16; one set is smaller than the run's share of it, so that its second epoch begins."""
     run = tmp_path / "run"
     mixture = {
         "train": {"files": f"{task}/data/train.parquet", "weight": 1},

@@ -1,4 +1,4 @@
-"""Real runs in parts: a step replayed, trajectories without training, training without engines, losses that are NaN."""
+"""Parts of real runs: a replayed step, generation without training, training without engines, and NaN losses."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.fixtures.runs import TWO_STEPS, megarl, on, steps, succeed
 
-# A policy loss of a plugin.
+# A plugin with a policy loss that is NaN.
 NAN_LOSS = """
 from megarl.algorithms.policy_loss import POLICY_LOSSES, register_policy_loss
 
@@ -21,7 +21,7 @@ def nan_of_this_test(log_probs, tokens, options):
     losses, sums = POLICY_LOSSES["vanilla"](log_probs, tokens, options)
     return losses * float("nan"), sums
 """
-pytestmark = pytest.mark.timeout(900)  # several runs in a test, each with a limit of its own
+pytestmark = pytest.mark.timeout(900)  # a test has several runs, each with a time limit of its own
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,12 @@ def whole(ppo_run: tuple[Path, Path, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def task(ppo_run: tuple[Path, Path, str]) -> Path:
-    """Its data and its model."""
+    """The folder with the run's data and model."""
     return ppo_run[0]
 
 
 def learnt(metrics: dict[str, float]) -> dict[str, float]:
-    """What a step's second half has logged, but for times and memory."""
+    """The metrics that a step logs while it learns, without times and memory."""
     first_half = ("sync/", "reward/", "timing_s/", "perf/", "memory/", "time", "val/")
     return {name: value for name, value in metrics.items() if not name.startswith(first_half)}
 
@@ -55,7 +55,7 @@ def test_a_step_is_replayed_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     printed = succeed("replay", whole, "--step", "2", "--out", tmp_path / "hf")
     assert f"replaying step 2 of {whole} from {whole}/checkpoints/step-1" in printed
     count = len(learnt(steps(whole)[1])) - sum(name.startswith("health/") for name in steps(whole)[1])
-    assert f"step 2: all {count - 1} numbers are equal bit for bit" in printed  # "step" itself is none
+    assert f"step 2: all {count - 1} numbers are equal bit for bit" in printed  # "step" is not counted
     weights, expected = (
         load_file(tmp_path / "hf" / "model.safetensors"),
         load_file(whole / "hf" / "model.safetensors"),
@@ -75,7 +75,7 @@ def test_a_step_is_replayed_bit_for_bit(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_replayed_in_another_layout_from_the_beginning(whole: Path, tmp_path: Path) -> None:
-    """Both steps from the first weights: the checkpoint of step 1 is not there."""
+    """Without the checkpoint of step 1, both steps are replayed from the initial weights."""
     run = tmp_path / "run"
     run.mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
@@ -87,7 +87,7 @@ def test_a_step_is_replayed_in_another_layout_from_the_beginning(whole: Path, tm
     )  # fmt: skip
     assert f"replaying steps 1 to 2 of {run} from the models' first weights" in printed
     assert "changed: actor_rollout_ref.actor.megatron.context_parallel_size: 1 -> 2" in printed
-    assert "numbers are not those of the run" in printed  # bits of sums
+    assert "numbers are not those of the run" in printed  # sums differ in their last bits
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] == ["actor/grad_norm"]]
     assert len(rows) == 2
     for _, logged, replayed, *_ in rows:
@@ -110,13 +110,13 @@ def test_what_cannot_be_replayed(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_collecting_and_learning_alone_equal_a_run(whole: Path, task: Path, tmp_path: Path) -> None:
-    """Trajectories that are generated alone, and training on them alone: both as in a run that does both."""
+    """A run that only generates and a run that only trains on its trajectories give the same results as a run that does both."""
     one = ("trainer.total_training_steps=1", "trainer.test_freq=-1")
     generating = ("trainer.rollout_only=true", "trainer.save_freq=-1")
     succeed("train", *TWO_STEPS, *on(task, tmp_path / "first"), *one, *generating)
     generated = pq.read_table(tmp_path / "first" / "rollouts" / "step-000001.parquet")
     expected = pq.read_table(whole / "rollouts" / "step-000001.parquet")
-    for name in set(generated.column_names) - {"environment_score"}:  # NaN
+    for name in set(generated.column_names) - {"environment_score"}:  # is NaN
         assert generated[name].equals(expected[name]), name
     assert "advantages" not in generated.column_names and "score" in generated.column_names
     processes = {path.name.split("-")[0] for path in (tmp_path / "first" / "logs").iterdir()}
@@ -156,7 +156,7 @@ def test_losses_that_are_nan_are_skipped_and_nothing_changes(whole: Path, task: 
     assert all(torch.equal(tensor, first[name]) for name, tensor in weights.items())
     states = [json.loads((run / "checkpoints" / f"step-{step}" / "run.json").read_text()) for step in (1, 2)]
     assert states[0]["controls"] == states[1]["controls"] and states[0]["controls"]["kl"]["coef"] == 0.001
-    # The command that was printed finds it again, and ends as the run would.
+    # The printed command finds the NaN again, and ends as the run would.
     result: subprocess.CompletedProcess = megarl(
         "replay", run, "--step", "2", "--trajectories", path, "trainer.on_nonfinite=stop"
     )

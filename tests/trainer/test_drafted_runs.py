@@ -1,4 +1,4 @@
-"""A run whose engines draft tokens is the run without."""
+"""A run with speculative decoding equals the run without."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ DRAFTED = "rollout/accept_length"
 @needs_compiler
 @needs_invariance
 def test_a_run_with_drafted_tokens_has_the_numbers_of_one_without(ppo_run, tmp_path: Path) -> None:
-    """Bit by bit, but for how many tokens a pass gave."""
+    """All metrics are equal bit by bit, except the accept length."""
     task, folder, _ = ppo_run
     found = tmp_path / "run"
     given = [key for key in TWO_STEPS if "profile" not in key]

@@ -1,7 +1,7 @@
-"""Whole runs of every family: what the engines answer after the last update is what transformers answers with the
+"""Complete runs of every family: after the last update the engines give the same answers as transformers with the
 exported model.
 
-A run takes about a minute. Two always run; `pytest --slow` takes the others, too.
+A run takes about a minute. Two always run; `pytest --slow` runs the others, too.
 """
 
 from dataclasses import dataclass, field
@@ -33,13 +33,13 @@ GRPO = [
     "actor_rollout_ref.actor.use_kl_loss=true",
     f"{ROLLOUT}.n=2",
 ]
-# Answers of a random model are never right: advantages need scores that differ.
+# A random model's answers are never right; this reward gives them different scores, which advantages need.
 REWARD = "def compute_score(solution_str, **rest):\n    return sum(map(ord, solution_str)) % 7 / 7\n"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family, and the devices, layouts and ways to sync that its run has."""
+    """A family, and the devices, layouts and sync settings of its run."""
 
     family: str
     layers: int
@@ -50,8 +50,8 @@ class Case:
 
 
 CASES = [
-    # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer, replayed routing, biases
-    # of routers that even out loads, a router z-loss
+    # a critic with experts sharded over data parallel ranks, unequal pipeline stages, point-to-point weight sync, a kept MTP layer,
+    # replayed routing, router biases that balance the load, a router z-loss
     Case(
         "deepseek_v3", 3,
         (
@@ -63,7 +63,7 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
-    # a trained MTP layer; everything leaves the devices while it is not used; engines of two groups with requests of their own
+    # a trained MTP layer; weights, gradients, optimizer states and caches offloaded while not in use; data parallel attention in the engine
     Case(
         "glm4_moe", 2,
         (
@@ -76,7 +76,7 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
-    # experts over data parallel ranks, two engines
+    # experts sharded over data parallel ranks, two engines
     Case(
         "qwen3_moe", 2,
         (
@@ -85,7 +85,7 @@ CASES = [
             f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.num_engines=2",
         ),
     ),
-    # norms over the heads of all tensor parallel ranks, replayed routing
+    # norms across the heads of all tensor parallel ranks, replayed routing
     Case(
         "minimax_m2", 2,
         (
@@ -93,7 +93,7 @@ CASES = [
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
         ),
     ),
-    # gated delta nets over tensor parallel ranks, a trained MTP layer, replayed routing
+    # gated delta nets sharded over tensor parallel ranks, a trained MTP layer, replayed routing
     Case(
         "qwen3_next", 4,
         (
@@ -102,7 +102,7 @@ CASES = [
         ),
         num_mtp_layers=1,
     ),
-    # gated delta nets and gated attention without experts, beside a vision tower, over pipeline stages
+    # gated delta nets and gated attention without experts, over pipeline stages, in a model with a vision tower
     Case(
         "qwen3_5", 4,
         (
@@ -118,7 +118,7 @@ CASES = [
             f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2", REPLAY,
         ),
     ),
-    # sinks and windows of heads that tensor parallel ranks share, experts with biases, replayed routing
+    # attention sinks and sliding windows with heads sharded over tensor parallel ranks, experts with biases, replayed routing
     Case(
         "gpt_oss", 2,
         (
@@ -134,7 +134,7 @@ CASES = [
             f"{ACTOR}.pipeline_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
         ),
     ),
-    # keys that indexers choose, which are trained, over pipeline stages, in the trained layer for MTP, too; they leave the devices with the weights
+    # sparse attention with trained indexers over pipeline stages and in the trained MTP layer; indexers are offloaded with the weights
     Case(
         "deepseek_v32", 3,
         (
@@ -145,7 +145,7 @@ CASES = [
         ),
         num_mtp_layers=1, fields=CHOOSING,
     ),
-    # of three layers the middle one takes the choice of the first; a critic
+    # the second of three layers reuses the keys that the first layer's indexer chose; a critic
     Case(
         "glm_moe_dsa", 3,
         (
@@ -155,7 +155,7 @@ CASES = [
         ),
         num_mtp_layers=1, fields=CHOOSING,
     ),
-    # a critic that shares its weights over data parallel ranks
+    # a critic with weights sharded over data parallel ranks (FSDP)
     Case(
         "qwen3", 2,
         (
@@ -192,19 +192,19 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     replays = bool({REPLAY, RECORDED} & {*case.overrides})
     for step in steps(out):
         assert (step["actor/ratio_mean"], step["actor/ppo_kl"], step["actor/pg_clipfrac"]) == (1.0, 0.0, 0.0)
-        # Gated delta nets round more: an engine goes on from token to token, the trainer from chunk to chunk.
+        # Gated delta nets differ more by rounding: an engine computes token by token, the trainer chunk by chunk.
         assert step["training/rollout_log_prob_diff_max"] < (3e-4 if case.family in QWEN_HYBRIDS else 2e-5)
-        # In float32 engine, old log-probs and update choose the same experts themselves.
+        # In float32 the engine, the old log-probs and the update would choose the same experts even without replay.
         assert step.get("actor/routing_changed") == (0.0 if replays else None)
         by_layer = {key: value for key, value in step.items() if key.startswith("actor/expert_violation/")}
         assert bool(by_layer) == (case.family not in ("qwen3", "qwen3_5"))
         assert not by_layer or max(by_layer.values()) == step["actor/expert_violation_max"] > 0
-        # A mean over layers: the square of at least the logarithm of a uniform router's 8 experts.
+        # The mean over layers of the squared log-sum-exp, which for a uniform router of 8 experts is at least log(8) squared.
         assert step.get("actor/router_z_loss", 0.0) == 0.0 or step["actor/router_z_loss"] > 1.0
         assert ("actor/router_z_loss" in step) == (case.family == "deepseek_v3")
         predicts = MTP in case.overrides
         assert ("actor/mtp_loss" in step) == predicts
-        if predicts:  # a random model's, over 512 tokens
+        if predicts:  # a random model's loss with 512 tokens
             assert 4.0 < step["actor/mtp_loss"] < 9.0
         assert ("actor/indexer_loss" in step) == (INDEXER in case.overrides)
     kept = read_trajectories(out / "rollouts" / "step-000001.parquet")
@@ -217,11 +217,11 @@ def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_p
     assert set(answers["weight_version"].to_pylist()) == {3}
     assert greedy_differences(out / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
     different, _ = greedy_differences(model, answers)
-    assert different > 0  # they are those of the trained model
+    assert different > 0  # the answers come from the trained model
 
 
 def assert_biases_moved(before: Path, after: Path, layers: int) -> None:
-    """By whole steps, which the engines have, too: their answers are those of the exported model."""
+    """Router biases moved by multiples of the update rate, also in the engines, whose answers equal the exported model's."""
     old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
     biases = [
         name for name in new if name.endswith("e_score_correction_bias") and f"layers.{layers}." not in name
@@ -233,8 +233,8 @@ def assert_biases_moved(before: Path, after: Path, layers: int) -> None:
 
 
 def assert_trained(before: Path, after: Path, layers: int | None, biases_move: bool, indexers: bool) -> None:
-    """Every weight moved, but for the MTP layer `layers` if it is not trained, a vision tower, and, unless told to, the bias of the routers'
-    choice and indexers."""
+    """Every weight moved, except a vision tower, the MTP layer `layers` if it is not trained, and router biases and indexers unless
+    `biases_move` and `indexers` are set."""
     old, new = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (before, after)
@@ -255,7 +255,7 @@ def assert_trained(before: Path, after: Path, layers: int | None, biases_move: b
 
 @torch.no_grad()
 def greedy_differences(folder, answers):
-    """(tokens that are not transformers' greedy choice, largest difference of a log-prob) over all answers."""
+    """(the number of tokens that are not transformers' greedy choice, the largest difference of a log-prob) over all answers."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     choose_alike(model)

@@ -1,4 +1,4 @@
-"""What happens to a run whose parts are killed: it ends soon, says what died, and leaves nothing behind."""
+"""A run with a killed process ends soon, reports which process died, and leaves no processes or folders behind."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.fixtures.runs import PPO, REPOSITORY, command, environment, megarl, o
 from tests.waiting import wait_for
 
 END_SECONDS = 15
-# As little as a run needs: two actor ranks that wait for each other, one engine, no critic, no reference.
+# The smallest run: two actor ranks that wait for each other, one engine, no critic, no reference.
 SMALL = [
     "critic=null",
     "algorithm.adv_estimator=grpo",
@@ -26,7 +26,7 @@ SMALL = [
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.rollout.max_restarts=0",  # engines that are started anew: tests/faults/test_engine_dies.py
+    "actor_rollout_ref.rollout.max_restarts=0",  # restarted engines: tests/faults/test_engine_dies.py
     "trainer.n_gpus_per_node=2",
     "trainer.total_training_steps=1000",
 ]
@@ -34,7 +34,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A `megarl train` in its first steps: all its processes, and all folders that its guards shall remove."""
+    """A `megarl train` in its first steps, with all its processes and all folders that its guards must remove."""
 
     process: subprocess.Popen
     folder: Path
@@ -47,7 +47,7 @@ class LiveRun:
         return pid
 
     def end(self) -> tuple[int, str]:
-        """Wait for the command's end and for that of all its processes; (exit code, what it wrote to stderr)."""
+        """Wait for the end of the command and of all its processes; return its exit code and stderr."""
         begin = time.monotonic()
         code = self.process.wait(END_SECONDS)
         assert alive_after(self.pids, END_SECONDS - (time.monotonic() - begin)) == []
@@ -90,7 +90,7 @@ def run(start: Callable[..., subprocess.Popen], tmp_path: Path) -> LiveRun:
 
     wait_for(has_taken_a_step, 200, (tmp_path / "stderr").read_text)
     pids, scratch = _family(process.pid)
-    # one each of the cluster and its three ranks
+    # one folder of the cluster and one of each of the three ranks
     assert len(scratch) == 4 and all(os.path.isdir(folder) for folder in scratch), scratch
     return LiveRun(process, tmp_path, pids, scratch)
 
@@ -103,7 +103,7 @@ def test_a_killed_actor_rank(run, tmp_path):
     log = tmp_path / "run" / "logs" / "actor-rank1.log"
     assert "on 127.0.0.1) died: killed " in message
     assert f"log: {log} on 127.0.0.1, its last lines:\n  | " in message
-    # The last lines of all that is on the screen say it once more, and nobody else says anything.
+    # The last line of the output repeats the cause, and no other component prints errors.
     last = message.splitlines()[-1]
     assert last.startswith("the run ended: actor rank 1 (process ") and "on 127.0.0.1) died: killed " in last
     assert "Warning" not in message and "(raylet)" not in (tmp_path / "stdout").read_text()
@@ -112,7 +112,7 @@ def test_a_killed_actor_rank(run, tmp_path):
     text = report.read_text()
     for part in ("\nstep: ", "\nphase: step", "role: actor\nrank: 1\nhost: 127.0.0.1\n", "cause: killed "):
         assert part in text
-    # where the others were: the other rank, the engine's process and its scheduler
+    # the stacks of the other processes: the other rank, the engine's process and its scheduler
     for part in ("ray::actor-rank0", "ray::rollout-rank0", "sglang::scheduler"):
         head = next(line for line in text.splitlines() if line.startswith("-- process") and part in line)
         assert "(most recent call first)" in text.partition(head)[2].partition("-- ")[0]
@@ -120,7 +120,7 @@ def test_a_killed_actor_rank(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_sglang_scheduler(run, tmp_path):
-    """A grandchild of Ray's: the engine's process notices, says so in its log and ends."""
+    """The scheduler is a child of the engine's process, which notices its end, logs it and ends, too."""
     os.kill(run.named("sglang::scheduler"), signal.SIGKILL)
     code, message = run.end()
     assert code == 1
@@ -137,7 +137,7 @@ def test_a_killed_controller(run):
 
 
 def test_ctrl_c(run, tmp_path):
-    """As a terminal does it: all processes of the foreground get the signal."""
+    """All processes in the foreground get the signal, as from a terminal."""
     os.killpg(run.process.pid, signal.SIGINT)
     code, message = run.end()
     assert (code, message) == (130, "interrupted\n")
@@ -146,7 +146,7 @@ def test_ctrl_c(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_function_that_always_raises(start, tmp_path):
-    """One that raises for some samples costs these alone: tests/trainer/test_dapo.py."""
+    """A function that raises only for some samples does not end the run: tests/trainer/test_dapo.py."""
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -160,7 +160,7 @@ def test_a_reward_function_that_always_raises(start, tmp_path):
 
 
 def test_a_full_disk(task, tmp_path):
-    """There is room for logs and metrics, not for the model (0.6 MB)."""
+    """The disk has room for logs and metrics, but not for the model (0.6 MB)."""
     with small_disk(tmp_path / "disk", 256) as disk:
         result = megarl(
             "sft", "recipes/quickstart_sft.yaml", f"data.train_files={task}/data/sft.parquet",
@@ -177,7 +177,7 @@ def test_a_full_disk(task, tmp_path):
 
 
 def _family(pid: int) -> tuple[list[int], list[str]]:
-    """(a process with all its descendants and their guards, the folders that these remove)."""
+    """(the pids of a process, its descendants and their guards; the folders that the guards remove)."""
     pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     guards = guards_of(pids)
     return alive([*pids, *guards]), [folder for folders in guards.values() for folder in folders]

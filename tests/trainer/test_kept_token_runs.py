@@ -12,7 +12,7 @@ from tests.fixtures.runs import PPO, megarl, on, steps, succeed
 
 @pytest.mark.slow
 def test_updates_are_on_policy_exactly_and_can_be_replayed(task: Path, tmp_path: Path) -> None:
-    """Two steps of an update each, whose old log-probs are of a pass before it, since rewards have the KL to the reference."""
+    """Two steps with one update each; a forward pass before it computes old log-probs, since rewards include the KL to the reference."""
     succeed(
         "train", *PPO, *on(task, tmp_path), "trainer.total_training_steps=2", "trainer.save_freq=1",
         "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.top_p=0.2", "actor_rollout_ref.rollout.top_k=300",
@@ -28,7 +28,7 @@ def test_updates_are_on_policy_exactly_and_can_be_replayed(task: Path, tmp_path:
         assert not log_probs[counts == 1].any()
         assert step["rollout/kept_tokens/alone"] == pytest.approx(np.mean(counts == 1))
         assert step["actor/entropy"] < np.log(counts).mean()
-    # As in a run without: the reference is the policy at first.
+    # As in a run without kept tokens, the policy equals the reference at first.
     assert first["actor/ref_kl"] == 0.0 != second["actor/ref_kl"]
     replayed = megarl("replay", tmp_path, "--step", "2")
     assert replayed.returncode == 0 and "numbers are equal bit for bit" in replayed.stdout

@@ -1,4 +1,4 @@
-"""Actor, critic and reference with adapters, as the controller calls their ranks."""
+"""The ranks of actor, critic and reference with adapters, called as by the controller."""
 
 import itertools
 from dataclasses import replace
@@ -59,13 +59,13 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
-    """A model whose embedding is its head as well."""
+    """A model whose head is tied to its embedding."""
     folder = tmp_path_factory.mktemp("model")
     return str(folder), save_model(folder, tied=True)
 
 
 def table() -> pa.Table:
-    """Trajectories with everything that updates read."""
+    """Trajectories with all columns that updates read."""
     found = make_table()
     lengths = [len(mask) for mask in found["response_mask"].to_pylist()]
     generator = np.random.default_rng(1)
@@ -83,7 +83,7 @@ def make(
     megatron: dict[str, Any],
     base: dict[str, Any] | None = None,
 ) -> ModelWorker:
-    """kind: "plain" (without adapters), "actor", "critic" or "both"; `base`: keys of whose model is not another's."""
+    """kind: "plain" (without adapters), "actor", "critic" or "both"; `base`: further `lora` keys of the role that owns the base model."""
     info = RankInfo(rank, world, rank, "localhost", 0, kind, "", (), "")
     lora = replace(LORA, **(base or {}))
     spec = ModelSpec(
@@ -106,7 +106,7 @@ def _work(
     base: dict[str, Any] | None = None,
     away: bool = False,
 ) -> dict[str, list]:
-    """Two rounds of everything that the kind can do; with `away` its memory leaves before and comes after each call."""
+    """Two rounds of all calls of the kind; with `away` its memory leaves the device and returns before each call."""
     worker, rows = make(kind, rank, world, folder, megatron, base), table()
     shares = forward_plan(rows, worker.layout, CUT)
     plan, counts = update_plan(rows, worker.layout, CUT, 3)
@@ -134,7 +134,7 @@ def _work(
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Bit for bit."""
+    """Both values are equal bit for bit."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -174,7 +174,7 @@ def _plain(rank: int, world: int, folder: str) -> Any:
 def test_the_reference_is_the_model_without_adapters(
     ranks: RankPool, model: tuple[str, PreTrainedModel]
 ) -> None:
-    """Before updates and after, and the policy is another one then."""
+    """The reference is the same before and after updates, while the policy changes."""
     (expected,) = ranks.run(_plain, model[0], world=1)
     (found,) = ranks.run(_work, "actor", model[0], {}, world=1)
     for columns in found["compute_ref_log_probs"]:
@@ -185,7 +185,7 @@ def test_the_reference_is_the_model_without_adapters(
 
 
 def _full_kl(rank: int, world: int, folder: str, megatron: dict[str, Any], lora: LoraConfig) -> tuple:
-    """After a step: the exact KL to the reference as a column, what is exported, and a step with it in the loss."""
+    """After a step: the column of exact KLs to the reference, the exported weights, and a step with the KL in the loss."""
     info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
     spec = ModelSpec(folder, "lm", MegatronConfig(**megatron), OptimConfig(lr=3e-2), 4, 60.0, lora=lora)
     worker, rows = ActorWorker(info, spec, TEMPERATURE), table()
@@ -216,7 +216,7 @@ def test_the_exact_kl_to_the_reference_and_the_merged_weights(
     megatron: dict[str, Any],
     lora: LoraConfig,
 ) -> None:
-    """What is exported is the policy, in Hugging Face's own model; the reference has no second copy anywhere."""
+    """The export is the policy as a Hugging Face model, against which the KL is checked; the reference needs no second copy."""
     folder, reference = model
     results = ranks.run(_full_kl, folder, megatron, lora, world=world)
     merged = AutoModelForCausalLM.from_pretrained(folder)
@@ -248,14 +248,14 @@ def _bytes(rank: int, world: int, kind: str, folder: str, megatron: dict[str, An
     return found
 
 
-PADDING = 4 * 4096  # bytes: buffers are padded to even shares
+PADDING = 4 * 4096  # bytes: buffers are padded so that ranks have equal shares
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_only_adapters_have_gradients_and_optimizer_states(
     ranks: RankPool, model: tuple[str, PreTrainedModel], dtype: str, size: int
 ) -> None:
-    """Adam's two states and, beside bfloat16 weights, float32 copies. No second model for reference or critic."""
+    """Optimizer states are Adam's two and, for bfloat16 weights, float32 copies. Reference and critic have no model of their own."""
     folder, reference = model
     every = sum(parameter.numel() for parameter in reference.parameters())
     heads, groups, hidden, ffn, head_size = 4, 2, 32, 48, 8
@@ -306,7 +306,7 @@ def test_a_value_head_that_the_folder_has_is_begun_with(
 def _fine_tune(
     rank: int, world: int, folder: str, lora: LoraConfig, megatron: dict[str, Any], examples: pa.Table
 ) -> tuple[list[float], Any]:
-    """The losses of three steps, and what is exported of the adapters then."""
+    """The losses of three steps, and the adapters exported after them."""
     info = RankInfo(rank, world, rank, "localhost", 0, "sft", "", (), "")
     optim = OptimConfig(lr=1e-3, weight_decay=0.0, clip_grad=1.0)
     worker = SFTWorker(info, ModelSpec(folder, "lm", MegatronConfig(**megatron), optim, 3, 60.0, lora=lora))
@@ -319,7 +319,7 @@ def _fine_tune(
 def test_fine_tuning_follows_peft_from_its_own_adapter(
     ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path
 ) -> None:
-    """Losses of three steps, and the adapters after them."""
+    """The losses of three steps and the adapters after them equal PEFT's."""
     folder, _ = model
     torch.manual_seed(7)
     begun = get_peft_model(

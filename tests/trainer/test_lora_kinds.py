@@ -1,5 +1,5 @@
-"""Whole runs with adapters of experts, of latent attention, with magnitudes (DoRA), and on a base in float8: what the engines
-answer after the last update is what transformers answers with the merged model.
+"""Complete runs with adapters of experts, of latent attention, with magnitudes (DoRA), and on a float8 base model: after the last
+update the engines give the same answers as transformers with the merged model.
 
 `pytest --slow` runs them, about a minute each.
 """
@@ -29,7 +29,7 @@ EXPERTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A family, what its run says of adapters and layouts, and whether adapters alone are sent."""
+    """A family, its run's settings of adapters and layouts, and whether only adapters are sent to the engines."""
 
     family: str
     recipe: str

@@ -1,4 +1,4 @@
-"""Whole runs with adapters: fine-tuning as PEFT does it, and PPO with one frozen model for actor, reference and critic."""
+"""Complete runs with adapters: fine-tuning with PEFT's results, and PPO with one frozen model for actor, reference and critic."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RANK, ALPHA = 4, 8
 
 @pytest.fixture(scope="module")
 def begun(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of PEFT's that changes the model's outputs."""
+    """A PEFT adapter that changes the model's outputs."""
     folder = tmp_path_factory.mktemp("begun")
     torch.manual_seed(7)
     model = get_peft_model(
@@ -42,7 +42,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_sft_follows_peft(task: Path, begun: Path, tmp_path: Path) -> None:
-    """Three steps from an adapter of PEFT's on TP2 x PP2; what is exported is what PEFT has then, in both forms."""
+    """Three steps from a PEFT adapter on TP2 x PP2; the exported adapter and the merged model equal PEFT's."""
     succeed(
         "sft", "recipes/quickstart_sft.yaml", f"data.train_files={task}/data/sft.parquet",
         f"model.path={task}/model", "data.train_batch_size=16", "trainer.total_training_steps=3",
@@ -70,7 +70,7 @@ def test_sft_follows_peft(task: Path, begun: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ppo_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on TP2 x PP2, and everything off the devices that a phase does not use."""
+    """Two steps on TP2 x PP2; memory that a phase does not use is off the devices."""
     out = tmp_path_factory.mktemp("run") / "ppo"
     _, *short = PPO
     succeed(
@@ -92,7 +92,7 @@ def test_the_first_update_is_on_policy_and_engines_serve_what_was_trained(ppo_ru
 
 
 def test_one_frozen_model_is_all_there_is(ppo_run: Path) -> None:
-    """Neither a reference nor a critic has weights, and updates have no more than one's adapters beside the model."""
+    """Reference and critic have no weights of their own, and an update has only its role's adapters in addition to the model."""
     for step in steps(ppo_run):
         there = {
             phase: {

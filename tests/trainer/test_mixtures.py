@@ -52,7 +52,7 @@ def test_deepseek_from_float8_keeps_its_prediction_layer(task, tmp_path):
 
 
 def repeated(tensors):
-    """What the MTP layer repeats, checked to be the trained model's own."""
+    """The tensors of the MTP layer that are copies of the trained model's; the copies are checked."""
     pairs = {
         "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.2.shared_head.head.weight": "lm_head.weight",

@@ -1,5 +1,5 @@
-"""A real run with an environment: what the policy did not write has no part in it, what it wrote has the log-probs of
-the whole conversation."""
+"""A real run with an environment: the environment's tokens are not trained on, and the policy's tokens have log-probs given
+the complete conversation before them."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ NUM_TURNS = 3
 
 @pytest.fixture(scope="module")
 def run(task, tmp_path_factory):
-    """Two steps of 8 prompts x 4; a turn of the random model ends at every second token of the vocabulary."""
+    """Two steps of 8 prompts with 4 samples each; every second token of the vocabulary ends a turn of the random model."""
     folder = tmp_path_factory.mktemp("turns")
     (folder / "parity.py").write_text(PLUGIN)
     stops = list(range(3, len(load_tokenizer(f"{task}/model", False)), 2))
@@ -44,7 +44,7 @@ def run(task, tmp_path_factory):
         "train", *PPO, *on(task, folder / "out"), "critic=null", "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false", f"plugins=[{folder}/parity.py]", "trainer.n_gpus_per_node=1",
         "data.max_response_length=80", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # two updates, so that the old log-probs are computed before them
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # two updates, so that old log-probs are computed before them
         *(f"actor_rollout_ref.actor.megatron.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")),
         *(f"actor_rollout_ref.rollout.{setting}" for setting in (
             "tensor_model_parallel_size=1", "n=4", f"stop_token_ids={stops}", "multi_turn.enable=true",
@@ -57,7 +57,7 @@ def run(task, tmp_path_factory):
 
 
 def split(batch):
-    """By row: response ids, mask, and the rows' slice of flat columns."""
+    """Each row's slice of flat columns."""
     _, offsets = ragged(batch, "response_ids")
     return [slice(start, end) for start, end in itertools.pairwise(offsets)]
 
@@ -85,7 +85,7 @@ def test_the_environments_words_are_masked(run, task):
                 continue
             others = ids[part][~mask[part]]
             said = tokenizer.decode(others)
-            # a turn that an end token has ended lacks the template's
+            # a turn that ends with an end token does not get the template's end token
             assert said.replace("<|im_end|>\n<|im_start|>tool", "\n<|im_start|>tool") == (
                 SAID.removeprefix("<|im_end|>") * (turns - 1)
             )
@@ -126,7 +126,7 @@ def test_an_environment_that_fails_costs_its_trajectory(run):
 
 
 def test_turns_begin_where_the_policy_does(run):
-    """Each turn's first token is the policy's, after a word of the environment's, which says the same in all turns but the first."""
+    """Each turn begins with a token of the policy, after one of the environment, whose message is the same in all turns except the first."""
     _, batches = run
     for batch in batches:
         mask, _ = ragged(batch, "response_mask")

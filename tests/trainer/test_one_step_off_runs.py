@@ -35,7 +35,7 @@ from tests.fixtures.runs import (
 from tests.trainer.test_reward_model_runs import judged_steps
 from tests.waiting import wait_for
 
-# Dynamic sampling, so that how many prompts a step draws depends on scores; a sampler that learns from them, too.
+# Dynamic sampling makes the number of prompts of a step depend on scores; the sampler depends on scores, too.
 RECIPE = [
     "recipes/one_step_off_cpu.yaml", "data.train_batch_size=4", "data.gen_batch_size=6", "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=1e-2",
@@ -70,7 +70,7 @@ class WorstFirst(Sampler):
     def load_state_dict(self, state):
         self.scores = dict(state)
 """
-# In the actor the second update is its end, once.
+# A plugin that kills the actor at its second update, once.
 BLOW = """
 import os, signal, sys
 from pathlib import Path
@@ -95,13 +95,13 @@ if worker is not None:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that was left alone: its folder, and the arguments without that."""
+    """A run without faults: its folder, and its arguments except the folder."""
 
     folder: Path
     arguments: list[str]
 
     def is_that_of(self, folder: Path, first: int) -> None:
-        """Another run's steps from `first` on, their trajectories, and the weights that it ends with."""
+        """The run in `folder` has the same steps from `first` on, the same trajectories in them, and the same final weights."""
         assert_same_steps(self.folder, folder, first)
         names = [f"rollouts/step-{step:06d}.parquet" for step in range(first, 5)]
         for name in (*names, "hf/model.safetensors"):
@@ -122,7 +122,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 def spans(recorded: RecordedTimeline, name: str) -> list[Span]:
-    """The engine's."""
+    """The engine's spans of this name."""
     return [
         span
         for track in recorded.tracks
@@ -137,7 +137,7 @@ def trajectories(whole: FinishedRun, step: int):
 
 
 def test_a_batch_is_of_the_weights_before_the_last_update(whole: FinishedRun, task: Path) -> None:
-    """By transformers: batch k was sampled from the weights after k - 2 updates, the first one from the first ones."""
+    """Checked with transformers: batch k was sampled from the weights after k - 2 updates, batch 1 from the initial weights."""
     versions = [set(trajectories(whole, step)["weight_version"].to_pylist()) for step in (1, 2, 3, 4)]
     assert versions == [{1}, {1}, {2}, {3}]
     assert [step["staleness/mean"] for step in steps(whole.folder)] == [0.0, 1.0, 1.0, 1.0]
@@ -179,8 +179,8 @@ def test_its_seconds_are_told_apart(whole: FinishedRun) -> None:
 def test_the_timeline_shows_collecting_and_learning_at_once(whole: FinishedRun) -> None:
     """While the actor learns from batch k, the engine answers for batch k + 1: neither waits for the other.
 
-    The answers are asked for before the step's learning ends, in every step; learning begins before they and their
-    scores are there, in some step at least: an answer takes 0.1 s here, which a busy machine may need for a call.
+    In every step the answers are requested before learning ends. In at least one step learning begins before the answers and
+    their scores have arrived; not in all, since an answer takes 0.1 s here, and so may a call on a busy machine.
     """
     found = read_timeline(whole.folder)
     tracks = {(track.role, track.name): track.spans for track in found.tracks}
@@ -212,7 +212,7 @@ def test_a_checkpoint_has_the_next_batch(whole: FinishedRun) -> None:
         assert "ahead/batch.arrow" in read_checkpoint(folder).manifest.files
         with pa.OSFile(str(folder / "ahead/batch.arrow")) as file:
             saved, trained = pa.ipc.open_file(file).read_all(), trajectories(whole, step + 1)
-        names = [name for name in TRAJECTORY_SCHEMA.names if name != "environment_score"]  # NaN
+        names = [name for name in TRAJECTORY_SCHEMA.names if name != "environment_score"]  # is NaN
         assert saved.select([*names, "score"]).equals(trained.select([*names, "score"]))
     last = whole.folder / "checkpoints/step-4/ahead"
     assert [path.name for path in last.iterdir()] == ["state.json"]
@@ -220,7 +220,7 @@ def test_a_checkpoint_has_the_next_batch(whole: FinishedRun) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: FinishedRun, tmp_path: Path) -> None:
-    """From step 2: the same metrics, trajectories and weights. In another mode it does not."""
+    """The run resumed from step 2 has the same metrics, trajectories and weights. It cannot resume in another mode."""
     shutil.copytree(whole.folder / "checkpoints/step-2", tmp_path / "checkpoints/step-2")
     other = megarl(
         "train", *whole.arguments, f"trainer.default_local_dir={tmp_path}", "trainer.mode=sync",
@@ -235,7 +235,7 @@ def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: FinishedRun, tmp_
 
 @pytest.fixture
 def started(whole: FinishedRun, tmp_path: Path) -> Iterator[subprocess.Popen]:
-    """The same run, with its first checkpoint."""
+    """A process with the same run, after its first checkpoint."""
     with open(tmp_path / "stdout", "w") as out:
         process = subprocess.Popen(
             command("train", *whole.arguments, f"trainer.default_local_dir={tmp_path}/run"),
@@ -270,7 +270,7 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
     whole.is_that_of(tmp_path / "run", 1)
     after = read_timeline(tmp_path / "run")
     assert before.windows and before.windows.keys() < after.windows.keys() == {1, 2, 3, 4}
-    # The engine's. What ranks did in the last step of a killed run may be lacking.
+    # The engine's spans. A killed run may lack the spans of its last step.
     starts = len(spans(before, "start"))
     assert starts == 1 or (starts == 0 and number == signal.SIGKILL)
     assert len(spans(after, "start")) == starts + 1
@@ -279,7 +279,7 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_actor_that_dies_while_it_learns(whole: FinishedRun, tmp_path: Path) -> None:
-    """The run starts itself again from the checkpoint, with the batch that is in it."""
+    """The run restarts from the checkpoint, with the batch in it."""
     (tmp_path / "blow.py").write_text(BLOW)
     (tmp_path / "blow").touch()
     plugins = next(argument for argument in whole.arguments if argument.startswith("plugins="))
@@ -293,14 +293,14 @@ def test_an_actor_that_dies_while_it_learns(whole: FinishedRun, tmp_path: Path) 
     assert "starting again: 1 of trainer.max_restarts=1" in printed and "going on from step 1" in printed
     (report,) = (tmp_path / "run" / "failures").iterdir()
     text = report.read_text()
-    # The next batch may be there by then; tests/faults/test_one_step_off.py has one that certainly is not.
+    # The next batch may have arrived by then; in tests/faults/test_one_step_off.py it never has.
     assert "\nrole: actor\nrank: 0\n" in text and "\nphase: step / update\nmeanwhile: step" in text
     whole.is_that_of(tmp_path / "run", 1)
 
 
 @pytest.mark.slow
 def test_ppo_with_a_process_reward_model_in_the_engines_pool(task: Path, tmp_path: Path) -> None:
-    """Collecting and learning both move device memory at once; batches collected ahead have the reward model's scores of steps, here of words."""
+    """Collecting and learning both move device memory at once; batches collected ahead have the reward model's step scores, here for words."""
     make_tiny_model(
         tmp_path / "judge", arithmetic_texts(40), vocab_size=320, hidden_size=32, ffn_hidden_size=48, num_layers=2,
         family="llama", head="step_scores", seed=7,
@@ -332,7 +332,7 @@ def test_ppo_with_a_process_reward_model_in_the_engines_pool(task: Path, tmp_pat
         rewards, offsets = ragged(batch, "token_level_rewards")
         sums = np.array([own.sum() for own in np.split(rewards, offsets[1:-1])])
         expected_sums = 0.5 * rules + [2 * sum(own) for own in expected]
-        np.testing.assert_allclose(sums, expected_sums, rtol=0, atol=0.02)  # less a KL, a thousandth of nats
+        np.testing.assert_allclose(sums, expected_sums, rtol=0, atol=0.02)  # minus a KL of some 0.001 nats
     _, second, third = steps(tmp_path / "run")
     assert 0 < second["reward/model_step_score"] < 1 <= second["reward/model_num_steps"]
     assert (
@@ -343,5 +343,5 @@ def test_ppo_with_a_process_reward_model_in_the_engines_pool(task: Path, tmp_pat
         second["memory/evaluate_models/actor_optimizer"] == 0 < second["memory/update_actor/actor_optimizer"]
     )
     assert second["timing_s/ahead/score_model"] > 0 and second["val/score/mean"] != 0
-    # The old log-probs are the engine's: by the first mini-batch the policy has moved on.
+    # The old log-probs are the engine's; the policy of the first mini-batch is already one step newer.
     assert third["training/rollout_log_prob_diff_mean"] > 1e-4

@@ -1,5 +1,5 @@
-"""Policy losses through Megatron in several layouts, against their formulas on a Hugging Face model; and what the
-actor's ranks choose of a mini-batch."""
+"""Policy losses through Megatron in several layouts, compared with their formulas on a Hugging Face model; and the tokens
+that the actor's ranks select from a mini-batch."""
 
 import math
 from pathlib import Path
@@ -52,7 +52,7 @@ def response_log_probs(model: PreTrainedModel, row: dict) -> Tensor:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel, pa.Table]:
-    """A model's folder, the model, and trajectories with one advantage each, whose policy has moved since."""
+    """A model's folder, the model, and trajectories with one advantage each, from an older policy than the model."""
     folder: Path = tmp_path_factory.mktemp("model")
     model, table = save_model(folder), make_table()
     generator = torch.Generator().manual_seed(5)
@@ -73,7 +73,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel
 
 
 def by_formula(mode: str, model: PreTrainedModel, table: pa.Table) -> float:
-    """The loss by the papers' formulas, a trajectory at a time; leaves its gradients in the model.
+    """The loss by the papers' formulas, one trajectory at a time; its gradients stay in the model.
 
     GSPO, arXiv:2507.18071 eq. 5 (not its token form), GMPO, arXiv:2507.20673, and TOPR, arXiv:2503.14286.
     """
@@ -150,7 +150,7 @@ def test_every_token_knows_its_trajectory(ranks, case) -> None:
     shares = ranks.run(_ids, {"tp": 2, "cp": 2, "sp": True}, folder, table, world=4)
     for number, row in enumerate([0, 2, 4]):
         tokens = table["prompt_ids"][row].as_py() + table["response_ids"][row].as_py()
-        # neighbours are the two tensor parallel ranks, which have the same tokens
+        # Every two neighbours are tensor parallel ranks with the same tokens.
         found = sorted(token for share in shares[::2] for token in share[number])
         padding = len(found) - len(tokens)
         assert 0 <= padding < 8 and found == sorted(tokens + [0] * padding)
@@ -191,7 +191,7 @@ def _update(
     return ActorWorker(info, spec, temperature=1.0).update_policy(table, plan, counts, how)
 
 
-# By mini-batch, by data parallel rank, by micro-batch. The second mini-batch's rows have no live token in `masked`.
+# Rows by mini-batch, data parallel rank and micro-batch. The second mini-batch's rows have no live token in `masked`.
 PLANS = {
     "one": ({}, 1, [[[[0, 2], [4, 6]]], [[[1, 3]]], [[[5], [7]]]]),
     "dp2": ({}, 2, [[[[6, 0]], [[4, 2]]], [[[1]], [[3]]], [[[7]], [[5]]]]),
@@ -201,7 +201,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def masked(case) -> pa.Table:
-    """The case's trajectories, of which rows 1 and 3 take no part."""
+    """The case's trajectories, without live tokens in rows 1 and 3."""
     _, _, table = case
     masks = [
         [flag and row not in (1, 3) for flag in mask]
@@ -218,7 +218,7 @@ def how(mode: str, select: ClipCov | KLCov | None, target_kl: float | None) -> P
 
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
 def test_ranks_and_micro_batches_change_no_update(ranks, case, masked, mode: str) -> None:
-    """Two updates, each of tokens that were selected over its mini-batch; the one without live tokens is left out."""
+    """Two updates with tokens selected from their complete mini-batches; the mini-batch without live tokens is skipped."""
     rule = ClipCov(0.3, -0.5, 0.5) if mode == "clip_cov" else KLCov(0.3)
     found = {}
     for name, (layout, world, plan) in PLANS.items():
@@ -261,7 +261,7 @@ def _single_update(
     shares: list,
     old_ones_first: bool,
 ) -> tuple[dict[str, float], dict[str, float], list[float]]:
-    """The step's sums, what `rollout_difference` gives of the old log-probs (if they come first), and the policy after it."""
+    """The step's sums, `rollout_difference` of the old log-probs (if these are computed first), and the policy's weights after the step."""
     info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
     spec = ModelSpec(folder, "lm", MegatronConfig(**megarl_layout), OptimConfig(lr=1e-3), 10, timeout=60.0)
     worker, expected = ActorWorker(info, spec, temperature=0.7), {}
@@ -282,7 +282,7 @@ def _single_update(
 def test_a_single_update_is_the_same_without_a_forward_pass_for_its_old_log_probs(
     ranks, case, layout: str
 ) -> None:
-    """Bit for bit; and it tells as much of the engine's log-probs."""
+    """The weights are the same bit for bit, and the update reports the same differences from the engine's log-probs."""
     megarl_layout, world, shares = SINGLE[layout]
     folder, _, table = case
     noise = np.random.default_rng(3).normal(-6.0, 0.5, len(ragged(table, "advantages")[0]))

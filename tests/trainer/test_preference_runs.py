@@ -1,4 +1,4 @@
-"""Real runs that learn from texts and preferences: DPO, and PPO with an auxiliary language-model loss."""
+"""Real runs that learn from preferences or texts: DPO, KTO, and PPO with an auxiliary language-model loss."""
 
 import math
 from itertools import pairwise
@@ -29,7 +29,7 @@ def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_dpo(preferences: Path, run: Path, *keys: str) -> list[dict[str, float]]:
-    """Six steps on data of one batch."""
+    """Six steps on data that is a single batch."""
     succeed(
         "dpo", "recipes/three_stages_dpo_cpu.yaml", f"data.train_files={preferences}/data/rankings.parquet",
         f"data.val_files={preferences}/data/pairs_test.parquet", f"model.path={preferences}/model",
@@ -40,7 +40,7 @@ def run_dpo(preferences: Path, run: Path, *keys: str) -> list[dict[str, float]]:
 
 
 def test_dpo_begins_at_the_reference_and_learns(preferences: Path, tmp_path: Path) -> None:
-    """At the reference every implicit reward is 0 and the loss log 2, whatever the labels; then it falls on data of one batch."""
+    """While the policy equals the reference, every implicit reward is 0 and the loss is log 2; on a single batch of data it then falls."""
     run = tmp_path / "run"
     found = run_dpo(preferences, run)
     assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -61,7 +61,7 @@ def test_losses_without_a_reference_learn(preferences: Path, tmp_path: Path, key
 
 
 def test_kto_begins_at_the_reference_and_learns_from_labels(preferences: Path, tmp_path: Path) -> None:
-    """From pairs, which are a desirable and an undesirable response each. A loss begins at a half of each weight."""
+    """Each pair gives a desirable and an undesirable example. The loss begins at half of the mean of their weights."""
     files = ("data.train_files={0}/data/pairs_test.parquet", "data.train_batch_size=18", "dpo.loss_type=kto")
     keys = [
         key.format(preferences)
@@ -75,7 +75,7 @@ def test_kto_begins_at_the_reference_and_learns_from_labels(preferences: Path, t
 
 
 def test_an_auxiliary_language_model_loss(preferences: Path, task: Path, tmp_path: Path) -> None:
-    """The texts' loss of the first step is transformers' on the loader's first batches."""
+    """In each step the loss on texts equals transformers' on the same batches of the loader."""
     run, files = tmp_path / "run", preferences / "data/texts.parquet"
     succeed(
         "train", *PPO, *on(task, run), *ONE_DEVICE, "critic.megatron.pipeline_model_parallel_size=1",
@@ -95,7 +95,7 @@ def test_an_auxiliary_language_model_loss(preferences: Path, task: Path, tmp_pat
             with torch.no_grad():
                 logits = model(tokens).logits[0, :-1].log_softmax(-1)
             losses.append(-logits.gather(1, tokens[0, 1:, None])[:, 0])
-    # Two mini-batches a step, four texts each.
+    # A step has two mini-batches with four texts each.
     for step, part in zip(found, (losses[:8], losses[8:]), strict=True):
         assert step["actor/ptx_loss"] == pytest.approx(torch.cat(part).mean().item(), rel=1e-4)
         assert step["actor/updates"] == 2

@@ -1,4 +1,4 @@
-"""Real runs with adapters that are disturbed and go on: they end with the bits of one that was left alone."""
+"""Real runs with adapters that resume after faults: their results equal those of a run without faults, bit for bit."""
 
 import shutil
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megarl.checkpoints import find_damage, read_checkpoint, steps_in
 from tests.disks import small_disk
 from tests.fixtures.runs import assert_same_steps, megarl, succeed
 
-# Two ranks (TP2) with actor, reference and critic on one frozen model, one engine that is sent adapters alone.
+# Two ranks (TP2) with actor, reference and critic on one frozen model, and one engine that receives only adapters.
 PPO = [
     "recipes/lora_ppo_cpu.yaml", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "data.val_files=null", "trainer.test_freq=-1", "trainer.total_training_steps=3",
@@ -24,7 +24,7 @@ GRPO = [
     "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.rollout.n=4",
 ]  # fmt: skip
 
-# Of a sample that comes while the file `kill` is there, it is the worker's end.
+# The reward worker kills itself at a sample that comes while the file `kill` exists.
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -37,7 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# A plugin: in rank 1 of the actor the beginning of the save after step 2 is its end, once.
+# A plugin that sends SIGNAL to rank 1 of the actor at the beginning of the save after step 2, once.
 BLOW = """
 import os, signal, sys
 from pathlib import Path
@@ -59,13 +59,13 @@ if worker is not None:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that was left alone: its folder, and the arguments without that."""
+    """A run without faults: its folder, and its arguments except the folder."""
 
     folder: Path
     arguments: list[str]
 
     def is_that_of(self, folder: Path, first: int) -> None:
-        """Another run's steps from `first` on, its last trajectories, and the weights that it ends with."""
+        """The run in `folder` has the same steps from `first` on, the same last trajectories, and the same final weights."""
         assert_same_steps(self.folder, folder, first)
         for name in (
             "rollouts/step-000003.parquet",
@@ -91,7 +91,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 def occupied(folder: Path) -> int:
-    """KiB that a folder's files take in pages of 4 KiB."""
+    """The KiB that a folder's files occupy in pages of 4 KiB."""
     return sum(4 * (1 + path.stat().st_size // 4096) for path in folder.rglob("*"))
 
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_saved_in_the_background_is_complete(whole: FinishedRun) ->
 def test_a_run_goes_on_with_a_full_disk_and_a_killed_reward_worker(
     whole: FinishedRun, tmp_path: Path
 ) -> None:
-    """From step 1, on a disk that holds one checkpoint: none is written any more, and the steps are the same."""
+    """Resumed from step 1 on a disk with room for one checkpoint, the run writes no other; its steps are the same."""
     saved = whole.folder / "checkpoints" / "step-1"
     (whole.folder.parent / "kill").touch()
     with small_disk(tmp_path / "checkpoints", occupied(saved) * 3 // 2) as disk:
@@ -147,7 +147,7 @@ def test_a_full_disk_stops_a_run_that_shall_not_go_on_without(whole: FinishedRun
 def test_a_rank_is_lost_while_it_saves(
     whole: FinishedRun, task: Path, tmp_path: Path, recipe: list[str], signal: str
 ) -> None:
-    """It is found and named, and the run, started again from step 1, is the one that was left alone."""
+    """The run names the lost rank, restarts from step 1, and gives the same results as the run without faults."""
     if recipe is GRPO:
         (tmp_path / "whole").mkdir()
         whole = left_alone(GRPO, task, tmp_path / "whole")

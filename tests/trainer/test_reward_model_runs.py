@@ -1,4 +1,4 @@
-"""A whole run with a reward model, and with every role on devices of its own."""
+"""A complete run with a reward model and with separate pools."""
 
 import json
 
@@ -17,14 +17,14 @@ from megarl.data.trajectories import read_trajectories
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 REWARD = "def compute_score(solution_str, **rest):\n    return len(solution_str) % 2\n"
-OFF = 1e-5  # what a score may be off
+OFF = 1e-5  # tolerance of a score
 POOLS = {"main": 2, "critics": 1, "judges": 1, "engines": 1}
 
 
 @pytest.fixture(scope="module")
 def run(task, tmp_path_factory):
     """Two steps: actor and reference TP2 on one pool; critic, reward model (another family, tokenizer) and engine each
-    on another. Half of the score of a reward function is added to the model's."""
+    on another. The score is the model's plus half of a reward function's."""
     folder = tmp_path_factory.mktemp("rewarded")
     make_tiny_model(
         folder / "judge", arithmetic_texts(40), vocab_size=320, hidden_size=32, ffn_hidden_size=48, num_layers=2,
@@ -49,7 +49,7 @@ def run(task, tmp_path_factory):
 
 
 def judged(folder, task, batch):
-    """What transformers' model and tokenizer make of trajectories, and what the reward function makes of them."""
+    """Scores of trajectories by transformers' model and tokenizer, and by the reward function."""
     model = AutoModelForSequenceClassification.from_pretrained(folder / "judge", dtype=torch.float32).eval()
     own, policy = (
         AutoTokenizer.from_pretrained(folder / "judge"),
@@ -67,7 +67,7 @@ def judged(folder, task, batch):
 
 
 def judged_steps(folder, task, batch):
-    """What transformers' token classifier makes of each word of trajectories, in the text of TRL's PRMTrainer, and what the function makes of them."""
+    """Scores of each word of trajectories by transformers' token classifier, in the text of TRL's PRMTrainer, and the reward function's scores."""
     model = AutoModelForTokenClassification.from_pretrained(folder / "judge", dtype=torch.float32).eval()
     own, policy = (
         AutoTokenizer.from_pretrained(folder / "judge"),

@@ -1,4 +1,4 @@
-"""Whole runs: real Megatron ranks under Ray, a real SGLang engine, all through the command line."""
+"""Complete runs from the command line: real Megatron ranks under Ray and a real SGLang engine."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.fixtures.runs import PPO, TWO_STEPS, environment, on, steps, succeed,
 
 
 def test_runs_begin_when_their_imports_are_done():
-    """Else each makes its own, some ten processor seconds of them: a test, or an import, has changed the environment."""
+    """If a test or an import changed the environment, every run would do its own imports, which take some ten processor seconds."""
     assert warm().changed(environment()) == set()
 
 
@@ -36,7 +36,7 @@ def test_engine_and_trainer_agree_also_after_an_update(ppo_run):
     first, second = steps(out)
     assert first["training/rollout_log_prob_diff_max"] < 1e-4
     assert second["training/rollout_log_prob_diff_max"] < 1e-4
-    # the update was large, so the second step's agreement is no accident of unchanged weights
+    # the update changed the weights, so that log-probs in the second step would differ after a wrong sync
     assert second["actor/ref_kl"] != 0.0 and first["actor/ref_kl"] == 0.0
 
 
@@ -90,7 +90,7 @@ def test_all_that_a_run_writes_would_be_kept_from_a_later_one(ppo_run):
 
 
 def test_an_unhealthy_metric_is_reported_once(ppo_run):
-    """Every gradient is over the bound; it is reported with what to do, and not again in the next step."""
+    """Every gradient norm is over the bound; the finding is reported once with advice, and not again in the next step."""
     _, out, printed = ppo_run
     findings = [json.loads(line) for line in (out / "health.jsonl").read_text().splitlines()]
     (found,) = [finding for finding in findings if finding["kind"] == "grad_norm"]
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_weights(ppo_run):
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     every = sum(p.numel() for p in model.parameters())
     for step in steps(out):
-        # float32; two engine ranks share everything but the norms, which both receive
+        # float32; weights are sharded over two engine ranks, except norms, which both receive
         assert step["sync/bytes_total"] == 4 * (every + norms)
         links = ("local", "intra_node", "inter_node")
         assert sum(step[f"sync/bytes_{link}"] for link in links) == step["sync/bytes_total"]
@@ -136,8 +136,8 @@ OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
 
 @pytest.mark.slow
 def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_path):
-    """The same run, from the checkpoint of step 1, with everything off the devices that a phase does not use, and the critic's
-    optimizer states off them in any case, but for slots (of float32 weights, 8 bytes each)."""
+    """The same run, resumed from step 1, where memory that a phase does not use is off the devices. The critic's optimizer states are
+    always on the host, except for slots (of float32 weights, 8 bytes each)."""
     task, out, _ = ppo_run
     shutil.copytree(out / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
     printed = succeed(
@@ -163,7 +163,7 @@ def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_
 
 
 def assert_one_copy_and_one_cache(step):
-    """What was measured on the devices, by phase; see `megarl.costs.phases`."""
+    """In each phase exactly the expected parts were measured on the devices; see `megarl.costs.phases`."""
     there = {
         phase: {
             name.rpartition("/")[2]
@@ -198,9 +198,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.slow
 def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
-    """No critic, four samples a prompt, KL as a loss; the reference in another layout and pool than the actor.
+    """No critic, four samples a prompt, KL as a loss; the reference has another layout and pool than the actor.
 
-    With a policy loss of the user's own, importance weights, and updates that end at a KL.
+    The run has a user-defined policy loss, importance weights, and a KL at which updates end.
     """
     (tmp_path / "my_loss.py").write_text(MY_LOSS)
     succeed(
@@ -236,7 +236,7 @@ def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
     assert step["training/rollout_log_prob_diff_max"] < 1e-4  # from both engines
 
 
-@pytest.mark.slow  # of text with its epochs: test_tuning_runs.py
+@pytest.mark.slow  # test_tuning_runs.py has SFT on text, with several epochs
 def test_sft_follows_transformers(task, tmp_path):
     """Three steps on TP2 x PP2 give the losses of a plain loop over the Hugging Face model."""
     succeed(
@@ -282,7 +282,7 @@ def losses_of(model, loader):
 )
 @pytest.mark.slow
 def test_gsm8k_from_real_pretrained_weights(tmp_path):
-    """Real problems, a real model: its reward is 0, but everything flows and the log-probs agree."""
+    """Real problems and a real model: the reward is 0, but all stages run and the log-probs agree."""
     from megarl.data.gsm8k import convert_gsm8k
 
     convert_gsm8k(str(SHARED_DATA / "gsm8k"), tmp_path / "data")
@@ -294,5 +294,5 @@ def test_gsm8k_from_real_pretrained_weights(tmp_path):
     found = steps(tmp_path / "run")
     assert [step["step"] for step in found] == [1, 2, 3]
     assert all(step["training/rollout_log_prob_diff_max"] < 1e-4 for step in found)
-    # a trained model: far less surprised than one of random weights over 512 tokens (6.2 nats)
+    # a trained model has far less entropy than one with random weights and 512 tokens (6.2 nats)
     assert all(step["actor/entropy"] < 4.0 for step in found)

@@ -1,4 +1,4 @@
-"""Runs whose responses go on from step to step: by the command line, whole, and killed."""
+"""Runs from the command line whose responses continue from step to step: a complete run, and a killed and resumed one."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from megarl.data.trajectories import read_trajectories
 from tests.fixtures.runs import REPOSITORY, command, environment, steps, succeed
 from tests.waiting import wait_for
 
-# Four responses at a time of the twelve that two steps' prompts have: most are open when a step has its batch.
+# Engines generate four of the twelve responses for two steps at a time: most are unfinished when a step has its batch.
 RECIPE = [
     "data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.max_num_seqs=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-2",
@@ -47,7 +47,7 @@ def test_a_complete_run(task: Path, tmp_path: Path, mode: str) -> None:
     succeed("train", *arguments(task, mode, tmp_path / "run"))
     rows = steps(tmp_path / "run")
     assert len(rows) == 6 and max(row["staleness/max"] for row in rows) <= 2
-    if mode == "partial_rollouts":  # else it depends on which half is the faster
+    if mode == "partial_rollouts":  # otherwise it depends on the speeds of rollout and training
         assert sum(row["staleness/of_several_versions"] for row in rows) > 0
     assert all(row["staleness/too_late"] == 0 for row in rows)
     uids = trained(tmp_path / "run")

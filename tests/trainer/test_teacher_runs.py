@@ -1,6 +1,6 @@
-"""Whole runs in which a policy learns from a teacher alone: it comes closer, and rewards have no part in it.
+"""Complete runs in which a policy learns from a teacher, mostly without rewards, and comes closer to it.
 
-The teacher that judges sampled tokens is told more than the policy. Where the data has responses, some of a step are these.
+The teacher that judges sampled tokens gets a longer prompt than the policy. If the data has responses, a step uses some of them.
 """
 
 import shutil
@@ -52,7 +52,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the task's tokens, wider than its model."""
+    """A teacher with the tokenizer of the task's model and a larger hidden size."""
     folder = tmp_path_factory.mktemp("teacher") / "model"
     make_tiny_model(folder, arithmetic_texts(), hidden_size=192, num_layers=2, seed=5)
     return folder
@@ -62,8 +62,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "way", ["sampled", *(pytest.param(way, marks=pytest.mark.slow) for way in ("top", "served", "whole"))]
 )
 def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_path: Path, way: str) -> None:
-    """In processes of its own by its log-probs, as an engine's by its most likely tokens, or in the actor's by its whole distributions, where the
-    actor has adapters."""
+    """The teacher gives log-probs or its most likely tokens from processes of its own, its most likely tokens as an engine, or full distributions
+    in the processes of an actor with adapters."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
     for row in rows:
         question, answer = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
@@ -91,8 +91,8 @@ def test_a_policy_comes_closer_to_its_teacher(task: Path, teacher: Path, tmp_pat
 def test_a_resumed_run_learns_from_the_same_given_responses(
     task: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    """Of a step's 8 prompts those that are drawn have their data's response twice; scores and their metrics are of the others. The teacher is an
-    engine, which has no state."""
+    """Some of a step's 8 prompts are drawn: both their responses are the data's. Scores and their metrics cover only the other prompts. The
+    teacher is an engine, which has no state."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
     for row in rows:
         row["told"] = [{"role": "assistant", "content": f"#### {row['reward_model']['ground_truth']}"}]
@@ -134,8 +134,8 @@ def test_a_resumed_run_learns_from_the_same_given_responses(
 
 @pytest.mark.slow
 def test_each_row_is_judged_by_its_teacher(task: Path, teacher: Path, tmp_path: Path) -> None:
-    """A folder that an engine serves, and the policy before the run in processes of Megatron's, both at the temperature of the rollouts; a source
-    that is no teacher's ends a run before it starts."""
+    """One teacher is a model served by an engine, the other is the initial policy on Megatron ranks, both at the rollouts' temperature. A data
+    source without a teacher is refused before the run starts."""
     rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
     for number, row in enumerate(rows):
         row["domain"] = ("plus", "minus", "rest")[number % 3]
@@ -165,7 +165,7 @@ def test_each_row_is_judged_by_its_teacher(task: Path, teacher: Path, tmp_path: 
 def check_log_probs(
     folder: Path, prompts: list[list[int]], rows: list[dict], temperature: float = 1.0
 ) -> None:
-    """The log-probs of the rows' references are those of Hugging Face's model in the folder, after these prompts."""
+    """The rows' `ref_log_probs` equal those of Hugging Face's model in the folder, given these prompts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, row in zip(prompts, rows, strict=True):
         response = row["response_ids"]
@@ -176,7 +176,7 @@ def check_log_probs(
 
 @torch.no_grad()
 def check_judged(teacher: Path, path: Path) -> None:
-    """The teacher's log-probs are those of Hugging Face's model after its own prompt, and not those after the policy's."""
+    """The teacher's log-probs equal those of Hugging Face's model given the teacher's prompt, and differ from those given the policy's."""
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
 
     def judged(prompt: list[int], response: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a real run leaves: a timeline of all its processes, traces of the profiler, and the report of both."""
+"""Records of a real run: a timeline of all its processes, traces of the profiler, and the report on both."""
 
 import json
 
@@ -16,7 +16,7 @@ def recorded(ppo_run) -> RecordedTimeline:
 
 
 def spans(recorded: RecordedTimeline, role: str, name: str | None = None) -> dict[str, list]:
-    """By thread."""
+    """The role's spans by thread, or only those with this name."""
     return {
         track.name: [span for span in track.spans if name in (None, span.name)]
         for track in recorded.tracks
@@ -25,7 +25,7 @@ def spans(recorded: RecordedTimeline, role: str, name: str | None = None) -> dic
 
 
 def test_every_process_is_there_with_all_its_calls(recorded):
-    """Actor TP2 x PP2, critic PP2 x DP2, one engine: in two steps and a validation."""
+    """The run has an actor with TP2 x PP2, a critic with PP2 x DP2 and one engine, with two steps and a validation."""
     ranks = [f"rank {rank}" for rank in range(4)]
     for role, names, calls in (
         ("actor", ranks, {"start": 1, "send_weights": 3, "update_policy": 2, "begin_save": 2, "write_profile": None}),
@@ -64,7 +64,7 @@ def test_facts_are_told(ppo_run, recorded):
     assert all(0.0 <= step["perf/engines_idle"] < 1.0 for step in metrics)
     seconds = [(span.end - span.begin) / 1e9 for span in loop]
     assert seconds == pytest.approx([step["timing_s/step"] for step in metrics], abs=2e-3)
-    # Calls that follow each other are one span, but where the machine stood still between them.
+    # Consecutive calls are one span, unless the machine paused between them.
     (landed,) = spans(recorded, "rollout", "land").values()
     assert {span.facts["step"] for span in landed} == {1, 2}
     assert sum(span.facts.get("calls", 1) for span in landed) >= len(landed) >= 3
@@ -77,7 +77,7 @@ def test_facts_are_told(ppo_run, recorded):
 
 
 def test_traces_of_chosen_ranks_have_their_calls_and_operations(ppo_run):
-    """Step 2 of rank 0 of each role with a model; no role has a rank 9."""
+    """Rank 0 of each trained role has a trace of step 2; no role has a rank 9."""
     folder = ppo_run[1] / "profiles"
     assert [path.name for path in folder.iterdir()] == ["step-2"]
     files = {path.name: json.loads(path.read_text()) for path in (folder / "step-2").iterdir()}
@@ -98,5 +98,5 @@ def test_the_report_of_a_real_run(ppo_run, tmp_path):
         "Step 2, rank by rank", "kl_coef: 0.001",
     ):  # fmt: skip
         assert words in text, words
-    assert "token ids:" not in text  # the model's tokenizer was there
+    assert "token ids:" not in text  # the report found the model's tokenizer
     assert json.loads((ppo_run[1] / TIMELINE).read_text())

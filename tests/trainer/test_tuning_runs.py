@@ -1,4 +1,4 @@
-"""Whole runs of `megarl sft` on plain text and of `megarl rm`, against plain loops over Hugging Face's models."""
+"""Complete runs of `megarl sft` on plain text and of `megarl rm`, compared with plain loops over Hugging Face's models."""
 
 import json
 
@@ -17,7 +17,7 @@ from megarl.data.tokenizer import load_tokenizer
 from tests.fixtures.runs import steps, succeed
 from tests.megatron.muon import PlainMuon
 
-EPS = 1e-4  # Adam's first steps divide by the gradient's size: a greater one keeps rounding small
+EPS = 1e-4  # Adam's first steps divide by the gradient's size: a larger eps keeps rounding errors small
 OPTIM = ("optim.lr=3e-3", "optim.weight_decay=0", f"optim.eps={EPS}")
 
 
@@ -35,7 +35,7 @@ def learn(model, optimizer, loss):
 
 @pytest.fixture(scope="module")
 def text_run(task, tmp_path_factory):
-    """Three epochs of two steps on PP2 x DP2 over documents that are split; it ends after five of the six steps, because
+    """Three epochs of two steps on PP2 x DP2 over split documents; the run ends after five of the six steps, because
     no validation after the first is better by 100."""
     out = tmp_path_factory.mktemp("text")
     rows = pq.read_table(task / "data/sft.parquet").to_pylist()
@@ -70,7 +70,7 @@ def mean_loss(model, table):
 
 
 def test_plain_text_follows_transformers_through_epochs(text_run, task):
-    """The losses of every step, and of the held-out texts after it, which are an odd number for two ranks."""
+    """The losses of every step and those of the held-out texts after it; two ranks share an odd number of held-out texts."""
     run, _, files, batch = text_run
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     optimizer, losses, held_out = adamw(model), [], []
@@ -98,7 +98,7 @@ def test_the_run_ended_early_with_its_best_model(text_run):
 
 @pytest.mark.slow
 def test_muon_follows_its_definition(task, tmp_path):
-    """Two steps on TP2 x DP2, and one of a run that goes on from there."""
+    """Two steps on TP2 x DP2, and a third of a run resumed from there."""
     rows = pq.read_table(task / "data/sft.parquet").to_pylist()[:12]
     texts = [f"{row['extra_info']['question']} {row['extra_info']['answer']}" for row in rows]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -129,7 +129,7 @@ def test_muon_follows_its_definition(task, tmp_path):
 
 @pytest.fixture(scope="module")
 def rm_run(task, tmp_path_factory):
-    """Four steps on TP2: right answers against wrong ones, and rankings of three; rewards of the demonstrations get mean 0."""
+    """Four steps on TP2: pairs of right and wrong answers, and rankings of three; rewards are normalised to mean 0 on the demonstrations."""
     out = tmp_path_factory.mktemp("rm")
     rows = pq.read_table(task / "data/train.parquet").to_pylist()[:40]
     pairs, rankings = [], []

@@ -1,4 +1,4 @@
-"""Trajectory tables for tests that start nothing, and stand-ins for what would generate and score them."""
+"""Trajectory tables for tests that start no processes, and stand-ins for runs, scorers and tokenizers."""
 
 import numpy as np
 import pyarrow as pa
@@ -32,13 +32,13 @@ def answer(requests, lengths=None):
 
 
 def score(uid, value, pred=None, **numbers):
-    """A Score; a value of None: the reward failed."""
+    """A Score; a value of None means that the reward failed."""
     notes = {} if pred is None else {"pred": pred}
     return Score(uid, value, numbers, notes, None if value is not None else f"ValueError: of {uid}", 0.1)
 
 
 def scored(groups, source="megarl/arithmetic", preds=None, lengths=None, **numbers) -> Scored:
-    """By prompt uid, the scores of its responses; all prompts have equally many. `numbers` and `preds`: a list of all."""
+    """`groups`: by prompt uid, the scores of its responses, equally many for each. `preds` and each of `numbers`: one value a response."""
     n = len(next(iter(groups.values())))
     requests = expand_prompts(prompts(*groups, source=source), n)
     values = [value for group in groups.values() for value in group]
@@ -50,7 +50,7 @@ def scored(groups, source="megarl/arithmetic", preds=None, lengths=None, **numbe
 
 
 class FakeRun:
-    """Where reports of failures go."""
+    """A run that keeps its messages, with a folder for reports of failures."""
 
     def __init__(self, folder):
         self.folder, self.said = folder, []
@@ -60,7 +60,7 @@ class FakeRun:
 
 
 class FakeScorer:
-    """Scores by a function of the sample; answers in the reverse order of asking."""
+    """A scorer that calls a function on each sample, and answers in the reverse order of submission."""
 
     def __init__(self, function):
         self.function, self.batches = function, []
@@ -76,7 +76,7 @@ class FakeScorer:
 
 
 class FakeTokenizer:
-    """A token is a word: its number."""
+    """A tokenizer in which each token is a word: its number."""
 
     def batch_decode(self, ids, skip_special_tokens):
         assert skip_special_tokens
@@ -84,10 +84,10 @@ class FakeTokenizer:
 
 
 def games(*sessions, prompt="a", scores=None, **numbers) -> Scored:
-    """Sessions of one prompt: of each a text of its players' letters, one trajectory a letter, such as "bw". Responses have 1, 2, 3, ... tokens.
+    """Sessions of one prompt, each given as its players' letters, such as "bw": one trajectory a letter. Responses have 1, 2, 3, ... tokens.
 
     Args:
-        scores: of each trajectory; None: the reward failed. numbers: of each trajectory.
+        scores: the score of each trajectory; None: the reward failed. numbers: further numbers of each trajectory.
     """
     uids = [
         trajectory_uid(f"{prompt}/{session}", number, None if letter == "-" else letter)

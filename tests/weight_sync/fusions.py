@@ -1,4 +1,4 @@
-"""SGLang 0.5.21's parameters on one rank, cut and fused by hand as its model files do it: an oracle of the weight tables."""
+"""SGLang 0.5.21's parameters on one rank, sharded and fused by hand as in its model files: an oracle for the weight tables."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ State = dict[str, torch.Tensor]
 
 
 def single_experts(state: State) -> State:
-    """The tensors of a file with one of each expert's projections in place of gpt-oss's, which transformers 5.12.1 stores for all experts of a
-    layer: gate's and up's columns in turn, and inputs before outputs; and in place of Qwen3.5's with a vision tower, which is left out: gate's
-    rows above up's. Other families' files have single experts already."""
+    """The tensors of a file, with a tensor for each projection of each expert. transformers 5.12.1 stores gpt-oss's for all experts of a layer,
+    with gate's and up's columns in turn and inputs before outputs; Qwen3.5's with a vision tower, which is left out, have gate's rows above
+    up's. Other families' files have single experts already."""
     out: State = {}
     for name, tensor in state.items():
         nested, name = (
@@ -41,7 +41,7 @@ def single_experts(state: State) -> State:
 
 
 class Rank:
-    """Rank `rank` of an engine of `tp` ranks, `ep` of them sharing the experts, with `dp` parts of attention."""
+    """Rank `rank` of an engine of `tp` ranks, `ep` of them sharing the experts, with `dp` groups for data parallel attention."""
 
     def __init__(self, rank: int, tp: int, ep: int = 1, dp: int = 1) -> None:
         self.whole = (tp, rank)
@@ -51,7 +51,7 @@ class Rank:
 
 
 def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
-    """Parameters by name; the vocabulary without its padding rows, and not at all where a rank has none but these."""
+    """Parameters by name. Padding rows of the vocabulary are left out, and so are parameters with no other rows on this rank."""
     out = {"model.norm.weight": state["model.norm.weight"]}
     rows = -(-hf["vocab_size"] // 64) * 64
     for name, (parts, index) in (
@@ -70,7 +70,7 @@ def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
             out |= _delta_net(state, hf, rank, p + "linear_attn.")
         else:
             attention = (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
-            if "full_attention_interval" in hf:  # its class takes the name away (load_weights)
+            if "full_attention_interval" in hf:  # its class removes `self_attn` (load_weights)
                 attention = {name.replace(".self_attn", ""): value for name, value in attention.items()}
             out |= attention
         mlp = p + ("block_sparse_moe." if hf["model_type"] == "minimax_m2" else "mlp.")
@@ -101,7 +101,7 @@ def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
             q, k, v = (state[f"{p}{x}_proj.{kind}"] for x in "qkv")
             out[f"{p}qkv_proj.{kind}"] = torch.cat([_rows(q, rank.attention), _rows(k, kv), _rows(v, kv)])
     for norm, cut in (("q_norm.weight", rank.attention), ("k_norm.weight", kv)):
-        if p + norm in state:  # of all heads together (MiniMax-M2), or one that all heads have
+        if p + norm in state:  # over all heads together (MiniMax-M2), or one norm that all heads share
             norms_all = hf["model_type"] == "minimax_m2"
             out[p + norm] = _rows(state[p + norm], cut) if norms_all else state[p + norm]
     if p + "o_proj.bias" in state:
@@ -112,7 +112,7 @@ def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
 
 
 def _indexer(state: State, hf: dict[str, Any], p: str) -> State:
-    """As layers/attention/dsa/dsa_indexer.py: complete, keys and weights of heads in one where it rotates neighbouring dimensions."""
+    """As in layers/attention/dsa/dsa_indexer.py: complete on each rank; one matrix for keys and heads' weights with interleaved rotation."""
     out = {p + name: state[p + name] for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")}
     keys, heads = state[p + "wk.weight"], state[p + "weights_proj.weight"]
     if hf.get("indexer_rope_interleave"):
@@ -140,7 +140,7 @@ def _latent(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
 
 
 def _delta_net(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
-    """models/qwen3_next.py, Qwen3GatedDeltaNet: rows of key heads; mamba_v2_sharded_weight_loader cuts queries, keys and values one by one."""
+    """models/qwen3_next.py, Qwen3GatedDeltaNet: rows of key heads; mamba_v2_sharded_weight_loader shards queries, keys and values separately."""
     keys = hf["linear_num_key_heads"] * hf["linear_key_head_dim"]
     convolution = state[p + "conv1d.weight"]
     mixed = convolution.split([keys, keys, len(convolution) - 2 * keys])
@@ -195,7 +195,7 @@ def _mixture(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
 
 
 def _biased_mixture(state: State, rank: Rank, p: str) -> State:
-    """gpt-oss's, as in SGLang but for the order of the first projection's rows: there gate's and up's alternate."""
+    """gpt-oss's experts as in SGLang, except for the order of the first projection's rows: SGLang's alternate between gate and up."""
     out = {f"{p}router.{kind}": state[f"{p}router.{kind}"] for kind in ("weight", "bias")}
     numbers = torch.arange(len(out[p + "router.bias"])).chunk(rank.expert_share[0])[rank.expert_share[1]]
     cut = rank.inside_expert

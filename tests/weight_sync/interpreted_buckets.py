@@ -1,5 +1,5 @@
-"""Buckets of a weight sync packed and taken by Triton kernels, interpreted on a CPU: `python -m tests.weight_sync.interpreted_buckets`
-(with TRITON_INTERPRET=1) prints {case: what was found} as JSON. It has a process of its own, as interpreted_slices.py.
+"""Triton kernels that pack and unpack buckets of a weight sync, interpreted on a CPU: `python -m tests.weight_sync.interpreted_buckets`
+(with TRITON_INTERPRET=1) prints {case: result} as JSON. It has a process of its own, like interpreted_slices.py.
 """
 
 import threading
@@ -34,8 +34,8 @@ TOKEN = (7, 3)
 
 
 def bucket(layers: int) -> tuple[list[PacketSpec], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Two packets: of weights converted to bfloat16, parts of fused ones among them, and of weights in float8 with their scales; the
-    trainer's parameters; and the places of all slices in an engine's, filled with other numbers."""
+    """Two packets: one of weights converted to bfloat16, some of them parts of fused ones, and one of weights in float8 with their scales;
+    the trainer's parameters; and views of an engine's parameters for all slices, filled with other numbers."""
     generator = torch.Generator().manual_seed(layers)
     parameters, first, second, views = {}, [], [], []
     for layer in range(layers):
@@ -63,7 +63,7 @@ def slot_of(specs: list[PacketSpec]) -> torch.Tensor:
 def by_torch(
     specs: list[PacketSpec], parameters: dict[str, torch.Tensor], known: list[torch.Tensor | None]
 ) -> torch.Tensor:
-    """The slot as it is packed slice by slice, with a GPU's checksums."""
+    """The slot when torch packs it slice by slice, with a GPU's checksums."""
     slot = slot_of(specs)
     with mock.patch.object(sender, "checksum", packets.multilinear):
         sender._pack_one_by_one(TOKEN, specs, parameters, slot, known, BLOCK)
@@ -71,7 +71,7 @@ def by_torch(
 
 
 def packing() -> list[str]:
-    """What differs when a bucket is packed at once, complete and without what has not changed, twice with the same tables."""
+    """Differences when kernels pack a bucket at once: complete, twice with the same tables, and without unchanged slices."""
     wrong = []
     specs, parameters, _ = bucket(3)
     packed = PackedBucket(specs, BLOCK, torch.device("cpu"))
@@ -92,7 +92,7 @@ def packing() -> list[str]:
 
 
 def taking() -> list[str]:
-    """What is wrong of the places that a bucket was written into, and of faults that were not found."""
+    """Wrong values in the views that a bucket was written into, and faults that were not found."""
     wrong = []
     specs, parameters, views = bucket(3)
     slot = slot_of(specs)
@@ -118,7 +118,7 @@ def taking() -> list[str]:
             damaged[place] ^= 0x10
         if not taken.take(token, damaged, skip_unchanged=False).different.any():
             wrong.append(f"{name} not found")
-    # A slice that does not follow is not written, and read back all the same.
+    # A slice that the packet leaves out is not written, but is read back and verified.
     views[0].zero_()
     without = slot.clone()
     count = len(specs[0].slices)
@@ -138,7 +138,7 @@ SYNCS: dict[str, dict[str, Any]] = {
 
 
 def syncs() -> list[str]:
-    """What is wrong of whole syncs of a small model in float8, in each way, with kernels at both ends; and of damaged ones."""
+    """Faults of complete syncs of a small model in float8, by each way, with kernels at both ends; and damage that was not found."""
     wrong = []
     sizes = {
         "num_layers": 1,
@@ -193,7 +193,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def one_launch_at_a_time() -> Iterator[None]:
-    """Triton's interpreter is not made for threads, as which ranks run here."""
+    """Triton's interpreter is not thread-safe, and ranks run as threads here."""
     lock = threading.Lock()
 
     def locked(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,12 +210,12 @@ def one_launch_at_a_time() -> Iterator[None]:
 
 
 def checksums(at_once: bool) -> Any:
-    """A GPU's checksums, where slices are read one by one, too."""
+    """Have the receiver use a GPU's checksums also where it reads slices one by one."""
     return mock.patch.object(receiver, "checksum", packets.multilinear if at_once else packets.crc32)
 
 
 def refuses(transfer: Transfer) -> bool:
-    """Whether a version of which one byte was changed after it was packed is refused by name."""
+    """Whether a version is refused, with the sender's name, if one byte was changed after packing."""
     outbox = transfer.outboxes[-1]
     pack = outbox._pack
 
@@ -234,7 +234,7 @@ def refuses(transfer: Transfer) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that compute something, and values that are looked at, for which the host would wait."""
+    """Counts operations that are not views, and reads of values, for which the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Operations(TorchDispatchMode):
 
 
 def counted(work: Callable[[], object]) -> list[int]:
-    """Operations of `work`, launches of Triton's kernels, which do nothing, among them; and waits of the host."""
+    """Operations of `work`, including launches of Triton's kernels, which are disabled; and waits of the host."""
     kernels, nothing = slice_kernels.kernels(), mock.MagicMock()
     with (
         mock.patch.object(kernels, "copy_slices", nothing),
@@ -260,7 +260,7 @@ def counted(work: Callable[[], object]) -> list[int]:
 
 
 def launches() -> list[list[list[int]]]:
-    """Operations of packing and of taking a bucket of 2 and of 6 layers, after the first version, with kernels as one each."""
+    """Operations for packing and for unpacking a bucket of 2 and of 6 layers, after the first version; a kernel counts as one."""
     found = []
     for layers in (2, 6):
         specs, parameters, views = bucket(layers)

@@ -1,5 +1,5 @@
 """Cases of the weight sync's Triton kernels, interpreted on a CPU or compiled: `python -m tests.weight_sync.interpreted_slices interpret`
-(with TRITON_INTERPRET=1) or `... compile` prints {case: what was found} as JSON.
+(with TRITON_INTERPRET=1) or `... compile` prints {case: result} as JSON.
 
 They have a process of their own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
 """
@@ -23,7 +23,7 @@ from megarl.weight_sync.slice_kernels import checksums_of, read_slices, write_sl
 from megarl.weight_sync.slice_table import TILE, BlockRow, CopyRow, SliceRead, SliceTable
 from tests.kernel_cases import print_cases
 
-DRAWN = 24  # of each kind, of which all but these run with --slow: they take up to a second each
+DRAWN = 24  # of each kind; all except the next numbers run with --slow, since each takes up to a second
 OFTEN, OFTEN_COMPUTED = 8, 3
 OFFSET, SIZE, STRIDE = (CopyRow._fields.index(name) for name in ("offset", "size_2", "stride_1"))
 ADDRESS, EXTENT = CopyRow._fields.index("address"), BlockRow._fields.index("extent_1")
@@ -36,7 +36,7 @@ def name_of(dtype: torch.dtype) -> str:
 def listed(
     slices_: list[tuple[torch.Tensor, Box | None, torch.dtype, str]], block: tuple[int, int]
 ) -> Listed:
-    """A list of (source, box or all of it, type that travels, reading), packed end to end."""
+    """A list of (source, box (None: all of it), type that is sent, reading), packed end to end."""
     found, at = Listed([], []), 0
     for source, box, dtype, reading in slices_:
         if box is None:
@@ -53,7 +53,7 @@ def differing(pairs: Iterator[Pair]) -> list[str]:
 
 
 def read(one: Listed, block: tuple[int, int] = BLOCK) -> list[str]:
-    """What differs when a list is read with these blocks."""
+    """Differences from torch when the kernels read a list with these blocks."""
     return read_with(SliceTable.of_reads(one.reads, block), one)
 
 
@@ -85,7 +85,7 @@ def more_of_both() -> list[str]:
 
 
 def all_sizes_of_bytes() -> list[str]:
-    """Every size of a last word, from every byte of a word, and tiles that are just full."""
+    """Last words of every size, starts at every byte of a word, and tiles that are just full."""
     raw = torch.randint(0, 256, (3 * TILE,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     parts = [raw[first : first + size] for first in range(4) for size in range(1, 10)]
     parts += [raw[first : first + TILE + more] for first in (0, 1) for more in (-1, 0, 1)]
@@ -96,12 +96,12 @@ def all_sizes_of_bytes() -> list[str]:
 
 
 def conversions() -> list[str]:
-    """All numbers of 16 bits, and float32 numbers of all magnitudes, to each other type; NaN aside."""
+    """All numbers of 16 bits, and float32 numbers of all magnitudes, to each other type, without NaN."""
     bits = torch.randint(-(2**31), 2**31, (3 * TILE,), generator=torch.Generator().manual_seed(2)).to(
         torch.int32
     )
     halves = torch.arange(-(2**15), 2**15).to(torch.int16)
-    # Halfway between two numbers of bfloat16, or of float16 below its smallest normal one; and next to it.
+    # Halfway between two bfloat16 numbers, or between two subnormal float16 numbers; and the numbers next to these.
     ties = torch.arange(0x3F008000, 0x3F808000, 0x10000).to(torch.int32)
     small_ties = ((torch.arange(1024) + 0.5) * 2.0**-24).view(torch.int32)
     near = torch.cat([part + step for part in (ties, small_ties) for step in (-1, 0, 1)])
@@ -125,7 +125,7 @@ def float8() -> list[str]:
     up, down = (torch.nextafter(ties, torch.tensor(end)) for end in (torch.inf, 0.0))
     exact = torch.cat([numbers, ties, up, down])
     exact = torch.cat([numbers[-1:], exact, -exact])[None]
-    # 1.4 of the smallest number is rounded to 1 of them as a scale, so that the quotient is 627.
+    # A scale of 1.4 times the smallest number is rounded to the smallest number, so that the quotient is 627.
     tiny = torch.tensor([[0, 1], [1, 300], [627, -627], [0, 0], [3000, -7]]) * 2.0**-149
     one = listed([(exact, None, FP8, QUANTISE), (exact, None, torch.float32, SCALE)], exact.shape)
     assert float(one.expected[1]) == 1.0
@@ -135,7 +135,7 @@ def float8() -> list[str]:
 
 
 def blocks_that_are_cut() -> list[str]:
-    """Of experts [4, 20, 30], with blocks of 8 x 12 that are read two rows at a time: first and last rows of boxes at all places of a block."""
+    """Experts [4, 20, 30] with blocks of 8 x 12 that are read two rows at a time; boxes begin and end at various rows of a block."""
     values = torch.randn(4, 20, 30, generator=torch.Generator().manual_seed(3)).bfloat16()
     boxes = [
         Box((1, first, 5), (2, count, 22))
@@ -149,11 +149,11 @@ def blocks_that_are_cut() -> list[str]:
 
 
 def not_a_number() -> list[str]:
-    """NaN stays NaN in any type; blocks with NaN or infinity have the scales of torch, and NaN where torch has it."""
+    """NaN stays NaN in any type; blocks with NaN or infinity have torch's scales, and NaN where torch has NaN."""
     weight = torch.ones(2, 24)
     weight[0, 3], weight[1, 14] = torch.nan, torch.inf
     one = [(weight, None, FP8, QUANTISE), (weight, None, torch.float32, SCALE)]
-    # The ones with fewest and most bits, and both signs.
+    # The NaNs with the fewest and the most bits set, with both signs.
     bits = (
         torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF, 0x3F800000]).to(torch.int32).view(torch.float32)
     )
@@ -176,7 +176,7 @@ def not_a_number() -> list[str]:
 
 
 def empty_lists() -> list[int]:
-    """The numbers of launches, and of checksums."""
+    """The numbers of launches and of checksums for empty lists."""
     nothing = torch.empty(0, dtype=torch.int64)
     with counted() as launches:
         read_slices(SliceTable.of_reads([]), torch.empty(0, dtype=torch.uint8), nothing)
@@ -206,7 +206,7 @@ class counted:
 
 
 def launches_of_lists() -> list[dict[str, dict[str, int]]]:
-    """Of one of each reading, and of 6 of them."""
+    """Launches for lists with one slice of each reading, and with 6."""
     found = []
     for number in (1, 6):
         weight = torch.randn(9, 13)
@@ -235,7 +235,7 @@ def launches_of_lists() -> list[dict[str, dict[str, int]]]:
 
 
 def a_table_used_again() -> list[str]:
-    """Of parameters that changed where they lie, for another slot; then of parameters that have moved."""
+    """Faults of a table that is used again for other values in the same parameters, and then for parameters that have moved."""
     rng, found = random.Random(5), []
     weights = [torch.randn(rng.randint(1, 9), 14) for _ in range(3)]
 
@@ -265,7 +265,7 @@ def a_table_used_again() -> list[str]:
 
 
 def refused() -> list[str]:
-    """Mistakes that are found on the host."""
+    """Mistakes that the host does not find."""
     weight = torch.randn(9, 13)
     whole = Box.whole((9, 13))
     slot, sums = torch.empty(64, dtype=torch.uint8), torch.empty(1, dtype=torch.int64)
@@ -296,7 +296,7 @@ def refused() -> list[str]:
 
 
 def faults() -> dict[str, list[str]]:
-    """What differs with a fault in a table or a kernel."""
+    """Differences that a fault in a table or a kernel causes."""
     generator = torch.Generator().manual_seed(6)
     weight = torch.randn(20, 30, generator=generator)
     weight[19] *= 100  # the block's largest number is in no box
@@ -345,7 +345,7 @@ INTERPRETED: tuple[Callable[[], object], ...] = (
 
 
 def compiled() -> dict[str, dict[str, int]]:
-    """Each kernel compiled for an H100: how often its code has divisions and instructions that take small numbers for 0, and its bytes
+    """For each kernel, compiled for an H100: the numbers of divisions and of instructions that flush subnormal numbers to 0, and its bytes
     of machine code."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""What a Megatron model computes with the adapters of a folder, and what PEFT's model does."""
+"""Log-probs of a Megatron model and of PEFT's model with the adapters in a folder."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79, 32]])
 
 
 def peft_log_probs(model: Any) -> torch.Tensor:
-    """Of TOKENS after the first."""
+    """Log-probs of TOKENS after the first."""
     with torch.no_grad():
         logits = model(TOKENS).logits[0, :-1].log_softmax(-1)
     return logits.gather(1, TOKENS[0, 1:, None])[:, 0]
@@ -31,7 +31,7 @@ def peft_log_probs(model: Any) -> torch.Tensor:
 def log_probs_with_adapters(
     rank: int, world: int, model: str, adapter: str, lora: LoraConfig, sizes: dict[str, Any]
 ) -> tuple[torch.Tensor | None, Bundle]:
-    """What a Megatron rank computes with the adapters of a folder, and what it exports of them."""
+    """A Megatron rank's log-probs with the adapters in a folder, and its export of these adapters."""
     layout = ParallelLayout(world=world, **sizes)
     init_parallel(layout, rank, world)
     config = read_model_config(model)

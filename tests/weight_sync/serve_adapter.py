@@ -1,6 +1,6 @@
-"""SGLang alone, by its own interface: what it reads in folders of adapters, and generates with them.
+"""SGLang on its own, through its own interface: what it reads from folders of adapters, and generates with them.
 
-A process of its own: SGLang's environment must be there before torch is imported.
+It runs in a process of its own: SGLang's environment must be set before torch is imported.
 """
 
 import json
@@ -26,7 +26,7 @@ def greedy(
 
 
 def target_modules(names: Sequence[Sequence[str]]) -> list[list[str]]:
-    """What SGLang makes of each list of `target_modules`, sorted."""
+    """SGLang's reading of each list of `target_modules`, sorted."""
     return _call("_target_modules", [list(each) for each in names])
 
 

@@ -1,4 +1,4 @@
-"""Simulated ranks: every rank's local tensors as plain dictionaries, made from pieces alone."""
+"""Simulated ranks: every rank's local tensors as plain dictionaries, made from the layout's pieces only."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from tests.weight_sync.fusions import single_experts
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A Hugging Face folder, its config, the tensors of its file (MTP layers included), those of experts one by one."""
+    """A Hugging Face folder, its config, and the tensors of its file (MTP layers included), with a tensor for each expert."""
 
     folder: Path
     config: ModelConfig
@@ -26,7 +26,7 @@ class TinyModel:
 
     @property
     def decoder(self) -> dict[str, torch.Tensor]:
-        """The tensors without those of MTP layers."""
+        """The tensors except the MTP layers' tensors."""
         extra = (f"model.layers.{self.config.num_layers}.", "mtp.")
         return {name: tensor for name, tensor in self.state.items() if not name.startswith(extra)}
 
@@ -39,25 +39,25 @@ def read_tiny_model(folder: Path) -> TinyModel:
 def run_plan(
     plan: Plan, sources: Sequence[Mapping[str, torch.Tensor]], targets: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
-    """Make all copies of a plan, rank by rank: each element is written once, to where nothing was."""
+    """Make all copies of a plan, rank by rank, and check that each element is written once, to an empty place."""
     left = list(map(num_empty, targets))
     for copy in plan.copies:
         target = targets[copy.target_rank][copy.target_local][copy.target_box.slices]
         source = sources[copy.source_rank][copy.source_local][copy.source_box.slices]
         target.copy_(source.view(target.shape))
         left[copy.target_rank] -= copy.target_box.numel
-    # Fewer elements are filled than were copied if one was copied twice, or to where something was.
+    # If an element was copied twice, or to a place that was not empty, fewer elements are filled than were copied.
     assert list(map(num_empty, targets)) == left
 
 
 def num_empty(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Elements that nothing was written to: those that are NaN."""
+    """The number of elements that were not written: they are NaN."""
     return int(torch.cat([tensor.flatten() for tensor in tensors.values()]).isnan().sum()) if tensors else 0
 
 
 def make_model(folder, family="qwen2", *, tied=False, vocab=300, seed=0, layers=4):
     """A tiny Hugging Face model folder; returns its state dict."""
-    # Its import takes seconds, which interpreted_buckets.py does without.
+    # Imported here, since it takes seconds and interpreted_buckets.py does not need it.
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
@@ -97,14 +97,14 @@ def empty_tensors(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
         ends = [a + n for a, n in zip(piece.local_box.start, piece.local_box.size, strict=True)]
         known = shapes.get(piece.local)
         shapes[piece.local] = ends if known is None else list(map(max, known, ends))
-    # Of one block: a rank has hundreds.
+    # All are views of one block of memory: a rank has hundreds of tensors.
     block = torch.full((sum(map(prod, shapes.values())),), torch.nan)
     parts = block.split([prod(shape) for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Tensor]]:
-    """What each rank of a layout holds after it read the checkpoint in `folder`; ranks that hold the same copy the first of them."""
+    """Each rank's tensors after reading the checkpoint in `folder`; replicas copy the first rank with the same shards."""
     config = read_model_config(str(folder))
     layout = megatron_layout(config, parallel, head, mtp=mtp)
     ranks: list[dict[str, torch.Tensor]] = []
@@ -119,14 +119,14 @@ def load_all(folder, parallel, head="lm", mtp=False) -> list[dict[str, torch.Ten
     return ranks
 
 
-# In float8 in published folders: `w1`, `w2` and `w3` are MiniMax-M2's experts.
+# Weights that are in float8 in published folders: `w1`, `w2` and `w3` are MiniMax-M2's experts.
 PROJECTIONS = ("_proj.weight", ".wq_b.weight", ".wk.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 def quantise(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Write the projections of a checkpoint's layers in float8 as DeepSeek-V3's are, one block of each all zero.
+    """Write the projections of a checkpoint's layers in float8, in DeepSeek-V3's format, with one block of each all zero.
 
-    Returns: what the checkpoint then stands for, by name, worked out element by element in float32.
+    Returns: the dequantised tensors by name, computed element by element in float32.
     """
     file, written, means = folder / "model.safetensors", {}, {}
     for name, tensor in load_file(file).items():

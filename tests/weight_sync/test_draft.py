@@ -1,4 +1,4 @@
-"""The model that drafts tokens, which SGLang makes of the layer for further tokens, as a target of a sync."""
+"""The draft model that SGLang builds from the multi-token prediction layer, as a target of a sync."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +22,12 @@ from tests.weight_sync.shards import empty_shards, run_plan
 from tests.weight_sync.test_receiver import ALL, BIAS, WEIGHT, Tiny
 
 TRAINED = ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1)
-LAYERS = 4  # of the tiny models, without the one for further tokens
-# SGLang's names of what is in no other layer (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, 0.5.21); every rank has all of it.
+LAYERS = 4  # of the tiny models, without the multi-token prediction layer
+# SGLang's names of tensors that no other layer has (srt/models/deepseek_nextn.py, glm4_moe_nextn.py, 0.5.21); complete on every rank.
 OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 
 
-# Of Qwen3-Next and Qwen3.5 (srt/models/qwen3_next_mtp.py, qwen3_5_mtp.py), by the files' names.
+# These names for Qwen3-Next and Qwen3.5 (srt/models/qwen3_next_mtp.py, qwen3_5_mtp.py), by the files' names.
 HYBRID = {
     "mtp.pre_fc_norm_embedding.weight": "pre_fc_norm_embedding.weight",
     "mtp.pre_fc_norm_hidden.weight": "pre_fc_norm_hidden.weight",
@@ -37,7 +37,7 @@ HYBRID = {
 
 
 def expected_draft(state: State, hf: dict, rank: Rank) -> State:
-    """The layer's parameters are those that it would have as the model's last layer."""
+    """The layer has the parameters that it would have as the model's last layer."""
     hybrid = hf["model_type"].removesuffix("_text") in QWEN_HYBRIDS
     layer, last = f"model.layers.{LAYERS}.", f"model.layers.{LAYERS - 1}."
     layer = "mtp.layers.0." if hybrid else layer
@@ -88,7 +88,7 @@ def test_it_is_planned_only_where_it_is_asked_for(tiny_model) -> None:
 
 
 class Draft(torch.nn.Module):
-    """It has the model's bias itself, and a derived tensor."""
+    """A draft that shares the model's bias, and derives a tensor after each load."""
 
     def __init__(self, model: Tiny) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def receive(
     with_draft: bool = True,
     meanwhile: Callable[[Draft], object] = lambda draft: None,
 ) -> tuple[Tiny, Draft, ReceiveReport]:
-    """A version comes to an engine whose worker of a draft is a stand-in for SGLang's; `meanwhile` is between its start and the version."""
+    """A version arrives at an engine with a stand-in for SGLang's draft worker; `meanwhile` runs between the worker's start and the version."""
     senders.append(Sender(folder, [Slices(slices, {})], timeout=5.0))
     model = Tiny()
     draft = Draft(model)
@@ -143,7 +143,7 @@ def test_a_receiver_fills_the_model_and_what_is_its_drafts_own(tmp_path, senders
 
 
 def test_a_draft_that_no_version_has_stays_as_it_is(tmp_path, senders) -> None:
-    """As one that was loaded from a folder, but for what it shares."""
+    """A draft that was loaded from a folder keeps its tensors, except the ones that it shares with the model."""
     model, draft, report = receive(tmp_path, senders, ALL)
     assert report.bytes_draft == HEAD.nbytes and report.bytes_written == WEIGHT.nbytes + BIAS.nbytes
     assert torch.all(draft.head == -1) and torch.equal(draft.bias, BIAS) and not draft.renewed
@@ -151,7 +151,7 @@ def test_a_draft_that_no_version_has_stays_as_it_is(tmp_path, senders) -> None:
 
 
 def test_a_draft_that_was_not_kept_is_refused(tmp_path, senders) -> None:
-    """As by memory that was released without a copy. What it shares with the model changes with each version."""
+    """Its memory may have been released without a copy. Tensors that it shares with the model may change with each version."""
 
     def lose(draft: Draft) -> None:
         draft.head.data[1, 2] = 0.5

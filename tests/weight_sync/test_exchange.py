@@ -28,7 +28,7 @@ def name(member: int) -> str:
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Run it in a thread; what is returned waits for it, and returns or raises as it did."""
+    """Run `work` in a thread. Returns: a function that waits for it, and returns its result or raises its error."""
     found: dict[str, Any] = {}
 
     def run() -> None:
@@ -94,7 +94,7 @@ def test_the_end_of_a_member_is_told_to_all_by_name_also_to_those_who_come_later
     with pytest.raises(LinkError, match="engine rank 1 closed its connection: it has died or given up"):
         asked()
     assert ended.wait(PATIENCE)
-    second.close()  # the first end is the cause, not this one
+    second.close()  # the first member's end is reported as the cause, not this one
     late = join(2)
     assert late.wait_for_word() == first.problem == f"engine rank 1 {GONE}"
     with pytest.raises(LinkError, match="engine rank 1"):
@@ -160,7 +160,7 @@ def test_closing_a_member_ends_what_waits_at_all_others_and_names_it(join) -> No
 
 
 def test_a_silent_member_is_named_within_the_timeout(join, monkeypatch) -> None:
-    monkeypatch.setattr(hub, "WORD_SECONDS", 0.2)  # nobody ends, so the hub has nothing to tell
+    monkeypatch.setattr(hub, "WORD_SECONDS", 0.2)  # no member ends, so the hub has nothing to report
     making = [in_thread(lambda n=n: GroupTransport(join(n, timeout=1.0), 2, "cpu")) for n in range(2)]
     transports = [make() for make in making]
     with pytest.raises(LinkError, match=r"trainer rank 0 .* within 1 s|trainer rank 0 said nothing for 1 s"):
@@ -168,7 +168,7 @@ def test_a_silent_member_is_named_within_the_timeout(join, monkeypatch) -> None:
 
 
 def test_a_member_that_cannot_make_its_transport_leaves_and_is_named_at_once(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl._api", None)  # as where the package is not installed
+    monkeypatch.setitem(sys.modules, "nixl._api", None)  # as if the package were not installed
     meeting = Hub("127.0.0.1")
     share = ExchangeShare(0, 2, 1, ((),), ((),))
     waiting = in_thread(lambda: join_exchange(share, meeting.address, "cpu", PATIENCE, False))
@@ -181,8 +181,8 @@ def test_a_member_that_cannot_make_its_transport_leaves_and_is_named_at_once(mon
 
 
 class KnownOnce:
-    """Of an agent of NIXL's, what it has registered. At an address that it knows of a peer it refuses what the peer registered anew, as nixl
-    1.5.1 does (NIXL_ERR_NOT_ALLOWED) wherever the two have different keys; over TCP all have the same.
+    """An agent of NIXL that records its registered memory. Like nixl 1.5.1 it refuses (NIXL_ERR_NOT_ALLOWED) memory that a peer registered
+    again at a known address; nixl does so only where the keys differ, and over TCP all keys are equal.
     """
 
     agents: list[Any]
@@ -207,7 +207,7 @@ class KnownOnce:
 
 
 def test_by_nixl_slots_are_registered_while_they_are_there(monkeypatch) -> None:
-    """As on GPUs, where slots are freed after each version and the next ones lie at the same addresses."""
+    """On GPUs, slots are freed after each version, and the next slots lie at the same addresses."""
     nixl = pytest.importorskip("nixl._api", reason="needs the package nixl (requirements/dev_no_deps.txt)")
     agents: list[Any] = []
     monkeypatch.setattr(nixl, "nixl_agent", type("Agent", (KnownOnce, nixl.nixl_agent), {"agents": agents}))
@@ -244,7 +244,7 @@ def test_by_nixl_slots_are_registered_while_they_are_there(monkeypatch) -> None:
 
 
 class Wires:
-    """In the place of a transport: what one member moves in each round."""
+    """Takes the place of a transport and records what one member moves in each round."""
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[Part], list[Part]]] = []
@@ -263,7 +263,7 @@ class Wires:
 
 
 def share_of_an_engine_rank() -> ExchangeShare:
-    """Receives two slices of 32 bytes from trainer rank 0 in each of three buckets, and passes them on."""
+    """The share of a rank that receives two slices of 32 bytes from trainer rank 0 in each of three buckets, and passes them on."""
     receives = tuple((Message(0, 0, 64 * bucket, (32, 32)),) for bucket in range(3))
     sends = tuple((Message(3, 0, 0, (32, 32)),) for _ in range(3))
     return ExchangeShare(2, 4, 2, sends, receives, behind=1)
@@ -303,7 +303,7 @@ def test_only_slices_that_changed_follow_the_headers() -> None:
     rounds.finish()
     (headers, _), (bodies, _) = wires.rounds
     assert [(len(p.data), p.start, p.peer_start) for p in headers] == [(body, 0, 100)]
-    # 32 and 20 bytes are neighbours, each from a multiple of 16 bytes; 16 bytes are left out.
+    # The slices of 32 and 20 bytes are neighbours, aligned to 16 bytes; the slice of 16 bytes is left out.
     assert [(len(p.data), p.start - body, p.peer_start - body) for p in bodies] == [
         (64, 0, 100),
         (48, 80, 180),
@@ -311,7 +311,7 @@ def test_only_slices_that_changed_follow_the_headers() -> None:
 
 
 class Communicators:
-    """In the place of torch's NCCL groups: `made` of them, and what making a communicator does."""
+    """Takes the place of torch's NCCL groups: `made` lists the groups; `connect` is called when a communicator is made."""
 
     class Options:
         _timeout = timedelta(0)
@@ -327,7 +327,7 @@ class Communicators:
 
 
 class Communicator:
-    """As torch (ProcessGroupNCCL.cpp) where an operation is begun, waited for or aborted."""
+    """Behaves like torch (ProcessGroupNCCL.cpp) when an operation is begun, waited for or aborted."""
 
     def __init__(self, connect: Callable[[], None], blocking: str | None) -> None:
         self.connect, self.blocking, self.aborted, self.place = connect, blocking, False, None
@@ -344,7 +344,7 @@ class Communicator:
         self.calls.append("begin")
 
     def _end_coalescing(self) -> "Communicator | None":
-        """`endCoalescing`: without an operation there is nothing to wait for."""
+        """`endCoalescing`: returns nothing to wait for if there was no operation."""
         self.calls.append("end")
         return self if self.calls[-2:] != ["begin", "end"] else None
 
@@ -355,13 +355,13 @@ class Communicator:
         self._call(f"receive {peer}")
 
     def _call(self, name: str) -> None:
-        """`pointToPoint`: an aborted communicator takes no operation."""
+        """`pointToPoint`: an aborted communicator refuses operations."""
         if self.aborted:
             raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0. ")
         self.calls.append(name)
 
     def wait(self, timeout: timedelta) -> bool:
-        """`WorkNCCL::wait`: the kernel of an aborted operation ends, and its end is all that an aborted communicator is asked for."""
+        """`WorkNCCL::wait`: the kernel of an aborted operation ends, and torch only waits for this end."""
         self.calls.append("wait")
         return True
 
@@ -391,19 +391,19 @@ def test_on_gpus_a_round_is_one_grouped_operation_of_one_communicator(join, on_g
     monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
     transport = GroupTransport(join(0), 4, "cuda")
     (group,) = made.made
-    # It has no thread that ends the process when something fails.
+    # Blocking wait: torch has no thread that ends the process when an operation fails.
     assert (group.place, group.blocking) == (torch.device("cuda", 1), "1")
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     data = torch.zeros(4, dtype=torch.uint8)
     transport.move([part(1, data), part(2, data)], [part(3, data)]).wait()
     assert group.calls == ["begin", "receive 3", "send 1", "send 2", "end", "wait"]
-    transport.move([], []).wait()  # as where no slice of a bucket has changed
+    transport.move([], []).wait()  # as when no slice of a bucket has changed
     transport.close()
     assert group.aborted
 
 
 def death(member: Member, group: Communicator) -> None:
-    """The death of a member, of which the hub tells the rank with this group."""
+    """Let a member die, which the hub reports to the rank with this group."""
     member.close()
     wait_for(lambda: group.aborted)
 
@@ -421,7 +421,7 @@ def test_on_gpus_a_round_that_a_death_has_ended_has_not_arrived(join, on_gpus, m
 def test_on_gpus_a_group_of_operations_ends_also_where_one_of_them_is_refused(
     join, on_gpus, monkeypatch
 ) -> None:
-    """A group that stayed open would take in what this thread gives to NCCL afterwards: NCCL counts open groups by thread."""
+    """An open group would absorb all later NCCL operations of this thread: NCCL counts open groups by thread."""
     made = on_gpus()
     monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
     other, transport = join(3), GroupTransport(join(0), 4, "cuda")
@@ -439,7 +439,7 @@ def test_on_gpus_a_group_of_operations_ends_also_where_one_of_them_is_refused(
 
 
 def test_on_gpus_the_first_error_of_a_group_is_told(join, on_gpus, monkeypatch) -> None:
-    """NCCL gives the error of an operation once more when the group of the operation ends."""
+    """NCCL raises an operation's error once more when the operation's group ends."""
 
     def refuse(word: str) -> Callable[..., None]:
         def refused(*args) -> None:

@@ -1,4 +1,4 @@
-"""A bucket on a GPU: packed and taken at once by kernels, interpreted on a CPU (`interpreted_buckets`), as it is slice by slice."""
+"""Kernels that pack and unpack a bucket at once, interpreted on a CPU (`interpreted_buckets`), do the same as torch slice by slice."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Adapters from Megatron's ranks into SGLang's slots, against the slots written down by hand."""
+"""Adapters from Megatron's ranks into SGLang's slots, against slots that are filled by hand."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ CASES = [
 
 
 def random_adapters(config, lora):
-    """All adapters; those that share A have the same one."""
+    """Random values of all adapters; adapters that share A have the same A."""
     generator, values = torch.Generator().manual_seed(1), {}
     for name, shape in logical_adapters(config, lora).items():
         values[name] = torch.randn(shape, generator=generator)
@@ -37,7 +37,7 @@ def random_adapters(config, lora):
 
 
 def expected_slots(values, hf, tp, rank):
-    """SGLang's buffers (0.5.21): stacked A, q, k and v one below the other; B with the weight's rows. NaN: not adapted."""
+    """SGLang's buffers (0.5.21): A of q, k and v stacked by rows; B with the weight's rows. NaN: not adapted."""
     replicas = max(1, tp // hf["num_key_value_heads"])
     key_value = (tp // replicas, rank // replicas)
     heads = hf["num_attention_heads"]
@@ -70,7 +70,7 @@ def expected_slots(values, hf, tp, rank):
 
 
 def same(found, expected):
-    """Equal where `found`, which ends where its pieces do, has values; NaN beyond."""
+    """Equal within the shape of `found`, which ends with its last pieces; beyond it `expected` is NaN."""
     corner = expected[tuple(slice(size) for size in found.shape)]
     return torch.equal(found.nan_to_num(9.0), corner.nan_to_num(9.0)) and (
         int((~expected.isnan()).sum()) == int((~corner.isnan()).sum())

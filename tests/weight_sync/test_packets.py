@@ -1,4 +1,4 @@
-"""Both checksums: of elements in row-major order, however they lie, and different for anything else."""
+"""Both checksums are of the elements in row-major order, whatever the strides, and differ for any other elements."""
 
 import zlib
 

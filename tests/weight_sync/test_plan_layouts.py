@@ -1,7 +1,7 @@
 """Plans between random Megatron layouts, random SGLang layouts and files, checked element by element.
 
-The oracle knows nothing of boxes that intersect: every logical element has a number of its own, each source rank's
-tensors are filled with these numbers, and copies are carried out one by one.
+The oracle does not intersect boxes: every logical element has a number of its own, each source rank's
+tensors are filled with these numbers, and copies are made one by one.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from megarl.weight_sync.layouts import (
 
 
 def model(kind: str, layers: int, tied: bool) -> ModelConfig:
-    """Tiny, with a vocabulary that no layout divides."""
+    """A tiny model, with a vocabulary that no layout divides evenly."""
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=4, shared_ffn_hidden_size=4, dense_layers=(0,))
     mla = MLAConfig(q_lora_rank=3, kv_lora_rank=2, qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=2)
     families = {"dense": "qwen3", "moe": "qwen3_moe", "mla": "deepseek_v3"}
@@ -81,7 +81,7 @@ def transitions(draw):
     source_places = tuple(
         RankPlace(f"node{rank // node}", str(rank % node)) for rank in range(parallel.world)
     )
-    shift = draw(st.sampled_from([0, 1, parallel.world]))  # colocated, or partly, or not at all
+    shift = draw(st.sampled_from([0, 1, parallel.world]))  # colocated, partly colocated, or apart
     target_places = tuple(
         RankPlace(f"node{rank // node}", str(rank % node)) for rank in range(shift, shift + engines.num_ranks)
     )
@@ -93,7 +93,7 @@ def transitions(draw):
 
 
 def numbered(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Every element of the model, as a number of its own."""
+    """The model's tensors, with a different number in every element."""
     weights, first = {}, 0
     for name, shape in logical_tensors(config).items():
         count = int(np.prod(shape))
@@ -112,7 +112,7 @@ def local_tensors(pieces, fill):
 
 
 def held(layout, rank, weights, tensors):
-    """A rank's local tensors with its part of the weights in them, and the numbers of these elements."""
+    """A rank's local tensors, filled with its part of the weights, and the numbers of these elements."""
     elements = set()
     for piece in layout.pieces(rank):
         values = weights[piece.tensor][piece.box.slices]
@@ -179,7 +179,7 @@ def link_between(source, rank, target, other):
 
 
 def nearest(source, target, rank, pieces, weights, elements, width):
-    """Bytes that a target rank needs, by the nearest place where each of their elements is."""
+    """The bytes that a target rank needs, by link to the nearest rank that holds each element."""
     needed = np.concatenate([weights[piece.tensor][piece.box.slices].ravel() for piece in pieces])
     on = {"local": set(), "intra_node": set()}
     for other in range(source.num_ranks):
@@ -222,7 +222,7 @@ def test_one_ranks_part_alone_is_its_part_of_the_whole(case):
 
 @st.composite
 def colocations(draw):
-    """A model of up to twelve layers, a layout that trains it, engines of at most as many ranks, and the devices of both."""
+    """A model of up to twelve layers, a training layout, engines with at most as many ranks, and the devices of both."""
     config = model(
         draw(st.sampled_from(["dense", "moe", "mla"])), draw(st.integers(2, 12)), draw(st.booleans())
     )
@@ -237,7 +237,7 @@ def colocations(draw):
 @given(colocations())
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_engines_get_the_devices_that_suit_all_layers(case):
-    """Though one layer of each kind in each stage is looked at."""
+    """Though megarl only considers one layer of each kind in each stage."""
     config, parallel, engines, places = case
     source, served = megatron_layout(config, parallel, "lm", places), sglang_layout(config, engines)
     assert best_device_order(config, parallel, places, engines, places) == place_engines(

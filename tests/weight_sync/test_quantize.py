@@ -1,4 +1,4 @@
-"""Weights in float8: values and scales, and their way into an engine."""
+"""Weights in float8: their values and scales, and their sync into an engine."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_values_and_scales(shape, dtype):
     assert torch.equal(found, scales) and torch.equal(bits(values), bits(expected))
     wide = found.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
     error = (values.float() * wide - weight.float()).abs()
-    # e4m3 has 3 bits after the leading one, down to 2**-9 of the largest power of two below the scale's
+    # e4m3 has 3 bits after the leading one; its smallest step is 2**-9 times the scale
     assert bool((error <= weight.float().abs() / 16 + wide * 2**-10).all())
 
 
@@ -97,7 +97,7 @@ CASES = [
 ]
 
 
-# Transports carry bytes of any kind: each comes with two of the models.
+# Transports carry any bytes, so each transport is tested with two of the models only.
 @pytest.mark.parametrize(
     ("family", "parallel", "engines", "block", "transport"),
     [(*case, transport) for case, transport in zip(CASES, (SHARED_MEMORY, P2P) * 2, strict=True)],
@@ -150,7 +150,7 @@ def test_about_half_the_bytes_travel(tiny_model):
     plan = SyncPlan(
         config, ParallelLayout(world=4, ep=4), EngineLayout(1), torch.bfloat16, 20_000, fp8_block=(4, 16)
     )
-    # a byte for each value, 4 for the scale of 64
+    # a byte for each value, and 4 for each scale of 64 values
     assert plan.account()["bytes_total"] == quantised + quantised // 16 + 2 * (
         sum(sizes.values()) - quantised
     )

@@ -1,4 +1,4 @@
-"""The receiver's rules, on a module of two parameters; test_sglang_engine.py has it inside SGLang."""
+"""The receiver's rules, on a module with two parameters; test_sglang_engine.py tests it inside SGLang."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def connect(tmp_path):
             **more,
         )
         senders.append(sender)
-        sending, model = sender.send(1), Tiny()  # the two ends meet while they begin
+        sending, model = sender.send(1), Tiny()  # both ends connect as they start
         receiver = Receiver(model, sender.told[0], "session")
         return sender, sending, receiver, model
 
@@ -59,7 +59,7 @@ def connect(tmp_path):
 
 
 def receive(connect, slices, **more):
-    """A version from its beginning to its end; returns the model."""
+    """Receive a complete version; returns the model."""
     _, sending, receiver, model = connect(slices, **more)
     receiver.receive(1)
     sending.result()
@@ -148,7 +148,7 @@ def test_any_flipped_bit_is_found(connect, tmp_path, position, way):
 
 
 def test_the_checksum_is_of_what_lies_in_the_parameter(connect):
-    """A write that does not reach the parameter is found, though what was sent is intact."""
+    """A write that does not reach the parameter is found, though the sent bytes are intact."""
     _, _, receiver, _ = connect(ALL)
     original, reader = torch.Tensor.copy_, threading.get_ident()
 
@@ -164,7 +164,7 @@ def test_the_checksum_is_of_what_lies_in_the_parameter(connect):
 @pytest.mark.parametrize("way", [MAPPED, APART])
 @pytest.mark.parametrize("step", ["_bind", "_take_bucket"])
 def test_any_error_of_a_receiver_ends_its_connection(connect, monkeypatch, way, step):
-    """As where the device has no memory left: nobody waits for this rank, and the next version needs another connection."""
+    """Such as out of memory on the device: no other rank waits for this one, and the next version needs another connection."""
     _, sending, receiver, _ = connect(ALL, way=way)
 
     def no_memory(*_):
@@ -277,7 +277,7 @@ def test_what_did_not_change_stays_and_is_verified(connect, way):
 
 
 def test_parameters_may_move_in_memory(connect):
-    """As they do when an engine's memory is released and taken back."""
+    """As happens when an engine's memory is released and allocated again."""
     sender, sending, receiver, model = connect(ALL)
     receiver.receive(1)
     sending.result()
@@ -303,7 +303,7 @@ def test_overlap(boxes, expected):
 
 
 def test_what_sglang_changes_at_the_end_of_an_update_is_found(connect):
-    """Of the first version all is read once more; of later ones what is another tensor than it was."""
+    """After the first version all parameters are read once more; after later versions only parameters whose tensor was replaced."""
     sender, sending, receiver, model = connect(ALL)
     receiver.receive(1)
     sending.result()
@@ -334,7 +334,7 @@ def test_a_refused_version_is_not_read_again(connect):
 
 
 def test_scales_of_the_cache_are_one_after_a_version(connect):
-    """They are no part of it, and may hold anything before."""
+    """They are no part of the version, and may hold any value before it."""
     _, sending, receiver, model = connect(ALL)
     model.k_scale = torch.nn.Parameter(torch.tensor(5e-4), requires_grad=False)
     model.k_scale._skip_weight_check = True
@@ -351,7 +351,7 @@ class Answer:
 
 @pytest.fixture
 def others(monkeypatch):
-    """What another rank finds."""
+    """Another rank's result."""
     found = {"problem": None}
     monkeypatch.setattr(after_update, "every_rank", lambda mine, group: [mine, found])
     return found

@@ -1,4 +1,4 @@
-"""The memory of a weight sync on the trainer's side: kept over connections, and freed between syncs where it does not last."""
+"""The memory of a weight sync on the trainer's side: kept across connections, or, if not lasting, freed between syncs."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from megarl.weight_sync.sender import Outbox, Slots
 
 
 def share(count: int) -> SyncShare:
-    """To one engine rank that maps the slots, a float32 tensor of so many numbers."""
+    """A sender's share: a float32 tensor of `count` numbers for one engine rank that maps the slots."""
     spec = PacketSpec(0, (0,), 0, 0, (Slice("w", "w", Box.whole((count,)), "float32"),))
     return SyncShare(0, ((spec,),), ((0,),), spec.nbytes, {})
 
@@ -37,7 +37,7 @@ def test_slots_of_the_same_sizes_are_the_same_memory():
 
 
 def test_an_actor_keeps_its_slots_when_it_is_connected_anew(tmp_path):
-    """As after the death of an engine, which never gives back what it had opened."""
+    """As after the death of an engine, which never closes the slots that it had opened."""
     actor = SimpleNamespace(outboxes={}, slots={}, info=SimpleNamespace(scratch=str(tmp_path)))
     addresses, memory = [], []
     for _ in range(2):
@@ -45,7 +45,7 @@ def test_an_actor_keeps_its_slots_when_it_is_connected_anew(tmp_path):
         memory.append([slot.data_ptr() for slot in actor.outboxes["rollout"]._slots])
     assert addresses[0] != addresses[1]
     assert memory[0] == memory[1] and len(memory[0]) == 1
-    # Engines of another role map other slots, and their connection leaves the first one as it is.
+    # Engines of another role map other slots, and their connection does not affect the first one.
     addresses.append(ActorWorker.open_outbox(actor, share(1000), "127.0.0.1", 30.0, "eval"))
     assert len({*addresses}) == 3
     assert actor.outboxes["eval"]._slots[0].data_ptr() != memory[0][0]
@@ -56,7 +56,7 @@ def test_an_actor_keeps_its_slots_when_it_is_connected_anew(tmp_path):
 
 
 def take_version(inbox: Inbox, version: int, found: list[torch.Tensor]) -> None:
-    """What an engine rank does with a version of one packet, but for its end."""
+    """Take a version of one packet as an engine rank does, without ending the version."""
     inbox.begin()
     for _, data in inbox.take(version, 0):
         ((_, elements),) = Packet(data, share(1000).buckets[0][0].slices).places()
@@ -72,7 +72,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_slots_that_do_not_last_are_there_while_a_version_travels(tmp_path: Path, lasting: bool) -> None:
-    """As on a GPU, with shared memory in the place of CUDA IPC."""
+    """As on a GPU, with shared memory in place of CUDA IPC."""
     slots = Slots("cpu", lasting)
     outbox = Outbox(share(1000), str(tmp_path), "127.0.0.1", "cpu", 20.0, slots)
     assert (outbox.buffer_bytes > 0) == lasting
@@ -98,14 +98,14 @@ def test_slots_that_do_not_last_are_there_while_a_version_travels(tmp_path: Path
 
 
 def test_an_engine_that_does_not_close_slots_breaks_the_connection_and_they_stay(tmp_path: Path) -> None:
-    """What it has open would be lost if others were made in their place."""
+    """The engine still has the slots open, so the sender must not replace them with new ones."""
     slots = Slots("cpu", lasting=False)
     outbox = Outbox(share(1000), str(tmp_path), "127.0.0.1", "cpu", 20.0, slots)
 
     def engine() -> None:
         inbox = Inbox(share(1000), {0: outbox.address}, None, "cpu", 20.0)
         take_version(inbox, 1, [])
-        inbox.close()  # as if it was killed before it came to the end
+        inbox.close()  # as if it was killed before the version's end
 
     thread = in_thread(engine)
     with pytest.raises(LinkError, match="engine rank 0"):
@@ -119,7 +119,7 @@ def test_an_engine_that_does_not_close_slots_breaks_the_connection_and_they_stay
 
 @dataclass
 class Told:
-    """In the place of an exchange: `slots`, those that were there when it was told to forget them."""
+    """Takes the place of an exchange; `slots`: the slots that existed when `forget_slots` was called."""
 
     there: Callable[[], list]
     slots: list | None = None
@@ -137,7 +137,7 @@ class Told:
 
 
 def test_an_exchange_forgets_slots_before_they_are_freed(tmp_path: Path, monkeypatch) -> None:
-    """NIXL has them registered."""
+    """NIXL has the slots registered."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     slots = Slots("cpu", lasting=False)
     outbox = Outbox(share(1000), str(tmp_path), "127.0.0.1", "cpu", 20.0, slots)

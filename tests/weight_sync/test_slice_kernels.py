@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def cases(how: str, folder: Path, *names: str, module: str = "interpreted_slices") -> dict[str, Any]:
-    """What each case of a module found; `names`: of these."""
+    """The results of a module's cases, or of the cases `names`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder)}
     environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
     command = [sys.executable, "-m", f"tests.weight_sync.{module}", how, *names]
@@ -97,7 +97,7 @@ def test_faults_of_tables_and_kernels_are_seen(found: dict[str, Any]) -> None:
 
 @needs_triton
 def test_the_compiler_takes_the_kernels_and_divides_as_torch_does(tmp_path: Path) -> None:
-    """What the interpreter takes, the compiler may refuse; and its usual division is not rounded as IEEE 754 says."""
+    """The compiler may refuse code that the interpreter accepts; and its default division does not round as IEEE 754 requires."""
     found = cases("compile", tmp_path)
     of_blocks = {"blocks", "adapters", "float32 adapters"}
     assert set(found) == {"read", "write", "checksums", *of_blocks}
@@ -124,7 +124,7 @@ def test_without_a_gpu_triton_is_not_imported() -> None:
     ],
 )
 def test_tiles_fill_a_slice_and_offsets_within_them_are_32_bits(shape, strides) -> None:
-    """Of float32 tensors without memory: a tile is 2,048 elements, 2**width_bits of them in a row."""
+    """Float32 tensors without memory: a tile has 2,048 elements, 2**width_bits of them in a row."""
     tensor = torch.empty_strided(shape, strides, device="meta")
     table = SliceTable.of_tensors([tensor])
     (row,) = (CopyRow(*values) for values in table.copies.tolist())
@@ -133,7 +133,7 @@ def test_tiles_fill_a_slice_and_offsets_within_them_are_32_bits(shape, strides) 
     assert len(table.copy_tiles) * row.size_1 * row.size_2 == tiles * tensor.numel()
     largest = (height - 1) * max(row.stride_1, row.size_2) + (width - 1) * row.stride_2
     assert largest < 2**31
-    # Not more than twice as many elements as the slice has, where it has a tile's.
+    # The tiles of a slice with at least a tile's elements have at most twice the slice's elements.
     assert tensor.numel() < TILE or len(table.copy_tiles) * TILE <= 2 * tensor.numel()
 
 

@@ -1,4 +1,4 @@
-"""Weight syncs between simulated ranks: what arrives, what it takes, what is counted."""
+"""Weight syncs between simulated ranks: their results, memory and counts."""
 
 import weakref
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ BUCKET = 20_000
 
 
 def on_nodes(*nodes: str) -> tuple[RankPlace, ...]:
-    """A rank each, on devices of their own in the order of the ranks."""
+    """One rank for each entry, on devices of their own in the order of the ranks."""
     return tuple(RankPlace(node, str(rank)) for rank, node in enumerate(nodes))
 
 
@@ -63,7 +63,7 @@ def assert_holds(transfer, state, hf, engines):
 
 
 def ways(parallel: ParallelLayout, engines: EngineLayout) -> dict[str, dict]:
-    """By the way of a sync, what makes a SyncPlan of it; colocated: rank i of both shares device i."""
+    """SyncPlan's arguments for each way of a sync; colocated: trainer rank i and engine rank i share device i."""
     places = on_nodes(*"a" * max(parallel.world, engines.num_ranks))
     shared = {"source_places": places[: parallel.world], "target_places": places[: engines.num_ranks]}
     return {
@@ -112,7 +112,7 @@ def test_a_model_of_a_single_bucket(tiny_model, start, way, skip_unchanged):
 @pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
 @pytest.mark.parametrize(("family", "parallel", "engines"), [CASES[0], CASES[-1]])
 def test_each_side_takes_two_buckets_of_memory_at_most(tiny_model, start, family, parallel, engines, way):
-    """Where trainer ranks receive for engine ranks, they have these's two buckets as well."""
+    """Trainer ranks that receive for engine ranks have the engine ranks' two buckets as well."""
     model = tiny_model(family)
     sync = make_sync(model, parallel, engines, **ways(parallel, engines)[way])
     sent, received = start(model, sync).run(1)
@@ -130,10 +130,10 @@ def test_each_side_takes_two_buckets_of_memory_at_most(tiny_model, start, family
 
 @pytest.mark.parametrize("way", [COLOCATED, APART])
 def test_a_trainer_rank_of_which_nothing_is_needed(tiny_model, start, way):
-    """Of twelve replicas a few send to the engine; the others are members of the exchange all the same."""
+    """Only a few of twelve replicas send to the engine; the others are still members of the exchange."""
     model, parallel, engines = tiny_model("qwen2"), ParallelLayout(world=12), EngineLayout(2)
     more = ways(parallel, engines)[way]
-    if way == COLOCATED:  # the engine's devices hold everything: nothing crosses
+    if way == COLOCATED:  # the engine's devices hold all weights already, so no bytes cross the network
         more["target_places"] = tuple(reversed(more["source_places"]))[:2]
     sync = make_sync(model, parallel, engines, **more)
     assert sync.way == way
@@ -147,7 +147,7 @@ def test_a_trainer_rank_of_which_nothing_is_needed(tiny_model, start, way):
 
 @pytest.mark.parametrize("transport", [AUTO, P2P])
 def test_what_leaves_the_trainer_does_not_grow_with_the_engines(tiny_model, start, transport):
-    """Engines on nodes of their own: as planned, and as trainer ranks really send."""
+    """With engines on nodes of their own, for the planned bytes and for the bytes that trainer ranks really send."""
     model, parallel = tiny_model("qwen3_moe"), ParallelLayout(world=4, tp=2, pp=2, ep=2)
     found, sources = {}, on_nodes(*"aabb")
     for number in (1, 4, 16):
@@ -174,7 +174,7 @@ def test_what_leaves_the_trainer_does_not_grow_with_the_engines(tiny_model, star
             assert [one.bytes_sent for one in reports] == sent
             assert_holds(transfer, model.decoder, model.config.hf, engines)
     assert found[1][:3] == found[4][:3] == found[16][:3]
-    # Also of the engine ranks: the trainer ranks, and two neighbours in a chain.
+    # An engine rank's peers are the trainer ranks and two neighbours in a chain.
     assert found[1][3] <= 4 and found[4][3] == found[16][3] <= 4 + 2
 
 
@@ -185,7 +185,7 @@ def test_no_copy_is_larger_than_a_quarter_of_a_bucket(tiny_model):
 
 
 def test_each_engine_is_served_by_the_replica_next_to_it(tiny_model, start):
-    """Two replicas of the model and two engines, on two machines: nothing crosses between them."""
+    """Two replicas of the model and two engines on two machines: no bytes cross between the machines."""
     model, parallel, engines = (
         tiny_model("qwen3"),
         ParallelLayout(world=4, tp=2),
@@ -250,7 +250,7 @@ def test_a_transport_that_cannot_connect_is_refused(tiny_model):
     ],
 )
 def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):
-    """All is rounded to bfloat16 but for `kept`, which SGLang holds in float32."""
+    """All tensors are rounded to bfloat16 except `kept`, which SGLang holds in float32."""
     model, parallel, engines = tiny_model(family), ParallelLayout(world=2, tp=2), EngineLayout(1)
     transfer = start(
         model, make_sync(model, parallel, engines, dtype=torch.bfloat16, transport=SHARED_MEMORY)
@@ -282,7 +282,7 @@ def test_what_an_engine_holds_already_is_not_sent(tiny_model, start, way):
     assert sum(one.bytes_sent for one in sent) == norm.nbytes * (2 if way == APART else 4)
     changed = {**model.decoder, "model.norm.weight": norm}
     assert_holds(transfer, changed, model.config.hf, engines)
-    # The second engine has lost its weights; the first one's are known, but both take the same packets.
+    # The second engine has lost its weights. The first one's are known, but both receive the same packets.
     for tensor in (tensor for rank in (2, 3) for tensor in transfer.engine[rank].values()):
         tensor.zero_()
     transfer.run(3, {0: 2, 1: 2, 2: None, 3: None})
@@ -312,7 +312,7 @@ class MadeWhenAsked(Mapping):
 
 @pytest.mark.parametrize("fp8_block", [None, (4, 8)])
 def test_one_tensor_at_a_time_is_asked_of_the_trainer(tiny_model, fp8_block):
-    """So that weights that are merged when they are asked for never are a second model."""
+    """So that weights that are merged on demand never take the memory of a second model."""
     model, parallel = tiny_model("qwen2"), ParallelLayout(world=2, tp=2)
     shares, _ = make_sync(model, parallel, EngineLayout(2), fp8_block=fp8_block).shares()
     for share, tensors in zip(shares, load_all(model.folder, parallel), strict=True):
@@ -327,4 +327,4 @@ def test_a_small_model_is_cut_into_enough_buckets_for_an_overlap(tiny_model):
     model = tiny_model("qwen2")
     _, parallel, engines = CASES[0]
     large = SyncPlan(model.config, parallel, engines, torch.float32, bucket_bytes=1 << 30)
-    assert large.bucket_limit == 4 << 20  # a smaller one would not be worth its tokens
+    assert large.bucket_limit == 4 << 20  # a smaller bucket would not be worth its overhead

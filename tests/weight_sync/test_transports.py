@@ -1,4 +1,4 @@
-"""Weight syncs between real processes: memory as the kernel counts it, and ends that die."""
+"""Weight syncs between real processes: memory as the kernel counts it, and ranks that die."""
 
 import os
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def model(tmp_path_factory) -> str:
 
 
 def make_sync(folder: str, way: str, network: str = P2P) -> SyncPlan:
-    """From two trainer ranks with two pipeline stages into an engine of two ranks; apart: into two engines of one rank."""
+    """From two trainer ranks, each with a pipeline stage, into an engine of two ranks; apart: into two engines of one rank."""
     config = read_model_config(folder)
     engines = EngineLayout(1, num_engines=2) if way == APART else EngineLayout(2)
     places = tuple(RankPlace("node", str(rank)) for rank in range(2)) if way == COLOCATED else None
@@ -61,7 +61,7 @@ def make_sync(folder: str, way: str, network: str = P2P) -> SyncPlan:
 
 
 def memory(kind: str) -> int:
-    """Resident bytes of this process: "Anon" its own, "Shmem" shared ones."""
+    """Resident bytes of this process; `kind`: "Anon" (its own) or "Shmem" (shared)."""
     (line,) = [
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"Rss{kind}")
     ]
@@ -87,9 +87,9 @@ def ends(rank: int, folder: str, sync: SyncPlan, scratch: str, timeout: float):
 
 
 def _syncs(rank, world, folder, way, scratch, network=P2P):
-    """Two versions; returns what they added to this process's memory, of its own and shared, and its buffers' bytes."""
+    """Sync two versions. Returns: by how many bytes this process's own and shared memory grew, and its buffers' bytes."""
     if network == NIXL:
-        os.environ["UCX_TLS"] = "tcp"  # nothing that needs both ends on one machine
+        os.environ["UCX_TLS"] = "tcp"  # no transport that needs both ends on one machine
     sync = make_sync(folder, way, network)
     end, tensors = ends(rank, folder, sync, scratch, 30.0)
     torch.distributed.barrier()
@@ -111,7 +111,7 @@ def _syncs(rank, world, folder, way, scratch, network=P2P):
 @pytest.mark.parametrize("way", [MAPPED, COLOCATED, APART])
 def test_two_buckets_of_memory_as_the_kernel_counts_it(ranks, model, tmp_path, way):
     results = ranks.run(_syncs, model, way, str(tmp_path))
-    slack = 3 * MIB  # of Python and gloo; the model is 10 times as much as two buckets
+    slack = 3 * MIB  # for Python and gloo; the model is 10 times as large as two buckets
     slots = 2 * BUCKET + 64 * 1024
     if way == COLOCATED:
         slots *= 2  # trainer ranks receive for engine ranks
@@ -119,7 +119,7 @@ def test_two_buckets_of_memory_as_the_kernel_counts_it(ranks, model, tmp_path, w
         assert buffers[0] == buffers[1] <= slots
         taken_here = buffers[0] if rank >= SOURCES else 0
         assert own <= taken_here + slack, (rank, own)
-        # an engine rank maps the slots of all trainer ranks that it takes from
+        # an engine rank maps the slots of all trainer ranks that send to it
         assert shared <= slots * (SOURCES if way == MAPPED and rank >= SOURCES else 1), (rank, shared)
 
 
@@ -159,7 +159,7 @@ def _target_dies(rank, world, folder, way, scratch, network):
         receiver.receive(1)
 
 
-# A pool whose rank died starts anew, which takes long: so not all four.
+# Only some combinations: a pool whose rank died has to start again, which takes long.
 @pytest.mark.parametrize(
     ("dies", "way", "network", "message"),
     [
@@ -175,11 +175,11 @@ def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
     if network == NIXL:
         pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
     with pytest.raises(RankError, match=message):
-        ranks.run(dies, model, way, str(tmp_path), network, timeout=40)  # less than the ends would wait
+        ranks.run(dies, model, way, str(tmp_path), network, timeout=40)  # shorter than the ends' own timeout
 
 
 def test_a_peer_that_registers_no_slots_is_named():
-    """On GPUs slots are registered anew for each version: an engine that hangs does not come to it."""
+    """On GPUs slots are registered again for each version, which an engine that hangs never does."""
     pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
 
     def nobody(key):
@@ -226,7 +226,7 @@ def test_an_end_that_nixl_finds_disconnected_is_named(call):
 
 
 def _send_from_gpu(share, folder, address, tensors):
-    """In a process of its own: a trainer rank that holds `tensors` on the first GPU, and sends two versions."""
+    """A trainer rank in a process of its own, which holds `tensors` on the first GPU and sends two versions."""
     outbox = Outbox(share, folder, "127.0.0.1", "cuda", 120.0)
     if outbox.address.hub is not None:
         outbox.join(outbox.address.hub)
@@ -251,7 +251,7 @@ def gpu_of_engine(request: pytest.FixtureRequest) -> Iterator[int]:
     ("gpu_of_engine", "way"), [(0, MAPPED), (1, APART)], indirect=["gpu_of_engine"], ids=["same", "nccl"]
 )
 def test_from_device_memory_into_an_engine_on_a_gpu(model, tmp_path, gpu_of_engine, way):
-    """On the same GPU, and over a communicator with another one."""
+    """On the same GPU, and over a communicator to another GPU."""
     source_place, target_place = ((RankPlace("node", str(gpu)),) for gpu in (0, gpu_of_engine))
     config, alone = read_model_config(model), ParallelLayout(world=1)
     sync = SyncPlan(

@@ -1,4 +1,4 @@
-"""A whole weight sync in one process: a thread for each trainer rank and for each engine rank."""
+"""A complete weight sync in one process: a thread for each trainer rank and for each engine rank."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Shard(torch.nn.Module):
-    """A model that has these parameters, whatever their names."""
+    """A model with the given parameters, whose names need not be valid attributes."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Transfer:
         folder: Path,
         at_once: bool = False,
     ) -> None:
-        """`at_once`: with the kernels of a GPU, interpreted."""
+        """`at_once`: pack and unpack with a GPU's kernels, interpreted."""
         self.trainer, self.engine = trainer, engine
         sources, targets = sync.shares()
         self.sources, self.targets = sources, [replace(target, padding={}) for target in targets]

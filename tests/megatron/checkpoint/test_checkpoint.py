@@ -1,4 +1,4 @@
-"""Ranks' states saved in one layout and loaded in the same or another one."""
+"""Ranks' states are saved in one layout and loaded in the same or another layout."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +21,7 @@ FAMILIES = {
     "mixture": {"family": "qwen3_moe"},
     "latent": {
         "family": "deepseek_v3"
-    },  # latent attention, a dense layer before the mixtures, routers' biases
+    },  # latent attention, a dense layer before the mixtures of experts, routers' biases
     "predicting": {"family": "deepseek_v3", "num_mtp_layers": 2},
     "choosing": {"family": "deepseek_v32", "fields": CHOOSING},
 }
@@ -30,7 +30,7 @@ History = list[tuple[float, float, float]]
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a tiny model of FAMILIES."""
+    """From a name in FAMILIES to the folder of its tiny model."""
 
     @cache
     def make(name: str) -> str:
@@ -43,7 +43,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def _save(
     rank: int, world: int, model: str, setting: Setting, folder: str
 ) -> tuple[dict[str, FileFacts], dict[str, str], History, dict[str, str]]:
-    """Two steps, a save and three more steps. Returns: this rank's files, hashes when saved, the last steps, hashes after."""
+    """Two steps, a save and three more steps. Returns: this rank's files, hashes at the save, the last three steps, hashes after them."""
     trainee = Trainee(rank, world, model, setting)
     trainee.steps(2)
     files = save_states(folder, trainee.states)
@@ -54,7 +54,7 @@ def _save(
 def _load(
     rank: int, world: int, model: str, setting: Setting, folder: str, again: str
 ) -> tuple[Loaded, dict[str, str], History, dict[str, str]]:
-    """Load into other random weights, save again, three steps. Returns: how, hashes when loaded, steps, hashes after."""
+    """Load over other random weights, save again, take three steps. Returns: how it was loaded, hashes then, the steps, hashes after them."""
     trainee = Trainee(rank, world, model, setting, seed=5)
     loaded = load_states(folder, trainee.states)
     found = trainee.hashes()
@@ -63,7 +63,7 @@ def _load(
 
 
 def check(ranks: RankPool, folder: Path, model: str, saved: Setting, others: list[Setting]) -> None:
-    """Save in one setting; load in the same and in others."""
+    """Save in one setting; load in the same setting and in others."""
     results = ranks.run(_save, model, saved, str(folder / "saved"), world=saved.world)
     files = [name for own, *_ in results for name in own]
     assert sorted(files) == sorted(path.name for path in (folder / "saved").iterdir())
@@ -90,7 +90,7 @@ def check(ranks: RankPool, folder: Path, model: str, saved: Setting, others: lis
         exact = (other.world, other.sizes) == (
             saved.world,
             saved.sizes,
-        )  # however the optimizer is distributed
+        )  # whether or not the optimizer is distributed
         for loaded, _, later, _ in ranks.run(
             _load, model, other, str(folder / "saved"), str(again), world=other.world
         ):
@@ -124,7 +124,7 @@ def test_latent_attention_and_experts(
 def test_layers_of_multi_token_prediction(
     ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str]
 ) -> None:
-    """They and their optimizer states; the last stage's embedding is a copy of the first one's."""
+    """The layers and their optimizer states are saved; the last stage's embedding is a copy of the first stage's."""
     saved, others = Setting(2, {"pp": 2}, mtp=True), [Setting(2, {"tp": 2, "sp": True, "ep": 2}, mtp=True)]
     check(ranks, tmp_path, model_of("predicting"), saved, others)
     assert "mtp.layers.1.eh_proj.weight" in whole_tensors(tmp_path / "saved")
@@ -134,14 +134,14 @@ def test_layers_of_multi_token_prediction(
 def test_trained_indexers(
     ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str], on_host: int | None
 ) -> None:
-    """The norms of their keys are in float32, in a model of bfloat16: an optimizer has weights of two types in a group."""
+    """The norms of indexers' keys are in float32 in a bfloat16 model: one group of an optimizer has weights of two types."""
     how: dict[str, Any] = {"dtype": torch.bfloat16, "indexers": True}
     saved = Setting(2, {"ep": 2}, on_host=on_host, **how)
     check(ranks, tmp_path, model_of("choosing"), saved, [Setting(2, {"tp": 2, "sp": True, "ep": 2}, **how)])
     found = whole_tensors(tmp_path / "saved")
     copies = [key for key in found if key.startswith("optimizer.state.fp32_param.")]
     assert len(copies) > 30 and any(".indexer.wk." in key for key in copies)
-    for key in copies:  # each is of its own weight
+    for key in copies:  # each is the copy of the weight with its name
         assert torch.equal(found[key].bfloat16(), found[key.removeprefix("optimizer.state.fp32_param.")]), key
     moments = found["optimizer.state.exp_avg.decoder.layers.0.self_attention.indexer.k_norm.bias"]
     assert moments.any()
@@ -202,7 +202,7 @@ def test_muon(
     saved: Setting,
     loaded: list[Setting],
 ) -> None:
-    """One state a matrix, at its weight's place, whatever ranks have it."""
+    """A matrix has one state, saved at its weight's place in any layout."""
     check(ranks, tmp_path, model_of(family), saved, loaded)
 
 
@@ -248,7 +248,7 @@ EVERY = {
 def test_every_layout_saves_and_loads(
     ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str], family: str, name: str
 ) -> None:
-    """Each saves for itself and for the next one: since whole tensors are compared, so for every other."""
+    """Each layout's checkpoint is loaded in the same layout and in the next one. Unsharded tensors are compared, so this covers all layouts."""
     names = [other for other in EVERY if family != "tied" or "-ep" not in other]
     following = names[(names.index(name) + 1) % len(names)]
     check(ranks, tmp_path, model_of(family), EVERY[name], [EVERY[following]])

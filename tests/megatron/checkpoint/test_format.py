@@ -1,4 +1,4 @@
-"""What checkpoints are made of: who writes what, megatron-core as a reader, refusals, damage, and saves in the background."""
+"""The format of checkpoints: which rank writes which part, loading with megatron-core, refusals, damage, and background saves."""
 
 import errno
 import json
@@ -85,7 +85,7 @@ def test_ranges_are_boxes_in_order(shape: tuple[int, ...]) -> None:
 
 
 def test_parts_are_written_once_and_shared_evenly() -> None:
-    """Eight ranks of which pairs have the same, and all have a small part."""
+    """Eight ranks: each pair shares a part, all share a small part, and each has a part of its own."""
     held = [
         [(("key", Box((rank // 2 * 4,), (4,))), 100), (("norm", Box((0,), (4,))), 4)] for rank in range(8)
     ]
@@ -108,7 +108,7 @@ def test_replicas_share_what_there_is_to_write(ranks: RankPool, model: str, tmp_
 
 
 def _load_with_megatron(rank: int, world: int, model: str, setting: Setting, folder: str) -> list[str]:
-    """megatron-core's own loader; returns the weights that are not those that our loader gives."""
+    """Load with megatron-core's own loader. Returns: the names of weights that differ from megarl's loader."""
     from megatron.core import dist_checkpointing, parallel_state
 
     ours = Trainee(rank, world, model, setting, seed=5)
@@ -135,7 +135,7 @@ def test_megatron_core_loads_the_weights(ranks: RankPool, model: str, saved: Pat
 def _refusal(
     rank: int, world: int, model: str, setting: Setting, folder: str, base: BaseModel | None = None
 ) -> str:
-    """The message of the error, having checked that no weight was changed."""
+    """The error's message, after a check that no weight was changed."""
     trainee = Trainee(rank, world, model, setting)
     before = trainee.hashes()
     with pytest.raises(ValueError) as caught:
@@ -148,7 +148,7 @@ def _refusal(
 
 
 def test_other_models_are_refused(ranks: RankPool, model: str, saved: Path, tmp_path: Path) -> None:
-    """On all ranks with one message, though only some ranks have the tensor."""
+    """All ranks raise the same message, though only some ranks have the tensor."""
 
     def refusal(name: str, base: BaseModel | None = None, **fields: Any) -> str:
         other = make_model(tmp_path / name, **fields)
@@ -184,7 +184,7 @@ def _save_critic(rank: int, world: int, model: str, folder: str) -> None:
 
 
 def _load_critic(rank: int, world: int, model: str, folder: str) -> list[str]:
-    """The weights that are not the model's."""
+    """The names of loaded weights that differ from the model's."""
     setting = Setting(2, {"tp": 2, "sp": True}, head="value")
     trainee = Trainee(rank, world, model, setting, seed=5)
     load_states(folder, trainee.states)
@@ -195,7 +195,7 @@ def _load_critic(rank: int, world: int, model: str, folder: str) -> list[str]:
 
 
 def test_a_value_head(ranks: RankPool, tmp_path: Path) -> None:
-    """Without a step: Adam has no states yet."""
+    """Saved before any step, when Adam has no states yet."""
     critic, folder = make_model(tmp_path / "hf", head="score"), str(tmp_path / "critic")
     ranks.run(_save_critic, critic, folder, world=4)
     assert ranks.run(_load_critic, critic, folder, world=2) == [[], []]
@@ -270,14 +270,14 @@ def test_base_models_are_told_apart(tmp_path: Path) -> None:
 
 
 def _save_in_background(rank: int, world: int, model: str, folder: str) -> tuple[float, float]:
-    """Save while training goes on. Returns: seconds of the beginning and of the end."""
+    """Save in the background while weights change. Returns: seconds until the start returned, and until the end."""
     trainee = Trainee(rank, world, model, TP2_PP2)
     trainee.steps(2)
     expected = trainee.hashes()
     begun = time.perf_counter()
     saving = begin_save(folder, trainee.states)
     blocked = time.perf_counter() - begun
-    assert psutil.Process().children() == []  # nothing that would outlive a rank that is killed
+    assert psutil.Process().children() == []  # no process that would outlive a killed rank
     for tensor in local_parameters(trainee.chunks).values():
         tensor.fill_(torch.nan)  # while the files are being written
     files = finish_save(saving)
@@ -315,7 +315,7 @@ def test_a_full_disk_is_named_on_all_ranks(
 
 
 def _save_with_fault(rank: int, world: int, model: str, folder: str, written: bool) -> str:
-    """Rank 0 raises a ValueError: while it writes its file, or (`written`) after all ranks have written theirs."""
+    """Rank 0 raises a ValueError: while it writes its file, or (`written`) after all ranks have written their files."""
     saving = begin_save(folder, Trainee(rank, world, model, Setting(2, {})).states, background=False)
 
     def companions() -> dict[str, FileFacts]:
@@ -333,7 +333,7 @@ def _save_with_fault(rank: int, world: int, model: str, folder: str, written: bo
 def test_a_fault_of_one_rank_is_no_file_error_of_the_others(
     ranks: RankPool, model: str, tmp_path: Path, written: bool
 ) -> None:
-    """`trainer.on_save_error` is about files."""
+    """`trainer.on_save_error` is only for file errors."""
     kinds = ranks.run(_save_with_fault, model, str(tmp_path / "actor"), written, world=2)
     assert kinds == ["ValueError", "ValueError"]
 
@@ -341,7 +341,7 @@ def test_a_fault_of_one_rank_is_no_file_error_of_the_others(
 def _load_with_another(
     rank: int, world: int, model: str, folder: str, unreadable: str
 ) -> tuple[type[Exception], str]:
-    """Load, with a folder of its own on rank 1."""
+    """Load, with another folder on rank 1."""
     trainee = Trainee(rank, world, model, Setting(world, {}))
     with pytest.raises((OSError, ValueError)) as caught:
         load_states(unreadable if rank == 1 else folder, trainee.states)
@@ -380,9 +380,9 @@ def test_a_file_that_is_damaged_for_one_rank_is_named_on_all_ranks(
 
 
 def _go_on_from_another_device(rank: int, world: int, model: str, folder: str) -> tuple[Loaded, bool]:
-    """Save random states as a GPU has them, and load. Returns: how, and whether the streams are those that begin anew."""
+    """Save random states in a GPU's form, and load. Returns: how they were loaded, and whether the random streams were restarted."""
     trainee = Trainee(rank, world, model, ONE)
-    generator = torch.zeros(16, dtype=torch.uint8)  # seed and offset: a CPU's generator has a longer state
+    generator = torch.zeros(16, dtype=torch.uint8)  # a GPU's seed and offset; a CPU's state is longer
     own = random_states()
     foreign = own | {"cuda": generator, "streams": dict.fromkeys(own["streams"], generator)}
     with pytest.MonkeyPatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Attention over packed sequences, neighbours of one length by one call, against each sequence in its own matrices."""
+"""Attention over packed sequences, with one call for neighbours of equal length, against attention of each sequence on its own."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from megarl.megatron.cpu.attention import PackedAttention
 
 
 def _module(sinks: torch.Tensor | None = None, before: int | None = None) -> PackedAttention:
-    """One rank's, without what Megatron's constructor asks for. before: positions before its own that a query attends to."""
+    """The module of one rank, without Megatron's constructor. before: how many positions before its own a query attends to."""
     module = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(module)
     module.scale, module.cp_group = None, SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -26,7 +26,7 @@ def _alone(
     sinks: torch.Tensor | None = None,
     before: int | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(dim)) v of each sequence; a sink is a further column of scores, whose weights are left out."""
+    """softmax(q k^T / sqrt(dim)) v of each sequence; a sink is an additional column of scores, whose weights are dropped after the softmax."""
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""The kernels of gated delta nets equal those that transformers has for machines without flash-linear-attention, sequence by sequence."""
+"""Gated delta nets' functions in torch equal transformers' functions for machines without flash-linear-attention, sequence by sequence."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 from megarl.megatron.cpu import delta_net
 
 HEADS, KEY, VALUE, CHANNELS, WINDOW = 3, 8, 16, 12, 4
-# Several chunks with and without a rest, one token, and a sequence of the chunk's own size.
+# Several chunks with and without a remainder, one token, and a sequence of exactly one chunk.
 PACKED = [
     pytest.param([5, 31, 1, 12], id="shorter than a chunk"),
     pytest.param([130, 1, 64, 200, 63], id="several chunks"),
@@ -19,7 +19,7 @@ def bounds(lengths: list[int]) -> torch.Tensor:
 
 
 def inputs(lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """q, k, v, g and beta of packed sequences, as a layer gives them: [1, tokens, heads, ...]."""
+    """q, k, v, g and beta of packed sequences, as a layer passes them: [1, tokens, heads, ...]."""
     generator, tokens = torch.Generator().manual_seed(7), sum(lengths)
     random = [torch.randn(1, tokens, HEADS, width, generator=generator) for width in (KEY, KEY, VALUE)]
     q, k = (part / part.norm(dim=-1, keepdim=True) for part in random[:2])
@@ -29,7 +29,7 @@ def inputs(lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch
 
 @pytest.mark.parametrize("lengths", PACKED)
 def test_the_rule_of_packed_sequences_is_that_of_each_one(lengths: list[int]) -> None:
-    """Outputs and gradients: no state goes over a bound."""
+    """Outputs and gradients: no state crosses from one sequence to the next."""
     own, given = inputs(lengths), inputs(lengths)
     found, state = delta_net.chunk_gated_delta_rule(
         *own[:3], g=own[3], beta=own[4], cu_seqlens=bounds(lengths)
@@ -53,7 +53,7 @@ def test_the_rule_without_bounds_is_of_one_sequence() -> None:
 
 
 def test_strong_decay_is_finite() -> None:
-    """exp of the decay between any two tokens, whose inverse would be infinite, and its gradients."""
+    """The decay's exponential between any two tokens, and its gradients; the exponential's inverse would be infinite."""
     q, k, v, _, beta = inputs([70])
     g = torch.full((1, 70, HEADS), -50.0, requires_grad=True)
     found, _ = delta_net.chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
@@ -76,7 +76,7 @@ def test_bfloat16_is_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("lengths", PACKED)
 def test_the_convolution_of_packed_sequences_is_that_of_each_one(lengths: list[int]) -> None:
-    """Outputs and gradients: no window goes over a bound."""
+    """Outputs and gradients: no window crosses from one sequence to the next."""
     generator, tokens = torch.Generator().manual_seed(9), sum(lengths)
     x = torch.randn(1, tokens, CHANNELS, generator=generator)
     layer = torch.nn.Conv1d(CHANNELS, CHANNELS, WINDOW, groups=CHANNELS, padding=WINDOW - 1, bias=False)
@@ -87,7 +87,7 @@ def test_the_convolution_of_packed_sequences_is_that_of_each_one(lengths: list[i
         own, weight.squeeze(1), activation="silu", initial_state=None, cu_seqlens=bounds(lengths)
     )
     assert window is None
-    # As transformers' Qwen3NextGatedDeltaNet.forward has it without causal-conv1d.
+    # As in transformers' Qwen3NextGatedDeltaNet.forward without causal-conv1d.
     expected = torch.cat(
         [
             torch.nn.functional.silu(layer(part.transpose(1, 2))[:, :, : part.shape[1]]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The rotation of packed sequences, against Hugging Face's of one sequence."""
+"""The rotation of packed sequences, against Hugging Face's rotation of one sequence."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ LENGTHS = [5, 1, 8, 3]
 
 
 def _group(size: int = 1, rank: int = 0) -> SimpleNamespace:
-    """What `rotate_packed` asks of a process group."""
+    """A process group with the methods that `rotate_packed` calls."""
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
@@ -25,7 +25,7 @@ def _angles(positions: int, width: int) -> torch.Tensor:
     return torch.cat((angles, angles), -1)[:, None, None]
 
 
-@pytest.mark.parametrize("rotated", [8, 6])  # all of a head, and a part of it
+@pytest.mark.parametrize("rotated", [8, 6])  # all of a head's width, and a part of it
 def test_every_sequence_is_rotated_as_hugging_face_rotates_it_alone(rotated: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(sum(LENGTHS), 3, 8, requires_grad=True)

@@ -1,4 +1,5 @@
-"""The doubles of Transformer Engine's modules: the tensors that they save, and RMS norm against Hugging Face's module. (test_parity and test_families check their results.)"""
+"""The stand-ins for Transformer Engine's modules: the tensors that they save, and RMS norm against Hugging Face's module.
+(test_parity and test_families check their results.)"""
 
 import math
 from collections import Counter
@@ -18,11 +19,11 @@ from megarl.megatron.parallel import init_parallel
 from tests.megatron.test_build import KINDS
 from tests.ranks import RankPool
 
-Saved = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # key, whole shape, offset, shape
+Saved = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # key, global shape, offset, shape
 
 
 def _saved_by_rank(rank: int, world: int, kind: str, sizes: dict[str, Any]) -> list[Saved]:
-    """What this rank would write to a distributed checkpoint."""
+    """The tensors that this rank would write to a distributed checkpoint."""
     layout = ParallelLayout(world=world, **sizes)
     init_parallel(layout, rank, world)
     (model,) = build_model(KINDS[kind], layout, dtype=torch.float32)
@@ -44,7 +45,7 @@ def _saved_by_rank(rank: int, world: int, kind: str, sizes: dict[str, Any]) -> l
 def test_ranks_save_every_element_of_the_same_tensors_once(
     ranks: RankPool, kind: str, sizes: dict[str, Any]
 ) -> None:
-    """The tensors are those that one rank saves alone, but for the vocabulary's padding."""
+    """The tensors equal the ones that a single rank saves, except for the vocabulary's padding."""
     whole = {key: shape for key, shape, _, _ in ranks.run(_saved_by_rank, kind, {}, world=1)[0]}
     assert any(key.endswith("experts.experts.linear_fc1.weight") for key in whole)
     written: Counter[str] = Counter()

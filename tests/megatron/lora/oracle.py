@@ -1,7 +1,7 @@
-"""Adapters as an oracle sees them: Hugging Face's model with W + scaling B A in the place of W, trained by autograd.
+"""The oracle for adapters: Hugging Face's model with W + scaling B A in place of W, trained by autograd.
 
-It knows nothing of Megatron's layers: a weight is that of the checkpoint's file, transformers' fused experts are put
-together from those of each expert, and what several weights share is a tensor that several weights are made from.
+It knows nothing of Megatron's layers: weights have the names of the checkpoint's file, transformers' fused experts are put
+together from each expert's weights, and a shared adapter is one tensor from which several weights are made.
 """
 
 import re
@@ -25,9 +25,9 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class Oracle:
-    """What it found: the adapters before training, loss and gradient norm of two steps, the first step's gradients.
+    """The oracle's results: the adapters before training, loss and gradient norm of two steps, the first step's gradients.
 
-    `adapters`, `gradients`: by the adapters' names; tensors that are shared are repeated, their gradient is the sum.
+    `adapters`, `gradients`: by the adapters' names; a shared tensor appears under each name, with the sum as its gradient.
     """
 
     adapters: dict[str, Tensor]
@@ -36,7 +36,7 @@ class Oracle:
 
 
 def owner(name: str, lora: LoraConfig, num_experts: int) -> str:
-    """The adapter tensor that stands for `name`: itself, or the one that it shares values with."""
+    """The name of the tensor that holds the values of `name`: itself, or the adapter that it shares values with."""
     if lora.expert_groups is not None:
         size = num_experts // lora.expert_groups
         name = re.sub(r"experts\.(\d+)\.", lambda found: f"experts.{int(found[1]) // size * size}.", name)
@@ -83,7 +83,7 @@ def train(model: PreTrainedModel, config: ModelConfig, lora: LoraConfig, optim: 
 
 
 def _loss(model: PreTrainedModel, make_weights: Callable[[], dict[str, Tensor]]) -> float:
-    """The mean loss of all targets; adds its gradients to the adapters'."""
+    """The mean loss of all targets; adds its gradients to the adapters' gradients."""
     total = 0.0
     for tokens in sequences():
         ids = torch.tensor([tokens])
@@ -97,7 +97,7 @@ def _loss(model: PreTrainedModel, make_weights: Callable[[], dict[str, Tensor]])
 def _merged(
     weights: dict[str, Tensor], leaves: dict[str, Tensor], owners: dict[str, str], lora: LoraConfig
 ) -> dict[str, Tensor]:
-    """Every adapted weight: W + scaling B A, with DoRA m / |W + scaling B A| times that, the norm a constant."""
+    """Every adapted weight: W + scaling B A; with DoRA this is multiplied by m / |W + scaling B A|, with the norm as a constant."""
     alpha = lora.rank if lora.alpha is None else lora.alpha
     scaling = alpha / lora.rank ** (0.5 if lora.use_rslora else 1)
     found = {}
@@ -115,7 +115,7 @@ def _merged(
 
 
 def _file_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's matrices under the names of its file, a tensor for each projection of each expert."""
+    """The model's matrices under the names in its file, with a tensor for each projection of each expert."""
     found = {}
     for name, tensor in model.state_dict().items():
         layer, fused, kind = name_in_file(model, name).rpartition("experts.")
@@ -130,7 +130,7 @@ def _file_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _in_model(model: PreTrainedModel, adapted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The adapted weights as the model has them: experts in one tensor, gate above up."""
+    """The adapted weights in the model's form: experts in one tensor, gate above up."""
     weights = _file_weights(model) | adapted
     found = {}
     for name in model.state_dict():

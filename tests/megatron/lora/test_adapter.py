@@ -1,4 +1,4 @@
-"""Dropout in adapters: the same on ranks that hold the same, off in evaluation, the same again where layers are recomputed."""
+"""Dropout in adapters: equal on ranks with the same values, off in evaluation, and repeated when layers are recomputed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.megatron.lora.test_lora import STEADY
 from tests.megatron.parity import VOCAB, batches, load_model, loss_of
 from tests.ranks import RankPool
 
-# What tensor parallel ranks cut by rows: all of them see whole tokens, so how many they are changes nothing.
+# Weights that tensor parallel ranks shard by rows: every rank sees complete tokens, so their number changes nothing.
 ROWS = LoraConfig(rank=4, target_modules=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), dropout=0.3)
 EVERY = LoraConfig(rank=4, dropout=0.3)
 
@@ -30,7 +30,7 @@ EVERY = LoraConfig(rank=4, dropout=0.3)
 def _masks(rank: int, world: int, sizes: dict[str, Any]) -> dict[str, list[float]]:
     init_parallel(ParallelLayout(world=world, **sizes), rank, world)
     start_streams(7)
-    start_streams(7)  # a second set of adapters goes on with the same ones
+    start_streams(7)  # a second set of adapters uses the same streams
     untouched = torch.get_rng_state()
     found = {name: drop(torch.ones(64), 0.25, name).tolist() for name in (TENSOR, EXPERT, OWN)}
     again = drop(torch.ones(64), 0.25, OWN).tolist()
@@ -39,7 +39,7 @@ def _masks(rank: int, world: int, sizes: dict[str, Any]) -> dict[str, list[float
 
 
 def test_ranks_that_hold_the_same_drop_the_same(ranks: RankPool) -> None:
-    """TP 2, DP 2 over ranks 0 to 3, experts on tensor parallel pairs of their own."""
+    """TP 2 and DP 2 over ranks 0 to 3; experts are on tensor parallel pairs, too."""
     found = ranks.run(_masks, {"tp": 2, "sp": True, "etp": 2}, world=4)
     for stream in (TENSOR, EXPERT):
         assert found[0][stream] == found[1][stream] and found[2][stream] == found[3][stream]
@@ -141,7 +141,7 @@ def test_evaluation_drops_nothing(ranks: RankPool, folder: str) -> None:
 def test_grouped_weights_are_one_product_or_one_each(
     inner: int, outer: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16; rows of 12 numbers do not begin at multiples of 16 bytes. Some groups are empty."""
+    """In bfloat16; rows of 12 numbers are not aligned to 16 bytes. Some groups are empty."""
     counts, launches = [3, 0, 5, 1, 0], []
     generator = torch.Generator().manual_seed(3)
     x, weight, gradient = (
@@ -170,7 +170,7 @@ def test_grouped_weights_are_one_product_or_one_each(
 
 
 def test_norms_around_zero_add_one_in_float32() -> None:
-    """As Transformer Engine does, in whose layers they are: 1 + weight has 8 bits less in bfloat16."""
+    """As in Transformer Engine, whose layers have these norms: in bfloat16 1 + weight would lose 8 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = (0.01 * torch.randn(64, generator=generator)).bfloat16()
     layer = SimpleNamespace(layer_norm_weight=weight, zero_centered_gamma=True, eps=1e-6)

@@ -1,4 +1,4 @@
-"""Adapters of every family and kind train in every layout as W + scaling B A does in the Hugging Face model."""
+"""Adapters of every family and kind train in every layout like W + scaling B A in the Hugging Face model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from tests.megatron.test_parity import GRID
 from tests.ranks import RankPool
 
 ALL = {**GRID, **DENSE_GRID, **EXPERT_GRID}
-# Steps whose gradients are clipped: a wrong norm shows in the next loss.
+# Gradients are clipped, so that a wrong norm shows in the next loss.
 OPTIM = replace(STEADY, clip_grad=0.02)
 LORA = LoraConfig(rank=4, alpha=16)
 KINDS = {
@@ -58,7 +58,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model's folder, its adapters, and what the oracle makes of both."""
+    """A model's folder, its adapters, and the oracle's results for both."""
 
     folder: str
     lora: LoraConfig
@@ -79,7 +79,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def case_of(folder_of: Callable[[str], str]) -> Callable[[str, str], Adapted]:
-    """From a family and a kind of adapters to what the oracle makes of it, made once."""
+    """From a family and a kind of adapters to the oracle's results, computed once."""
 
     @cache
     def make(name: str, kind: str) -> Adapted:
@@ -99,7 +99,7 @@ def load(folder: str, name: str) -> Any:
 
 
 def _train(rank: int, world: int, case: Adapted, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
-    """(loss, gradient norm) of two steps, and this rank's parts of the first step's gradients."""
+    """(loss, gradient norm) of two steps, and this rank's pieces of the first step's gradients."""
     layout = ParallelLayout(world=world, **sizes)
     distributed, overlap = options.pop("distributed", True), options.pop("overlap", False)
     config, chunks = load_model(rank, case.folder, layout, **options)
@@ -116,7 +116,7 @@ def _train(rank: int, world: int, case: Adapted, sizes: dict[str, Any], options:
         result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
         assert result.ok
         history.append((result.stats["loss"], result.grad_norm))
-        if step == 0 and not distributed:  # distributed, a rank has its share of them
+        if step == 0 and not distributed:  # with a distributed optimizer a rank has only its share
             grads = {
                 f"{index}:{name}": parameter.main_grad / min(1.0, OPTIM.clip_grad / result.grad_norm)
                 for index, chunk in enumerate(chunks)
@@ -140,7 +140,7 @@ def check(ranks: RankPool, case: Adapted, layout: str, **options: Any) -> list:
 
 
 def test_the_oracle_is_pefts(folder_of: Callable[[str], str]) -> None:
-    """Both train the same adapters of a dense model alike, DoRA included."""
+    """The oracle and PEFT train the same adapters of a dense model alike, including DoRA."""
     lora, folder = KINDS["dora"], folder_of("qwen2")
     oracle = lora_oracle.train(load(folder, "qwen2"), read_model_config(folder), lora, OPTIM)
     model = peft_model(folder, lora)
@@ -228,7 +228,7 @@ def test_how_they_are_trained_changes_nothing(
 def test_stages_without_adapters(
     ranks: RankPool, case_of: Callable[[str, str], Adapted], options: dict[str, Any]
 ) -> None:
-    """Ranks with nothing to train take part in the step."""
+    """Ranks without trained weights still take part in the step."""
     check(ranks, case_of("qwen2", "first layer"), "pp2", **options)
 
 
@@ -248,11 +248,11 @@ def test_stages_without_adapters(
 def test_every_gradient_is_the_oracles(
     ranks: RankPool, case_of: Callable[[str, str], Adapted], name: str, kind: str, layout: str
 ) -> None:
-    """On every rank that holds a replica or a part, whatever it is a replica or a part of; and together they are all."""
+    """On every rank, for every replica and every shard; and together the ranks' gradients are complete."""
     case = case_of(name, kind)
     expected = case.oracle.gradients
     seen = {name: torch.zeros_like(gradient, dtype=torch.bool) for name, gradient in expected.items()}
-    # Gated delta nets round more, here and in Hugging Face's model (tests/megatron/test_prediction.py).
+    # Gated delta nets have larger rounding errors, here and in Hugging Face's model (tests/megatron/test_prediction.py).
     atol = 1e-5 if name in QWEN_HYBRIDS else 1e-6
     for pieces in check(ranks, case, layout, distributed=False):
         for piece, gradient in pieces:

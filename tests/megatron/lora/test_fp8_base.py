@@ -1,4 +1,4 @@
-"""A frozen base in float8 computes, bit for bit, what the same values in the model's own type compute."""
+"""A frozen base in float8 has the same results, bit for bit, as the same values in the model's own type."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ DORA = LoraConfig(rank=4, alpha=16, base_dtype="float8", base_block=BLOCK, use_d
 def in_blocks(
     weight: torch.Tensor, scale_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """(float8 values, scales) of a matrix, block by block."""
+    """(float8 values, scales) of a matrix, computed block by block."""
     rows, columns = (-(-size // BLOCK) for size in weight.shape)
     values, scales = torch.empty(weight.shape, dtype=FP8), torch.empty(rows, columns)
     for row in range(rows):
@@ -62,9 +62,9 @@ def is_linear(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def folders_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str, str]]:
-    """From a family to three folders: a model, the same quantised and dequantised, and one in float8.
+    """From a family to three folders: a model, the model after quantising and dequantising, and the model in float8.
 
-    The last has scales that are powers of two, as DeepSeek-V3.1's: other ones than quantising anew would find.
+    The last one's scales are powers of two, as in DeepSeek-V3.1: quantising again would choose other scales.
     """
 
     @cache
@@ -128,7 +128,7 @@ def _train(
         result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
         history.append((result.stats["loss"], result.grad_norm))
     merged = MergedParameters(chunks)
-    # What kernels compute the weights from is the same, to the bit.
+    # The inputs from which kernels compute the weights give the same bits.
     assert all(torch.equal(weight_by_torch(one), merged[key]) for key, one in merged.computed().items())
     return history, {name: merged[name].detach().clone() for name in merged}
 
@@ -178,17 +178,17 @@ def _stored(rank: int, world: int, folder: str, block: int | None) -> dict[str, 
 def test_blocks_of_a_checkpoint_are_taken_as_they_are(
     ranks: RankPool, folders_of: Callable[[str], tuple[str, str, str]]
 ) -> None:
-    """Though quantising anew what they stand for would give others. They leave the device and come back as they were."""
+    """Blocks are not quantised again, which would change them. They leave the device and come back unchanged."""
     _, _, folder = folders_of("deepseek_v3")
-    expected = ranks.run(_stored, folder, None, world=2)  # float32, as the checkpoint's values are
+    expected = ranks.run(_stored, folder, None, world=2)  # float32, like the checkpoint's values
     for tensors, wanted in zip(ranks.run(_stored, folder, BLOCK, world=2), expected, strict=True):
         assert tensors.keys() == wanted.keys()
         assert not [name for name in wanted if not torch.equal(tensors[name], wanted[name])]
 
 
 def _memory(rank: int, world: int, folder: str) -> dict[str, float]:
-    """Bytes of linear weights, and how many matrices are there as exact ones at the same time: while the model is built
-    (its embedding and head included), and while it is trained."""
+    """Bytes of linear weights, and how many matrices exist unquantised at the same time: while the model is built
+    (including embedding and head), and in training."""
     layout = ParallelLayout(world=world)
     made: list[tuple[weakref.ref, int]] = []
     most = {"building": 0, "training": 0}
@@ -233,7 +233,7 @@ def _memory(rank: int, world: int, folder: str) -> dict[str, float]:
 
 
 def test_one_layer_at_a_time(ranks: RankPool, folders_of: Callable[[str], tuple[str, str, str]]) -> None:
-    """A byte an element and its block's scale; and forward and backward together, one layer's weights at most."""
+    """A byte per element and a scale per block; in forward and backward passes at most one layer's weights are unquantised."""
     (dense,) = ranks.run(_memory, folders_of("qwen2")[0], world=1)
     assert dense["bytes per element"] == 1 + 4 / BLOCK**2
     assert dense["training"] == 1
@@ -243,7 +243,7 @@ def test_one_layer_at_a_time(ranks: RankPool, folders_of: Callable[[str], tuple[
 
 
 class KeepingProduct(torch.autograd.Function):
-    """x W^T. As Transformer Engine's layers with a norm it holds on to the parameter, beside what it saves of it."""
+    """x W^T. Like Transformer Engine's layers with a norm it keeps the parameter itself, in addition to the saved tensor."""
 
     kept: torch.nn.Parameter
 
@@ -280,7 +280,7 @@ def test_a_weight_is_gone_between_the_passes_though_a_layer_holds_on_to_it() -> 
 
 
 def _alone(rendezvous: str, results: str, *args: Any) -> None:
-    """In a process of its own: `_train` as the one rank of this machine's backend."""
+    """Run `_train` in a process of its own, as a single rank with this machine's backend."""
     torch.distributed.init_process_group(
         platform.backend(), init_method=f"file://{rendezvous}", rank=0, world_size=1
     )
@@ -294,7 +294,7 @@ def _alone(rendezvous: str, results: str, *args: Any) -> None:
 def test_adapters_on_a_gpu_are_those_on_the_dequantised_base(
     folders_of, tmp_path: Path, recompute: str | None
 ) -> None:
-    """With Transformer Engine's layers where they are installed, in bfloat16: the same kernels on the same weights."""
+    """In bfloat16, with Transformer Engine's layers if installed: the same kernels on the same weights."""
     plain, rounded, _ = folders_of("qwen2")
     options = {"dtype": torch.bfloat16, "recompute_granularity": recompute}
     context, found = multiprocessing.get_context("spawn"), []

@@ -1,4 +1,4 @@
-"""Adapters train as PEFT's do on the Hugging Face model, in every layout."""
+"""Adapters train like PEFT's adapters of the Hugging Face model, in every layout."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,14 +24,14 @@ from tests.megatron.test_parity import GRID, make_case
 from tests.ranks import RankPool
 
 LORA = LoraConfig(rank=4, alpha=16)
-FEW = ("one", "tp2", "pp2_vpp2", "tp2_sp_cp2", "tp2_sp_pp2_dp2")  # of the layouts; the others are slow
-# PEFT starts B with zeros, and Adam divides by gradients that are rounding alone: here all values are random.
+FEW = ("one", "tp2", "pp2_vpp2", "tp2_sp_cp2", "tp2_sp_pp2_dp2")  # layouts; all others are slow
+# PEFT initialises B with zeros, for which Adam divides by gradients that are only rounding; here all values are random.
 STEADY = replace(OPTIM, eps=1e-4, clip_grad=0.05)
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model's folder, the adapters that it is given, and what PEFT makes of both."""
+    """A model's folder, its adapters, and PEFT's results for both."""
 
     folder: str
     adapters: dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ class Adapted:
 
 
 def peft_model(folder: str, lora: LoraConfig) -> Any:
-    """The Hugging Face model with random adapters of PEFT."""
+    """The Hugging Face model with PEFT's adapters, which have random values."""
     torch.manual_seed(11)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"),
@@ -61,7 +61,7 @@ def peft_model(folder: str, lora: LoraConfig) -> Any:
 
 
 def adapters_of(model: Any) -> dict[str, torch.Tensor]:
-    """The adapters under the names that they have in files, without PEFT's prefix."""
+    """The adapters under their names in files, without PEFT's prefix."""
     names = {
         name: name.removeprefix("base_model.model.").replace(".default", "")
         for name, parameter in model.named_parameters()
@@ -152,7 +152,7 @@ def test_recomputed_activations(ranks: RankPool, plain: Adapted, name: str) -> N
 
 
 def _on_and_off(rank: int, world: int, case: Adapted, sizes: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Log-probs of a model without adapters, with these switched off, and on; of the last stage's ranks."""
+    """Log-probs of a model without adapters, with new ones, with adapters switched off, and on; from the last stage's ranks."""
     layout = ParallelLayout(world=world, **sizes)
     config, chunks = load_model(rank, case.folder, layout)
     head, found = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
@@ -179,7 +179,7 @@ def test_adapters_that_are_off_change_nothing(ranks: RankPool, plain: Adapted) -
 
 
 def _starts(rank: int, world: int, folder: str, lora: LoraConfig, sizes: dict[str, Any]) -> list:
-    """What this rank has of each adapter as it starts."""
+    """This rank's part of each adapter before training."""
     layout = ParallelLayout(world=world, **sizes)
     config, chunks = load_model(rank, folder, layout)
     attach_adapters(chunks, config, layout, lora, seed=3)
@@ -189,7 +189,7 @@ def _starts(rank: int, world: int, folder: str, lora: LoraConfig, sizes: dict[st
 
 
 def test_adapters_start_alike_in_every_layout(ranks: RankPool, folder: str) -> None:
-    """A uniform up to 1 / sqrt(in), as PEFT's; B zero; magnitudes the norms of the rows."""
+    """A is uniform up to 1 / sqrt(in), as in PEFT; B is zero; magnitudes are the norms of the rows."""
     lora = LoraConfig(rank=4, use_dora=True)
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     shapes = logical_adapters(read_model_config(folder), lora)
@@ -215,7 +215,7 @@ def test_adapters_start_alike_in_every_layout(ranks: RankPool, folder: str) -> N
 
 
 def _moved(rank: int, world: int, case: Adapted) -> tuple[float, float]:
-    """Shares of A's larger elements that differ from what they were, after one step and after 20."""
+    """Shares of A's larger elements that have changed, after one step and after 20."""
     layout = ParallelLayout(world=world)
     config, chunks = load_model(rank, case.folder, layout, dtype=torch.bfloat16)
     attach_adapters(chunks, config, layout, LORA)
@@ -235,6 +235,6 @@ def _moved(rank: int, world: int, case: Adapted) -> tuple[float, float]:
 
 
 def test_steps_too_small_for_bfloat16_add_up(ranks: RankPool, plain: Adapted) -> None:
-    """Elements from 1/8 on are 2**-10 apart: 1e-4 changes none of them, 20 times that does."""
+    """Elements from 1/8 on are 2**-10 apart: a step of 1e-4 changes none of them, 20 such steps do."""
     ((once, often),) = ranks.run(_moved, plain, world=1)
     assert once == 0 and often > 0.5

@@ -1,4 +1,4 @@
-"""Weights with adapters merged into them compute what the adapters do, and are made one at a time."""
+"""Weights with merged adapters have the same results as the adapters, and are made one at a time."""
 
 import weakref
 from dataclasses import replace
@@ -21,12 +21,12 @@ from tests.megatron.parity import batches
 from tests.megatron.test_build import CONFIG, EXPERTS
 from tests.ranks import RankPool
 
-VOCAB = 500  # of `batches`
+VOCAB = 500  # the vocabulary of `batches`
 DORA = LoraConfig(rank=4, alpha=16, use_dora=True)
 
 
 def _move(chunks: list) -> None:
-    """Give B random values: the same where ranks have the same."""
+    """Give B random values, equal on replicas."""
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
         if parameter.requires_grad and ".lora.b" in name:
             place = (coords().ep, coords().etp) if ".experts." in name else (0, coords().tp)
@@ -36,7 +36,7 @@ def _move(chunks: list) -> None:
 
 
 def _compare(rank: int, world: int, sizes: dict[str, Any], lora: LoraConfig, moe: bool) -> tuple:
-    """Log-probs with adapters and with merged weights instead; whether names and untouched tensors are the model's."""
+    """Merged tensors' names, log-probs with adapters, and with merged weights. Names and other tensors must be the model's."""
     layout = ParallelLayout(world=world, **sizes)
     init_parallel(layout, rank, world)
     config = replace(CONFIG, vocab_size=VOCAB, moe=EXPERTS if moe else None)
@@ -50,9 +50,9 @@ def _compare(rank: int, world: int, sizes: dict[str, Any], lora: LoraConfig, moe
         expected = forward_only(chunks, batches(layout), head)
     merged, local = MergedParameters(chunks), local_parameters(chunks)
     assert list(merged) == names and len(merged) == len(names)
-    order = names if rank % 2 else names[::-1]  # ranks ask for what they like
+    order = names if rank % 2 else names[::-1]  # ranks may read weights in any order
     made = {name: merged[name] for name in order}
-    # What kernels compute them from is the same, to the bit.
+    # The inputs from which kernels compute the weights give the same bits.
     computed = merged.computed()
     assert all(torch.equal(weight_by_torch(one), made[name]) for name, one in computed.items())
     moved = [name for name in names if made[name].data_ptr() != local[name].data_ptr()]
@@ -95,7 +95,7 @@ def test_merged_weights_compute_what_adapters_do(
 
 
 def _read(rank: int, world: int) -> tuple[int, int]:
-    """How often a weight is merged when each is read by slices, and how many merged ones exist at a time."""
+    """How often weights are merged more than once if each is read by slices, and how many merged weights exist at a time."""
     layout = ParallelLayout(world=world)
     init_parallel(layout, rank, world)
     chunks = build_model(CONFIG, layout, dtype=torch.float32)

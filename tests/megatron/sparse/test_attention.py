@@ -1,4 +1,4 @@
-"""Attention to chosen keys, forward and backward, as torch computes it by a mask."""
+"""Attention to chosen keys equals torch's attention with a mask, forward and backward."""
 
 import pytest
 import torch

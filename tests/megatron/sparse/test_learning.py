@@ -1,4 +1,4 @@
-"""What indexers learn: losses and gradients of section 2.1 of arXiv:2512.02556, written in torch on Hugging Face's modules."""
+"""The training of indexers, against losses and gradients of section 2.1 of arXiv:2512.02556, in torch on Hugging Face's modules."""
 
 import sys
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from tests.ranks import RankPool
 
 TOPK = CHOOSING["index_topk"]
 COEF, MTP_COEF = 0.7, 0.3
-LENGTHS = (31, 12, 40, 23, 6, 9, 7, 3)  # three teach nothing, two of them in a micro-batch of their own
+LENGTHS = (31, 12, 40, 23, 6, 9, 7, 3)  # three are too short to teach, two in a micro-batch of their own
 SHARING = {"indexer_types": ["full", "shared", "shared", "full"]}
 
 Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
@@ -39,7 +39,7 @@ Result = tuple[dict[str, float], list[tuple[Piece, torch.Tensor]]]
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """From a family to the folder of its tiny model, DeepSeek's with two layers for multi-token prediction."""
+    """From a family to the folder of its tiny model; DeepSeek's has two multi-token prediction layers."""
 
     @cache
     def make(name: str) -> str:
@@ -65,11 +65,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 class Watched:
-    """What an attention of Hugging Face's computed last, and what its indexer was given."""
+    """The last probabilities of one of Hugging Face's attention modules, and its indexer's last inputs."""
 
     def __init__(self, attention: torch.nn.Module) -> None:
         self.attention, self.indexer = attention, attention.indexer
-        attention.config._attn_implementation = "eager"  # which returns the probabilities
+        attention.config._attn_implementation = "eager"  # only this one returns the probabilities
         attention.register_forward_hook(lambda module, inputs, output: setattr(self, "weights", output[1]))
         self.indexer.register_forward_hook(self._keep)
 
@@ -78,7 +78,7 @@ class Watched:
         self.cos, self.sin = angles
 
     def divergence(self, counts: torch.Tensor) -> torch.Tensor:
-        """The sum over the queries that count of KL(p || softmax(I)), both over the chosen keys."""
+        """KL(p || softmax(I)) over the chosen keys, summed over the queries that count."""
         own, length = self.indexer, len(counts)
         queries = (self.low.detach()[0] @ own.wq_b.weight.T).view(length, own.n_heads, own.head_dim)
         keys = own.k_norm(self.x.detach()[0] @ own.wk.weight.T)
@@ -98,7 +98,7 @@ class Watched:
         return total
 
     def _rotated(self, part: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, dim] with the first dimensions rotated, neighbours together or those half of them apart."""
+        """[tokens, heads, dim] with the first dimensions rotated, in pairs of neighbours or of dimensions that are half of them apart."""
         size = self.cos.shape[-1]
         cos, sin = (values[0, :, None, : size // 2] for values in (self.cos, self.sin))
         rotated, rest = part[..., :size], part[..., size:]
@@ -108,7 +108,7 @@ class Watched:
 
 
 def learn_by_hand(folder: str, name: str) -> tuple[torch.nn.Module, float, int]:
-    """The oracle with the gradients of all losses, the sum of the divergences without their coefficient, and the queries that taught."""
+    """The oracle with the gradients of all losses, the sum of the divergences without their coefficient, and the number of their queries."""
     depth = DEPTH if name == "deepseek_v32" else 0
     oracle = Oracle(folder, name) if depth else hugging_face(folder, FAMILIES[name])
     main = oracle.main if depth else oracle
@@ -130,7 +130,7 @@ def learn_by_hand(folder: str, name: str) -> tuple[torch.nn.Module, float, int]:
             loss = -(log_p.gather(1, tokens[1:, None])[:, 0] * counts[1:]).sum()
         if len(ids) > TOPK:
             for attention, places in zip(watched, ahead, strict=True):
-                live = counts[1 + places :]  # of the position that predicts it
+                live = counts[1 + places :]  # at the position that predicts the token
                 live = torch.cat([live, torch.zeros(len(ids) - places - len(live), dtype=torch.bool)])
                 own = attention.divergence(live)
                 loss, total, taught = loss + COEF * own, total + own.item(), taught + int(live.sum())
@@ -197,7 +197,7 @@ CASES = [
     ("glm_moe_dsa", "cp2_ep2", {}),
     ("deepseek_v32", "pp2_vpp2", {}),
 ]
-OFTEN = 4  # the others run with --slow: what is special in one of them is in these, too
+OFTEN = 4  # the others run with --slow: these cover their special features, too
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ OFTEN = 4  # the others run with --slow: what is special in one of them is in th
 def test_losses_and_gradients_are_the_papers(
     ranks: RankPool, folder_of: Callable[[str], str], name: str, layout: str, options: dict[str, Any]
 ) -> None:
-    """Those of indexers, of this loss alone; and those of all other weights, of their own alone."""
+    """Indexers get gradients from their own loss only, and all other weights none from it."""
     (world, sizes), folder = GRID[layout], folder_of(name)
     oracle, total, taught = learn_by_hand(folder, name)
     options = {**options, "indexers": True, "mtp": "detached" if name == "deepseek_v32" else None}
@@ -227,7 +227,7 @@ def test_losses_and_gradients_are_the_papers(
 def _update(
     rank: int, world: int, sizes: dict, folder: str, options: dict
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """A step with clipping: its gradient's norm, and the weights after it."""
+    """A step with clipping. Returns: its gradient's norm, and the weights after it."""
     place, _, step = _place(rank, world, sizes, folder, options, clip_grad=0.01)
     norm = step()
     return norm, {name: weight.clone() for name, weight in local_parameters(place.chunks).items()}
@@ -237,7 +237,7 @@ def _update(
 def test_other_weights_learn_the_same_bits(
     ranks: RankPool, folder_of: Callable[[str], str], layout: str
 ) -> None:
-    """Though gradients are clipped; and frozen indexers stay as they were read."""
+    """Although gradients are clipped; and frozen indexers keep the weights of the file."""
     (world, sizes), folder = GRID[layout], folder_of("deepseek_v32")
     frozen = ranks.run(_update, sizes, folder, {}, world=world)
     trained = ranks.run(_update, sizes, folder, {"indexers": True}, world=world)
@@ -254,7 +254,7 @@ def test_other_weights_learn_the_same_bits(
 
 
 def test_short_texts_teach_nothing(ranks: RankPool, folder_of: Callable[[str], str]) -> None:
-    """A step of them alone is one, with gradients of zero."""
+    """A step with only short texts is a valid step, with zero gradients for indexers."""
     ((sums, gradients),) = ranks.run(_short, folder_of("deepseek_v32"), world=1)
     assert sums == {"indexer_loss": 0.0, "indexer_tokens": 0.0}
     found = [gradient for piece, gradient in gradients if ".indexer." in piece.tensor]
@@ -269,8 +269,8 @@ def _short(rank: int, world: int, folder: str) -> Result:
 
 
 def _buckets(rank: int, world: int, folder: str, overlaps: bool) -> dict[str, torch.Tensor]:
-    """The weights after three steps, of which the second one ends with a micro-batch that teaches. `overlaps`: gradients are summed while a pass goes on,
-    weights gathered while the next one begins, in small buckets."""
+    """The weights after three steps; the second step ends with a micro-batch that teaches indexers. `overlaps`: gradients are reduced during
+    a backward pass, and weights gathered during the next forward pass, in small buckets."""
     ddp = {"overlap_param_gather": overlaps, "overrides": {"bucket_size": 5000}}
     options = {
         "indexers": True,
@@ -286,7 +286,7 @@ def _buckets(rank: int, world: int, folder: str, overlaps: bool) -> dict[str, to
 
 
 def test_overlaps_change_nothing(ranks: RankPool, folder_of: Callable[[str], str]) -> None:
-    """Weights that are gathered late are the new ones, and gradients are summed when all are there."""
+    """Weights that are gathered late are up to date, and gradients are reduced only when all of them are there."""
     folder = folder_of("deepseek_v32")
     found = [ranks.run(_buckets, folder, overlaps, world=2) for overlaps in (False, True)]
     for plain, overlapping in zip(*found, strict=True):
@@ -295,7 +295,7 @@ def test_overlaps_change_nothing(ranks: RankPool, folder_of: Callable[[str], str
 
 
 def test_small_gradients_of_float16() -> None:
-    """They have not been scaled when they are made."""
+    """Gradients are not scaled yet when the indexers' loss computes them."""
 
     def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The choice of keys: which are chosen, where queries are, and how choices are written."""
+"""The choice of keys: which keys are chosen, at which positions queries are, and how choices are stored."""
 
 import pytest
 import torch
@@ -76,5 +76,5 @@ def test_parts_choose_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LIMIT", 4 * 100)
     assert torch.equal(choose_keys(*arguments), expected)
     chosen = unpack_bits(expected, 24)
-    assert not chosen[:5].any() and not chosen[24:29].any()  # they have all keys before them
+    assert not chosen[:5].any() and not chosen[24:29].any()  # these queries attend to all keys before them
     assert (chosen[5:24].sum(-1) == 5).all() and (chosen[29:].sum(-1) == 5).all()

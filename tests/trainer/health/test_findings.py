@@ -1,6 +1,6 @@
-"""What is found in metrics: thresholds and advice by hand, collapses with random noise, and nothing in the demo.
+"""Findings in metrics: hand-computed thresholds and advice, collapses with random noise, and no findings in the demo.
 
-`demo_metrics.jsonl` has those metrics of a run of `recipes/quickstart_ppo.yaml`, as `make demo` makes it, that checks look at.
+`demo_metrics.jsonl` has the metrics that the health checks read, from a run of `recipes/quickstart_ppo.yaml` as in `make demo`.
 """
 
 import math
@@ -37,7 +37,7 @@ def test_a_healthy_step_has_no_findings() -> None:
         ("ppo_kl_low", {"actor/ppo_kl": -0.004, "actor/ratio_mean": 1.004009}),
         ("grad_norm", {"actor/grad_norm": 101.0}),
         ("entropy", {"actor/entropy": 0.009}),
-        ("entropy", {"actor/entropy": 0.05}),  # of the first step's 0.6 less than a tenth
+        ("entropy", {"actor/entropy": 0.05}),  # less than a tenth of the first step's 0.6
         ("clip_fraction", {"actor/pg_clipfrac": 0.41}),
         ("duplicate_responses", {"health/duplicate_responses": 0.91}),
         ("ngram_repetition", {"health/ngram_repetition": 0.51}),
@@ -95,7 +95,7 @@ def test_a_low_ppo_kl_means_nothing_while_scores_rise_or_the_learning_rate_is_lo
     assert finding_kinds((*KL_LOSS, *players), low, flat()) == [], "what white wins black loses"
     young = History(first_scores=[0.3, 0.5] * 5, last_scores=[0.3, 0.5] * 5, num_scores=19)
     assert finding_kinds(KL_LOSS, low, young) == []
-    # k1 alone is noise: here the probabilities change by some 6%, up and down.
+    # A low k1 estimate is no finding: the ratio's mean shows that probabilities change by some 6%, up and down.
     assert finding_kinds(KL_LOSS, {**low, "actor/ratio_mean": 1.002}, flat()) == []
 
 
@@ -128,7 +128,7 @@ def test_advice_has_keys_and_values() -> None:
         "Do: raise algorithm.kl_ctrl.kl_coef from 0.004 to 0.008 and raise actor_rollout_ref.actor.kl_loss_coef from 0.01 "
         "to 0.02; or set actor_rollout_ref.actor.target_kl=0.05, or lower actor_rollout_ref.actor.optim.lr from 1e-06"
     )
-    # What is in force counts, not what the run began with.
+    # The advice starts from the coefficient in force, not from the configured one.
     controls.kl_loss.scale(4.0)
     (high,) = find(config, controls, {"actor/ppo_kl": 0.08}, History())
     assert "kl_loss_coef from 0.04 to 0.08" in high.advice
@@ -151,7 +151,7 @@ def test_validations_that_rise_do_not_stagnate() -> None:
 
 
 def test_the_demo_has_no_findings() -> None:
-    """It rises from 34 to 80%, with a KL of a few thousandths of a nat in each step, and negative estimates of it."""
+    """The accuracy rises from 34 to 80%; the KL is a few thousandths of a nat in each step, and some of its estimates are negative."""
     overrides = ("data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32", f"{ACTOR}.optim.lr=3e-4")
     watcher = monitor(*KL_REWARD, *overrides, "actor_rollout_ref.rollout.n=1")
     steps = read_metrics(Path(__file__).with_name("demo_metrics.jsonl"))
@@ -161,7 +161,7 @@ def test_the_demo_has_no_findings() -> None:
 
 
 COLLAPSES: dict[str, Callable[[int], dict[str, float]]] = {
-    # What each kind's metrics are n steps after all was well, but for noise.
+    # For each kind of finding, its metrics n steps after the last healthy step, before noise is applied.
     "ppo_kl_high": lambda n: {"actor/ppo_kl": 0.03 * 1.5**n},
     "grad_norm": lambda n: {"actor/grad_norm": 50.0 * 2.0**n},
     "entropy": lambda n: {"actor/entropy": 0.1 / 2.0**n},
@@ -179,7 +179,7 @@ EXACT = ("critic/score/min", "critic/score/max", "actor/lr", "actor/ratio_mean")
 
 
 def noisy(metrics: dict[str, float], noise: random.Random) -> dict[str, float]:
-    """The metrics, each multiplied with a random number: by as much as 20%, shares by 5%, to 100% at most."""
+    """The metrics, each changed at random by up to 20%; shares change by up to 5% and stay at or below 100%."""
     found = dict(metrics)
     for name in sorted(metrics.keys() - set(EXACT)):
         spread = 0.05 if name in SHARES else 0.2
@@ -192,7 +192,7 @@ def test_a_collapse_is_found_within_few_steps_and_nothing_before(kind: str) -> N
     noise = random.Random(kind)
     watcher = monitor(*KL_LOSS, "data.train_batch_size=64")
     well = {name: value for name, value in HEALTHY.items() if name != "val/score/mean"}
-    if kind == "ppo_kl_low":  # a policy that has stood still from the beginning
+    if kind == "ppo_kl_low":  # a policy that has not moved since the first step
         still = {**well, "actor/ppo_kl": 1e-6, "actor/ratio_mean": 1.0}
         found = [
             watcher.check(step, {**still, "critic/score/mean": noise.gauss(0.3, 0.03)})
@@ -216,7 +216,7 @@ def test_every_kind_has_its_collapse() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_about_a_threshold_is_seldom_a_finding(seed: int) -> None:
-    """A step in two is over the bound: five in a row come every 62 steps; that these are beyond noise is rarer by far."""
+    """Every second step is over the bound, so five in a row come every 62 steps, and only rarely are they beyond noise."""
     noise, watcher, reports = random.Random(seed), monitor("health.every=1"), 0
     for step in range(1, 1001):
         reports += bool(watcher.check(step, {"actor/ppo_kl": max(noise.gauss(0.05, 0.05), 1e-3)}))
@@ -229,7 +229,7 @@ def test_what_counts_say_of_a_share() -> None:
         controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, 100)
         return find(config, controls, {"response_length/clip_ratio": 0.55}, History()) * number
 
-    # By hand: log(0.55 / 0.5) is 0.0953; its error sqrt(0.45 / 0.55 / trajectories), over the root of the steps.
+    # By hand: log(0.55 / 0.5) is 0.0953; its error is sqrt(0.45 / 0.55 / trajectories), divided by the root of the number of steps.
     assert not beyond_noise(findings(5, 64))  # 2 * 0.0506 = 0.101
     assert beyond_noise(findings(6, 64))  # 2 * 0.0462 = 0.092
     assert beyond_noise(findings(1, 512))  # 2 * 0.0400

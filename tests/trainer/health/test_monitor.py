@@ -1,4 +1,4 @@
-"""When what is found is said, and what is done about it."""
+"""When findings are reported, and which actions follow."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from tests.trainer.healthy import ACTOR, KL_LOSS, KL_REWARD, configuration, moni
 
 
 def said(watcher: HealthMonitor, values: list[float], name: str = "actor/grad_norm") -> list[int]:
-    """The steps, from 1, in which something was to be reported."""
+    """The steps, counted from 1, in which the monitor reported a finding."""
     return [step for step, value in enumerate(values, 1) if watcher.check(step, {name: value})]
 
 
@@ -33,7 +33,7 @@ def test_it_must_last_and_is_not_repeated_at_once() -> None:
         7,
     ]
     assert said(monitor("health.patience=1", "health.every=10"), [good, bad, good, bad]) == [2]
-    # Another kind has its own count.
+    # Each kind of finding has its own count.
     watcher = monitor("health.patience=1")
     assert [finding.kind for finding in watcher.check(1, {"actor/grad_norm": bad})] == ["grad_norm"]
     both = {"actor/grad_norm": bad, "actor/pg_clipfrac": 0.9}
@@ -59,7 +59,7 @@ def test_stagnation_counts_validations() -> None:
 
 
 def test_validations_that_come_later_count_for_their_own_step(tmp_path: Path) -> None:
-    """And leave alone what lasts from step to step."""
+    """Late validations do not change the counts of findings that last from step to step."""
     watcher = monitor("health.stagnation=2", "health.early_stop=[stagnation]", "health.patience=2")
     run = SimpleNamespace(folder=tmp_path, say=[].append)
     found = []
@@ -117,7 +117,7 @@ def test_actions_double_the_kl_and_lower_the_clip_ratio() -> None:
     ]
     assert (controls.kl.coef, controls.kl_loss.coef) == (pytest.approx(0.008), pytest.approx(0.02))
     assert (controls.clip_low, controls.clip_high) == (0.1, 0.1)
-    assert act(watcher, 3, {"actor/ppo_kl": 0.2}) == []  # it was said a step ago
+    assert act(watcher, 3, {"actor/ppo_kl": 0.2}) == []  # it was reported in the step before
     assert act(watcher, 4, {"health/ngram_repetition": 0.8}) == [
         "algorithm.kl_ctrl.kl_coef from 0.008 to 0.016",
         f"{ACTOR}.kl_loss_coef from 0.02 to 0.04",
@@ -143,7 +143,7 @@ def test_without_auto_action_nothing_changes() -> None:
 
 
 def batch() -> pa.Table:
-    """Prompt p: three responses, one of them twice; prompt q: one that repeats itself and one without a live token."""
+    """Prompt p has three responses, two of them equal; prompt q has one that repeats a token and one without live tokens."""
     responses = [[1, 2, 3], [1, 2, 3], [4, 5], [7, 7, 7, 7, 7], [8, 8, 8, 8, 8, 8]]
     masks = [[True] * len(ids) for ids in responses]
     masks[-1] = [False] * 6

@@ -1,4 +1,4 @@
-"""DPO on ranks: one step's loss and gradient as a plain Hugging Face loop computes them, in every layout."""
+"""DPO on ranks: in every layout, one step's loss and gradient equal those of a plain Hugging Face loop."""
 
 import math
 from itertools import combinations
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "cp2": ({"context_parallel_size": 2}, 2),
     "dp2": ({}, 2),
 }
-BASELINE = 0.7  # of KTO, in nats
+BASELINE = 0.7  # KTO's baseline, in nats
 PARALLEL = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -55,7 +55,7 @@ CASES = [*((name, HOW) for name in LAYOUTS), ("cp2", SIMPO), ("dp2", SIMPO), ("p
 
 
 def make_rankings() -> pa.Table:
-    """Three pairs and a ranking of four, two of which are equally good; the reference's log-probs are arbitrary."""
+    """Three pairs and a ranking of four responses with one tie; the reference's log-probs are arbitrary."""
     generator = np.random.default_rng(8)
     rows = []
     for number, scores in enumerate(([1.0, 0.0], [0.0, 1.0], [2.0, 0.5], [3.0, 1.0, 1.0, 2.0])):
@@ -75,7 +75,7 @@ def make_rankings() -> pa.Table:
 
 
 def make_examples() -> pa.Table:
-    """The rankings' chats by themselves, every third one undesirable; the reference's log-probs are arbitrary."""
+    """The rankings' chats as separate examples, every third one undesirable; the reference's log-probs are arbitrary."""
     chats = texts_of(make_rankings())
     tokens = [sum(mask) for mask in chats["loss_mask"].to_pylist()]
     labels = [row % 3 != 0 for row in range(chats.num_rows)]
@@ -85,7 +85,7 @@ def make_examples() -> pa.Table:
 
 
 def pair_loss(better: torch.Tensor, worse: torch.Tensor, how: DPOLossConfig) -> torch.Tensor:
-    """arXiv:2305.18290 eq. 7 with smoothed labels; SimPO and ORPO of mean log-probs."""
+    """DPO by arXiv:2305.18290 eq. 7 with smoothed labels, or SimPO or ORPO on mean log-probs."""
     if how.loss_type == "simpo":
         return -torch.sigmoid(how.beta * (better - worse) - how.gamma).log()
     if how.loss_type == "orpo":
@@ -96,7 +96,7 @@ def pair_loss(better: torch.Tensor, worse: torch.Tensor, how: DPOLossConfig) -> 
 
 
 def by_formula(model: PreTrainedModel, table: pa.Table, how: DPOLossConfig) -> float:
-    """A ranking at a time; leaves its gradient in the model."""
+    """The loss, computed one ranking at a time; its gradient stays in the model."""
     model.zero_grad()
     losses = []
     for row in table.to_pylist():
@@ -125,7 +125,7 @@ def log_ratio(model: PreTrainedModel, ids: list[int], mask: list[bool], referenc
 
 
 def kto_by_formula(model: PreTrainedModel, table: pa.Table) -> float:
-    """arXiv:2402.01306, an example at a time; leaves its gradient in the model."""
+    """KTO's loss (arXiv:2402.01306), computed one example at a time; its gradient stays in the model."""
     model.zero_grad()
     losses = []
     for row in table.to_pylist():
@@ -212,7 +212,7 @@ def ranks_of_three(ranks: RankPool, folder: str) -> Ranks:
 
 
 def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> None:
-    """Ten chats on three data parallel ranks, which share out twelve; at the reference the loss is log 2."""
+    """Ten chats on three data parallel ranks, padded to twelve; while the policy equals the reference, the loss is log 2."""
     folder, model = saved
     ours = ranks_of_three(ranks, folder)
     table = with_reference(ours, make_rankings().drop_columns(["ref_log_probs"]))
@@ -228,7 +228,8 @@ def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> Non
 
 
 def test_the_baseline_is_of_responses_to_other_prompts(ranks: RankPool, saved) -> None:
-    """At the reference it is 0, and the loss half of the weights; else the mean of the model's log-ratios, where that is positive."""
+    """While the policy equals the reference, the baseline is 0 and the loss is half of the weights' mean; otherwise the baseline is the mean of
+    the model's log-ratios, or 0 if that is negative."""
     folder, model = saved
     ours = ranks_of_three(ranks, folder)
     examples = mismatched(make_examples().drop_columns(["ref_log_prob"]), 99)

@@ -15,7 +15,7 @@ BATCH = pa.table({"uid": ["a"]})
 
 
 class Told:
-    """A run, memory and checkpoints that note their calls in `done`."""
+    """A run, memory and checkpoints that record their calls in `done`."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -83,7 +83,7 @@ def test_a_step_that_its_guard_ends_is_not_checked() -> None:
     metrics = told.driver(guard=guard).make(1, work)
     assert metrics["training/skipped"] == 1.0 and told.done == ["memory", "made", "checkpoint"]
     told.done.clear()
-    metrics = told.driver(guard=guard, test_freq=1).make(2, work)  # the validation after it is
+    metrics = told.driver(guard=guard, test_freq=1).make(2, work)  # the step's validation is checked
     assert metrics["val/score"] == 2.0
     assert told.done == ["validate", "memory", "check validation", "made", "checkpoint"]
     with pytest.raises(ArithmeticError):
@@ -92,7 +92,7 @@ def test_a_step_that_its_guard_ends_is_not_checked() -> None:
 
 @pytest.mark.parametrize("stops_after", [0, 2, 9])
 def test_a_run_ends_with_its_last_step_or_when_it_is_stopped(stops_after: int) -> None:
-    """A run whose checkpoint says that it has stopped makes no step."""
+    """A run that is stopped from the start, as its checkpoint says, makes no step."""
     told = Told()
     stopped = lambda: len(told.last) >= stops_after or f"work {stops_after}" in told.done  # noqa: E731
     told.driver(last=3, stopped=stopped, test_freq=1).drive(range(1, 4), told.work)

@@ -42,7 +42,7 @@ def test_a_step_of_which_nothing_was_logged_differs_in_nothing() -> None:
 def replayed(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str
 ) -> tuple[dict[int, Metrics], LearningState, str]:
-    """The metrics of a replay of steps 2 and 3, of which the loss of step 2 is not finite; its state, and its output."""
+    """Replay steps 2 and 3, where the loss of step 2 is not finite; return the replay's metrics, state and output."""
     config, own = configuration(*overrides), monitor(*overrides)
     state = LearningState(own.controls, own, None, SimpleNamespace(resume=lambda: 1))
     monkeypatch.setattr(LearningState, "start", lambda *arguments: state)
@@ -62,7 +62,7 @@ def replayed(
 
 
 def test_a_replay_skips_steps_as_the_run_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The settings in force stay, nothing is written, and seconds and speeds are not compared."""
+    """After a skipped step the controls are as before it; no file is written, and times and speeds are not compared."""
     found, state, text = replayed(monkeypatch, tmp_path, "trainer.on_nonfinite=skip")
     assert found == {2: {"training/skipped": 1.0}, 3: {"actor/pg_loss": 0.25, "training/skipped": 0.0}}
     assert state.controls.clip_low == 0.2 and not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Training a reward model on real ranks, against transformers' model with a plain loop over the formula."""
+"""Training a reward model on real ranks, compared with a plain loop that applies the formula to transformers' model."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ from megarl.trainer.workers.supervised import RMWorker
 from tests.ranks import RankPool
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 4, "max_position_embeddings": 64}
-# eps: Adam's first steps divide by the gradient's size, which would blow rounding up where it is almost 0.
+# eps: Adam's first steps divide by the gradient's size; where that is almost 0, a small eps would amplify rounding errors.
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-4, clip_grad=0.5)
 NUM_STEPS = 3
 LAYOUTS = {
@@ -54,7 +54,7 @@ SLOW = ("pp2", "tp2-cp2", "pp2-vpp2-dp2", "tp2-ep2", "pp2-ep2")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models with a scalar head, and one ("policy") with a language model's."""
+    """Models with a scalar head, and one ("policy") with a language model's head."""
     out, texts = tmp_path_factory.mktemp("models"), arithmetic_texts(300)
     made = {
         family: make_tiny_model(out / family, texts, family=family, head="score", **SIZES)
@@ -180,7 +180,7 @@ def plain_steps(model: torch.nn.Module, table: pa.Table) -> list[dict[str, float
 def test_training_is_that_of_transformers_in_every_layout(
     ranks: RankPool, folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """Three steps; and what is exported scores as the model that the plain loop has trained, from its own files."""
+    """Three steps; then the exported model, loaded from its files, gives the same scores as the model from the plain loop."""
     (family, world, sizes), table = LAYOUTS[name], rankings()
     model = AutoModelForSequenceClassification.from_pretrained(
         folders[family], dtype=torch.float32, num_labels=1
@@ -200,19 +200,19 @@ def test_training_is_that_of_transformers_in_every_layout(
     for tensor, wanted in model.state_dict().items():
         torch.testing.assert_close(weights[tensor], wanted, rtol=0, atol=2e-6, msg=tensor)
     for row in table.to_pylist():
-        # all texts of a row as one batch: transformers finds each one's last token by the padding that config.json names
+        # All texts of a row form one batch: transformers finds each text's last token by the padding token in config.json.
         batch = tokenizer.pad({"input_ids": row["input_ids"]}, padding_side="right", return_tensors="pt")
         with torch.no_grad():
             scores = exported(**batch).logits[:, 0]
             wanted = torch.cat([model(torch.tensor([ids])).logits[0] for ids in row["input_ids"]])
-        # Mixtures magnify the last digit of the weights.
+        # Mixtures of experts amplify differences in the last digit of the weights.
         torch.testing.assert_close(scores, wanted, rtol=1e-5 if "ep" not in sizes else 1e-4, atol=1e-5)
     assert read_normalization(tmp_path / "rm") == RewardNormalization(0.5, 2.0, 3)
 
 
 def test_a_policy_becomes_a_reward_model(ranks: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:
-    """A new head begins at zero: the loss is log 2, half of the pairs are right, and the model's own weights have no
-    gradient yet. What is exported is a model for classification, whose language model's head is gone."""
+    """A new head begins at zero: the loss is log 2, half of the pairs are right, and the model's other weights have no
+    gradient yet. The exported model is a classification model without the language model's head."""
     table = rankings().slice(1, 4)
     table = table.set_column(3, "margin", pa.array([0.0] * 4, pa.float32()))
     results = run_on_ranks(ranks, folders["policy"], 2, {"tp": 2}, table, head_init="zeros", steps=1)
@@ -228,7 +228,7 @@ def test_a_policy_becomes_a_reward_model(ranks: RankPool, folders: dict[str, Pat
 
 
 def test_padding_that_is_the_end_token_is_not_named(folders: dict[str, Path]) -> None:
-    """transformers would take the token before the end of a text for its last."""
+    """Otherwise transformers would take the end token for padding, and the token before it for the last of the text."""
     config, tokenizer = read_model_config(str(folders["policy"])), load_tokenizer(folders["policy"])
     fields = classifier_fields(config, tokenizer)
     assert fields["architectures"] == ["Qwen2ForSequenceClassification"]
@@ -238,7 +238,7 @@ def test_padding_that_is_the_end_token_is_not_named(folders: dict[str, Path]) ->
 
 
 def test_a_reward_model_without_a_class_in_transformers_is_refused(tmp_path: Path) -> None:
-    """Of Qwen3.5's a dense language model alone has one."""
+    """Of the Qwen3.5 models, only dense language models have such a class."""
     for number, (family, vision) in enumerate((("qwen3_5", True), ("qwen3_5_moe", False))):
         folder = make_tiny_model(tmp_path / str(number), ["some text"], family=family, vision=vision)
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The loop of fine-tuning: which validation is the best, when a run ends, what is written when."""
+"""The loop of fine-tuning: which validation is the best, when a run ends, and when models and checkpoints are written."""
 
 import json
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ LOSSES = [3.0, 2.0, 1.95, 1.99, 1.0, 1.2, 1.1]
 
 
 class QuietRun(Run):
-    """A run whose steps are kept instead of logged."""
+    """A run that keeps the metrics of its steps instead of logging them."""
 
     def __init__(self, folder: Path, store: CheckpointStore) -> None:
         super().__init__(folder, console=None, store=store)
@@ -53,7 +53,7 @@ class QuietRun(Run):
 
 
 class Group:
-    """A group of one rank, whose state is the number of its updates."""
+    """A worker group of one rank, whose state is its number of updates."""
 
     def __init__(self, done: list[Any]) -> None:
         self.done = done
@@ -71,7 +71,7 @@ class Group:
 
 
 def play(folder: Path, num_steps: int = 7, **keys):
-    """Run steps whose validation losses are `LOSSES`; the model that is written is the number of its updates."""
+    """Run steps whose validation losses are `LOSSES`; a written model consists of its number of updates."""
     trainer = TuningTrainerConfig(default_local_dir=str(folder), test_freq=1, **keys)
     config = resolve(load_config(SFTConfig, None, RECIPE))
     done: list[Any] = []
@@ -120,7 +120,7 @@ def test_the_best_model_is_that_of_the_lowest_validation_loss(tmp_path: Path) ->
 
 
 def test_a_run_ends_when_validations_no_longer_improve(tmp_path: Path) -> None:
-    """Steps 3 and 4 are lower than step 2's 2.0, but not by 0.1."""
+    """The losses of steps 3 and 4 are lower than step 2's 2.0, but by less than 0.1."""
     run, num_steps, models, _ = play(
         tmp_path, early_stop_patience=2, early_stop_min_delta=0.1, save_best=True
     )
@@ -131,7 +131,7 @@ def test_a_run_ends_when_validations_no_longer_improve(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_the_next_rows(tmp_path: Path) -> None:
-    """Stopped after step 5, saved after step 4; patience counts on, the best loss is remembered."""
+    """The run stops after step 5, and its last checkpoint is of step 4; the count for early stopping and the best loss are restored."""
     keys = {"save_freq": 2, "save_hf": True, "save_best": True}
     _, _, _, rows = play(tmp_path / "whole", **keys)
     play(tmp_path / "cut", num_steps=5, **keys)

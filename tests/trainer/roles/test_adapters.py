@@ -1,4 +1,4 @@
-"""Sections `lora` against the models' files, and whether engines serve adapters or merged weights."""
+"""Checks of the `lora` sections against the models' files, and whether engines serve adapters or merged weights."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def check(task: Path, *overrides: str) -> None:
 
 def test_patterns_and_groups_of_all_models_are_refused_at_once(task: Path) -> None:
     check(task, f"{ACTOR}.rank=4", f"{CRITIC}.rank=2")
-    check(task, f"{ACTOR}.target_modules=[nothing]")  # not read without a rank
+    check(task, f"{ACTOR}.target_modules=[nothing]")  # target_modules is not checked without a rank
     with pytest.raises(ValueError) as caught:
         check(
             task, f"{ACTOR}.rank=4", f"{ACTOR}.target_modules=[q_proj,qkv_proj]", f"{CRITIC}.rank=2",
@@ -48,7 +48,7 @@ def test_blocks_that_shards_cut_are_refused(task: Path) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_adapters_of_shared_experts_that_overlap_are_refused(tmp_path: Path, family: str) -> None:
-    """Megatron gathers their tokens outside of the layers then, where tensor parallel ranks share them."""
+    """With that overlap Megatron gathers the tokens, which are sharded over tensor parallel ranks, outside of the experts' layers."""
     model = read_model_config(str(make_tiny_model(tmp_path / "model", ["some text"], family=family)))
     overlap = "megatron.override_transformer_config={moe_shared_expert_overlap: true}"
 

@@ -1,4 +1,4 @@
-"""What moves to and from the devices between the phases of a step, and how it is accounted for."""
+"""Which memory moves to and from the devices between the phases of a step, and the account of it."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass
 class Group:
-    """Two processes of a device each; `log` records what is on the devices after each call."""
+    """Two processes with a device each; `log` records the parts that are on the devices after each call."""
 
     role: str
     parts: list[str]
@@ -51,7 +51,7 @@ class Group:
 
 @dataclass
 class FakeRun:
-    folder: Path | None = None  # None: nothing is written
+    folder: Path | None = None  # None: no file is written
     at_step: int = 1
     said: list[str] = field(default_factory=list)
     seconds: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ PARTS = {
 
 
 def make(movable=True, critic_devices=("d0", "d1"), gpu_id=None):
-    """All on two devices, d0 and d1, if the critic is not elsewhere; engines released as at a run's start."""
+    """All roles on two devices, d0 and d1, except a critic with `critic_devices`; movable engines begin off the devices, as at a run's start."""
     everything, log, owners = set(), [], []
     for role, parts in PARTS.items():
         devices = critic_devices if role == "critic" else ("d0", "d1")
@@ -91,7 +91,7 @@ def make(movable=True, critic_devices=("d0", "d1"), gpu_id=None):
 
 
 def test_never_both_copies_and_both_caches():
-    """Over any order of phases, between any two moves."""
+    """In any order of phases, the devices hold exactly the parts that the current phase needs."""
     for order in itertools.permutations(STEP):
         memory, log, _ = make()
         for phase in (*order, *order[:1]):
@@ -100,7 +100,7 @@ def test_never_both_copies_and_both_caches():
                 renamed = {name.replace("actor_reference", "ref_weights") for name in here}
                 there = {owner.name for owner in memory.owners}
                 assert renamed == there & set(NEEDS[phase])
-    # The order of a run: a cache comes after the weights were synced.
+    # The order of a run: the KV cache comes after the weight sync.
     memory, log, _ = make()
     for phase in (*STEP, *STEP, "sync", "generate", "export"):
         with memory.held(phase):
@@ -213,7 +213,7 @@ def test_groups_that_share_a_gpu_are_in_different_turns():
     assert gpu_turns([actor, critic, ref, judge]) == [[0, 2], [1, 3]]
     assert gpu_turns([actor, actor, judge]) == [
         [0, 1, 2]
-    ]  # calls of the same processes come one after the other
+    ]  # calls of the same processes run one after the other anyway
     assert gpu_turns([group("a"), group("a"), group("a")]) == [[0], [1], [2]]
     on_cpu = [group("a", gpu_id=None) for _ in range(3)]
     assert gpu_turns(on_cpu) == [[0, 1, 2]]
@@ -222,7 +222,7 @@ def test_groups_that_share_a_gpu_are_in_different_turns():
 
 @pytest.mark.parametrize("movable", [True, False])
 def test_a_critic_in_the_actors_processes_waits_for_them(movable):
-    """Besides its own parts it needs the actor's model."""
+    """In addition to its own parts the critic needs the actor's weights."""
     memory, log, _ = make(movable)
     (actor,) = {
         owner.group.role: owner.group for owner in memory.owners if owner.name == "actor_weights"
@@ -263,10 +263,10 @@ def test_the_account_is_of_the_fullest_device(tmp_path):
     metrics = memory.report()
     assert metrics["memory/sync/actor_weights"] == 8 * MIB
     assert metrics["memory/sync/total"] == 8 * MIB + 8 * MIB  # on d1
-    # d1 has the actor's and the reference's second parts and the critic's first one
+    # d1 has the second process of the actor and of the reference, and the critic's first process
     assert metrics["memory/evaluate_models/total"] == (8 + 8 + 4) * MIB
     assert metrics["memory/sync/rollout_kv_cache"] == metrics["memory/sync/actor_optimizer"] == 0
-    assert metrics["memory/sync/actor_on_host"] == 7  # counted, but not on the device
+    assert metrics["memory/sync/actor_on_host"] == 7  # reported, but not part of the device's total
     assert memory.run.seconds.count("sync") == 1
     rows = {
         line.split()[0]: line.split()[1:]
@@ -289,7 +289,7 @@ def test_the_account_is_taken_now_and_then_and_written_when_it_changes(tmp_path)
         written.append((tmp_path / "memory.txt").read_text().split(":")[0])
     assert taken == [1, 2, 10, 20]
     assert written == [f"device memory after step {1 if step < 20 else 20}" for step in range(1, 22)]
-    # d1 has the second parts of the weights, then of the cache, too.
+    # d1, with the second process of each role, is the fullest: first with weights, later with the KV cache, too.
     path = tmp_path / "memory.txt"
     assert run.said == [
         f"device memory: 16.0 MiB on the fullest device, in sync; all phases: {path}",

@@ -1,4 +1,4 @@
-"""The rollout engines of a run: their configuration, deterministic responses, and news of a slow start."""
+"""The rollout engines of a run: their configuration, deterministic responses, and reports of a slow start."""
 
 import threading
 from dataclasses import replace
@@ -68,7 +68,7 @@ MEASURED = ("timing_s/", "perf/", "sync/seconds", "memory/")
 
 
 def chosen(folder):
-    """The metrics of a run that no clock and no other process has a part in, by step."""
+    """The metrics of a run, by step, without measured times, speeds and memory."""
     return [
         {name: value for name, value in step.items() if name != "time" and not name.startswith(MEASURED)}
         for step in steps(folder)
@@ -81,7 +81,7 @@ def run(task, folder, *settings):
 
 
 def assert_same(first, second):
-    """Metrics, trajectories, validation's answers and weights of two runs, bit for bit."""
+    """Two runs have the same metrics, trajectories, validation answers and weights, bit for bit."""
     for number, (a, b) in enumerate(zip(chosen(first), chosen(second), strict=True), start=1):
         different = {
             name: (a.get(name), b.get(name)) for name in a.keys() | b.keys() if a.get(name) != b.get(name)
@@ -92,7 +92,7 @@ def assert_same(first, second):
     for name in files:
         a, b = (read_trajectories(folder / "rollouts" / name) for folder in (first, second))
         for column in a.column_names:
-            assert repr(a[column].to_pylist()) == repr(b[column].to_pylist()), (name, column)  # of NaN, too
+            assert repr(a[column].to_pylist()) == repr(b[column].to_pylist()), (name, column)  # NaN, too
     name = "hf/model.safetensors"
     assert (first / name).read_bytes() == (second / name).read_bytes()
 
@@ -100,7 +100,7 @@ def assert_same(first, second):
 @pytest.mark.slow
 @needs_invariance
 def test_a_run_does_not_depend_on_when_things_happen(task, tmp_path):
-    """PPO with a critic, several turns and two engines: requests come at once, or at random times within 0.1 s."""
+    """PPO with a critic, several turns and two engines: with environments that answer at once, or after random times of up to 0.1 s."""
     plugin = tmp_path / "slow.py"
     plugin.write_text(PLUGIN)
     stops = list(range(3, len(load_tokenizer(f"{task}/model", False)), 2))

@@ -1,4 +1,4 @@
-"""Engines that are lost, and what their replacements hold."""
+"""Lost engines, and the parts that their replacements hold."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ def process(rank: int) -> RankProcess:
 
 
 class Engines:
-    """Two engines, both dead; the second dies again while it is first started anew."""
+    """Two engines, both dead; the second dies again during its first restart."""
 
     role = "rollout"
 
@@ -67,7 +67,7 @@ def test_each_new_engine_releases_what_the_others_have_released_though_the_next_
 
 
 def test_an_engine_too_many_is_a_lost_process_also_where_no_call_showed_it() -> None:
-    """`trainer.max_restarts` starts a run again that loses a process, and after no other error."""
+    """The error must be that of a lost process: `trainer.max_restarts` restarts a run after no other error."""
     engines = Engines()
     memory = SimpleNamespace(make_room=lambda group: None, join=lambda group, ranks: None)
     restarts = EngineRestarts(Run(engines), engines, 1, memory, lambda: None, lambda version: None)

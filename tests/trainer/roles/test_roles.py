@@ -31,7 +31,7 @@ MODEL = ModelConfig(
 
 
 class Pool(SimpleNamespace):
-    """A pool of GPUs (`gpus`) or of slots on one node."""
+    """A pool on one node, of GPUs (`gpus`) or of process slots."""
 
     def __init__(self, count: int, gpus: bool, name: str = "pool") -> None:
         placement = SimpleNamespace(id=name.encode())
@@ -52,7 +52,7 @@ def test_engine_ranks_take_devices_that_hold_their_weights() -> None:
     for gpus in (True, False):
         pool = Pool(4, gpus)
         order = engine_devices(rollout, MODEL, ParallelLayout(4, tp=4), pool, pool)
-        # Rank 0 of each engine serves what devices 0 and 1 hold.
+        # Rank 0 of each engine serves the weights that devices 0 and 1 hold.
         assert {order[0], order[2]} == {0, 1} and {order[1], order[3]} == {2, 3}
         assert link_bytes(pool, pool, order)["local"] > link_bytes(pool, pool, (0, 1, 2, 3))["local"]
 

@@ -1,4 +1,4 @@
-"""Weight syncs of real runs, by other ways than the default."""
+"""Weight syncs of real runs with settings other than the defaults."""
 
 import shutil
 
@@ -22,7 +22,7 @@ SMALL = [
 
 @pytest.mark.slow
 def test_point_to_point_in_float8_and_only_what_changed(task, tmp_path):
-    """Two actor ranks, two engines; validation before the first step has synced the very weights of step 1."""
+    """Two actor ranks, two engines; the validation before the first step has already synced the weights of step 1."""
     succeed(
         "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.val_before_train=true", "trainer.test_freq=2",
         "actor_rollout_ref.rollout.sync_transport=p2p", "actor_rollout_ref.rollout.sync_skip_unchanged=true",
@@ -34,9 +34,9 @@ def test_point_to_point_in_float8_and_only_what_changed(task, tmp_path):
     assert second["sync/bytes_unchanged"] < 0.5 * total
     for step in (first, second):
         assert step["sync/bytes_max_per_rank"] == total / 2
-        # trainer ranks receive for engine ranks: two buckets of each
+        # the trainer ranks also hold the buffers of the engine ranks: two buckets for each side
         assert step["sync/engine_buffer_bytes_max"] == 0 < step["sync/trainer_buffer_bytes_max"]
-        # the engine's weights are rounded to 3 bits: close, but not as close as float32 would be
+        # the engine's weights have 3 bits of mantissa: log-probs are close, but less than with float32
         assert 1e-4 < step["training/rollout_log_prob_diff_max"] < 0.5
     for step, model in ((0, task / "model"), (2, tmp_path / "hf")):
         answers = read_trajectories(tmp_path / "rollouts" / f"val-{step:06d}.parquet")
@@ -46,7 +46,7 @@ def test_point_to_point_in_float8_and_only_what_changed(task, tmp_path):
 
 
 def in_float8(model, out, block):
-    """The model with the values that the projections of its layers have in float8: w / s rounded, times s, with
+    """A copy of the model whose layers' projections have their float8 values: w / s is rounded, then multiplied by s, where
     s = amax / 448 of each block."""
     shutil.copytree(model, out)
     tensors = load_file(model / "model.safetensors")
@@ -64,10 +64,10 @@ def in_float8(model, out, block):
 
 @pytest.mark.slow
 def test_adapters_are_served_with_weights_that_are_sent_once(task, tmp_path):
-    """Two actor ranks, two engines; step 2's validation is answered by adapters that came alone."""
+    """Two actor ranks, two engines; step 2's validation uses adapters that were sent without the base weights."""
     printed = succeed(
         "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.test_freq=2", "actor_rollout_ref.model.lora.rank=4",
-        "actor_rollout_ref.actor.entropy_coeff=0.1",  # so that there is something to learn, whatever the rewards
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # so that there is a gradient with any rewards
     )  # fmt: skip
     assert "rollout engines serve adapters beside the weights" in printed
     first, second = steps(tmp_path)
@@ -83,12 +83,12 @@ def test_adapters_are_served_with_weights_that_are_sent_once(task, tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_on_two_nodes(task, tmp_path):
-    """Of one machine: two processes of one engine, which the actor's two ranks send their halves to."""
+    """Both nodes are this machine: one engine has two processes, and each of the actor's two ranks sends its half to one of them."""
     succeed(
         "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.test_freq=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.num_engines=1",
         "actor_rollout_ref.rollout.nodes_per_engine=2",
-        "actor_rollout_ref.actor.entropy_coeff=0.1",  # so that there is something to learn, whatever the rewards
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # so that there is a gradient with any rewards
     )  # fmt: skip
     assert {path.name for path in (tmp_path / "logs").glob("rollout*")} == {
         "rollout-rank0.log",
@@ -104,7 +104,7 @@ def test_an_engine_on_two_nodes(task, tmp_path):
 
 @pytest.mark.slow
 def test_engines_apart_get_the_same_from_each_other_whatever_carries_it(task, tmp_path):
-    """Two actor ranks, two engines with devices of their own, the second of which gets everything from the first one."""
+    """Two actor ranks, two engines with devices of their own, where the second engine gets all weights from the first."""
     weights = []
     for transport in ("auto", "p2p", "nixl"):
         run = tmp_path / transport

@@ -1,4 +1,4 @@
-"""When a run saves what, and from which checkpoint it goes on; the ranks' own states are a file here."""
+"""When a run saves a checkpoint, and from which one it resumes; the state of a rank is a file here."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ RECIPE = [
 
 
 class Counter:
-    """A part of the controller."""
+    """A part of the controller whose state belongs to the checkpoint."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -48,13 +48,13 @@ class Counter:
 
 
 class Ranks:
-    """A group of two ranks, each of which writes a file; `fails` is raised instead."""
+    """A worker group of two ranks, each of which writes a file, or raises `fails` if it is set."""
 
     def __init__(self) -> None:
         self.fails: Exception | None = None
         self.loaded: list[tuple[str, ...]] = []
         self.saving: tuple[str, ...] | None = None
-        self.slow = False  # one rank still writes
+        self.slow = False  # whether one rank is still writing
 
     def call(self, method: str, *arguments: Any, background: bool = False) -> list[Any]:
         if method == "load_checkpoint":
@@ -145,7 +145,7 @@ def test_a_new_run_begins_at_step_0(tmp_path: Path) -> None:
 
 
 def test_files_are_written_while_steps_go_on(tmp_path: Path) -> None:
-    """What is committed later is the state of the step after which it was begun."""
+    """A checkpoint has the state after the step at which its save began, although it is committed later."""
     checkpoints = start(tmp_path, save_freq=2, async_save=True)
     ranks, root = checkpoints.groups["actor"], tmp_path / "checkpoints"
     checkpoints.parts["counter"].value = 2
@@ -158,7 +158,7 @@ def test_files_are_written_while_steps_go_on(tmp_path: Path) -> None:
     assert steps_in(root) == [2]
     assert json.loads((root / "step-2" / "run.json").read_text())["counter"] == {"value": 2}
     checkpoints.after(4, {}, last=False)
-    checkpoints.after(6, {}, last=False)  # waits for the one of step 4
+    checkpoints.after(6, {}, last=False)  # waits for the save of step 4
     assert steps_in(root) == [2, 4]
     checkpoints.after(7, {}, last=True)
     assert steps_in(root) == [2, 4, 6]
@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
     again = start(tmp_path, resumed=True, save_freq=2)
     assert again.resume() == 2
     assert "actor/rank-0" in capsys.readouterr().out
-    # The damaged one stays for people to look at, out of the way of this run's own step 4.
+    # The damaged checkpoint is moved aside for inspection, so that this run can save its own step 4.
     assert (tmp_path / "checkpoints-1" / "step-4" / "actor" / "rank-0").read_text() == "actor 9"
     play(again, 3, 4)
     assert steps_in(tmp_path / "checkpoints") == [2, 4]
@@ -192,7 +192,7 @@ def test_a_new_course_leaves_the_old_ones_checkpoints_aside(tmp_path: Path) -> N
 
 
 def test_a_course_from_elsewhere_leaves_earlier_steps_aside_too(tmp_path: Path) -> None:
-    """A restart must not go on from what another course left in the run folder."""
+    """A restart must not resume from checkpoints that an earlier run left in the run folder."""
     play(start(tmp_path / "one", save_freq=3), 1, 3)
     play(start(tmp_path / "other", save_freq=1), 1, 2)
     path = str(tmp_path / "one" / "checkpoints" / "step-3")
@@ -229,7 +229,7 @@ def test_the_best_checkpoint_is_saved_and_kept(tmp_path: Path) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2}
     metrics = {step: {"val/score/mean": score} for step, score in scores.items()}
     play(start(tmp_path, max_ckpt_to_keep=1, best_metric="val/score/mean"), 1, 4, metrics)
-    assert steps_in(tmp_path / "checkpoints") == [1, 2]  # the best one before goes with the next save
+    assert steps_in(tmp_path / "checkpoints") == [1, 2]  # the next save deletes the previous best
     play(start(tmp_path, resumed=True, save_freq=1, max_ckpt_to_keep=1, best_metric="val/score/mean"), 3, 6)
     assert steps_in(tmp_path / "checkpoints") == [2, 6]
 
@@ -255,7 +255,7 @@ def test_best() -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_best_checkpoint_is_one_that_was_written(tmp_path: Path, background: bool) -> None:
-    """The disk is full when the best value comes: what is better than the last one saved is saved then."""
+    """The disk is full at the step with the best value; the next step that is better than the last saved best is saved."""
     keys = {"best_metric": "val/score", "on_save_error": "continue", "async_save": background}
     checkpoints = start(tmp_path, **keys)
     ranks, root = checkpoints.groups["actor"], tmp_path / "checkpoints"
@@ -330,7 +330,7 @@ def test_the_second_sigterm_ends_at_once() -> None:
 
 
 def test_a_deadline_ends_the_run_in_time(tmp_path: Path) -> None:
-    """A minute, of which 40 s are over: a step of 1 s fits in, one of 30 s does not."""
+    """40 s of a minute are over: another step of 1 s fits into the rest, one of 30 s does not."""
     checkpoints = start(tmp_path, begun=time.monotonic() - 40, max_run_minutes=1.0)
     checkpoints.after(1, {}, last=False)
     assert steps_in(tmp_path / "checkpoints") == []
@@ -345,7 +345,7 @@ def test_a_deadline_ends_the_run_in_time(tmp_path: Path) -> None:
 def test_a_deadline_leaves_time_for_files_that_are_written_in_the_background(
     tmp_path: Path, seconds: float, ends: bool
 ) -> None:
-    """Two minutes, of which 40 s are over: half as much again as a step of 1 s and a save must fit into the rest."""
+    """40 s of two minutes are over: 1.5 times the duration of a step of 1 s and a save must fit into the rest."""
     checkpoints = start(
         tmp_path, begun=time.monotonic() - 40, max_run_minutes=2.0, save_freq=2, async_save=True
     )
@@ -353,7 +353,7 @@ def test_a_deadline_leaves_time_for_files_that_are_written_in_the_background(
     assert checkpoints._unfinished is not None
     checkpoints._unfinished = replace(checkpoints._unfinished, begun=checkpoints._unfinished.begun - seconds)
     checkpoints.groups["actor"].slow = False
-    checkpoints.after(3, {}, last=False)  # commits it
+    checkpoints.after(3, {}, last=False)  # commits the checkpoint of step 2
     with pytest.raises(SystemExit) if ends else nullcontext():
         checkpoints.after(5, {}, last=False)
     checkpoints.run.store.close()
@@ -361,7 +361,7 @@ def test_a_deadline_leaves_time_for_files_that_are_written_in_the_background(
 
 @pytest.mark.parametrize("error", ["here", "in a rank"])
 def test_a_full_disk(tmp_path: Path, error: str) -> None:
-    """The older checkpoint stays; the run ends, or goes on and says so."""
+    """The older checkpoint stays; the run reports the failed save, then ends or continues."""
     full = OSError(28, "No space left on device", "x")
     failure = full if error == "here" else failed("OSError", "[Errno 28] No space left on device: 'x'")
     for mode in ("stop", "continue"):
@@ -404,7 +404,7 @@ def test_other_errors_of_ranks_are_not_taken_for_a_full_disk(tmp_path: Path, fai
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ETIMEDOUT, errno.EEXIST, errno.ENOTDIR])
 def test_a_file_system_has_many_errors(tmp_path: Path, number: int) -> None:
-    """Python has classes of its own for some; a network file system that does not answer is a TimeoutError."""
+    """Python has a class for some of the error numbers; a network file system that does not answer is a TimeoutError."""
     checkpoints = start(tmp_path, save_freq=1, on_save_error="continue")
     error = OSError(number, "it cannot be written", "x")
     checkpoints.groups["actor"].fails = failed(type(error).__name__, str(error))
@@ -424,7 +424,7 @@ def test_a_fault_of_one_role_is_not_hidden_by_a_full_disk_of_another(tmp_path: P
 
 
 def test_a_checkpoint_after_the_last_step_is_refused(tmp_path: Path) -> None:
-    """With fewer steps than were made nothing could be trained, and an older model would be exported as this one."""
+    """If the run had fewer steps than the checkpoint, it would train nothing and export the checkpoint's model as its own."""
     play(start(tmp_path, save_freq=1), 1, 3)
     config = resolve(load_config(SFTConfig, None, [*RECIPE, f"trainer.default_local_dir={tmp_path}"]))
     said: list[str] = []

@@ -35,7 +35,7 @@ def config(recipe: str, *overrides: str) -> TrainConfig | SFTConfig | EvalConfig
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """machine(gpus, cores): what this one seems to have."""
+    """machine(gpus, cores): make this machine seem to have so many GPUs and cores."""
 
     def machine(gpus: int, cores: int) -> None:
         monkeypatch.setattr(cluster_setup, "gpus_here", lambda: gpus)
@@ -94,11 +94,11 @@ def test_a_run_has_fork_servers_for_the_processes_that_it_starts():
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The modules that a copy of each kind begins with."""
+    """The modules that a process forked from each kind's fork server begins with."""
     script = tmp_path_factory.mktemp("kinds") / "script.py"
     script.write_text(LIST)
     with cluster_setup_of(TRAIN) as cluster_setup:
-        # One after the other: an asker waits 30 s.
+        # One after the other, since a request to a fork server times out after 30 s.
         return {
             kind: copy_of(cluster_setup.fork_servers[kind], script)
             for kind in (MODEL_PROCESSES, ENGINE_PROCESSES)

@@ -1,4 +1,4 @@
-"""A run that begins anew leaves what an earlier run wrote whole, and mixes nothing of it with its own."""
+"""A run that starts from the beginning keeps all files of an earlier run, and mixes none of them with its own."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def sft(folder: Path, *overrides: str) -> SFTConfig:
 
 
 def written(folder: Path, *names: str) -> dict[str, bytes]:
-    """Files as a run writes them, with their contents."""
+    """Write files with the names that a run uses; return their contents."""
     contents = {}
     for name in (
         "config.yaml",
@@ -104,7 +104,7 @@ def test_an_evaluation_keeps_the_scores_of_the_one_before(tmp_path: Path) -> Non
 
 
 def test_the_metrics_of_a_second_start_are_its_own(tmp_path: Path) -> None:
-    """The second start of a run that saved nothing: four lines became none."""
+    """When a run that saved no checkpoint starts again, the four lines of its first start are kept apart."""
     for start in (1, 2):
         config = sft(tmp_path)
         with open_store(config.trainer, tmp_path / "checkpoints", print) as store:

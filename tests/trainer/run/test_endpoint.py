@@ -18,7 +18,7 @@ from megarl.trainer.run.start import open_run
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart_sft.yaml"
 
 
-# A line of the text format, version 0.0.4, with the labels of the run below.
+# A sample in Prometheus's text format, version 0.0.4, with the labels of the run below.
 SAMPLE = re.compile(
     r'(?P<name>[a-zA-Z_][a-zA-Z0-9_]*){project="a project",run="ppo \\"2\\"",metric="(?P<metric>[^"\\]*)"} (?P<value>\S+)'
 )
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def scraped(port: int) -> Mapping[tuple[str, str], float]:
-    """Each sample's name, the metric that it is labelled with, and its value."""
+    """The value of each sample, by its name and the metric in its label."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         lines = response.read().decode().splitlines()
@@ -56,7 +56,7 @@ def test_the_newest_value_of_each_metric_is_served_until_the_run_ends(tmp_path: 
         assert found == {
             ("megarl_step", "step"): 2,
             ("megarl_actor_ratio_max", "actor/ratio_max"): math.inf,
-            ("megarl_val_pass_at_4", "val/pass@4"): 0.25,  # of the step before, which alone had it
+            ("megarl_val_pass_at_4", "val/pass@4"): 0.25,  # from the step before: step 2 has none
             ("megarl_val_pass_at_4", "val/pass_at_4"): 7.0,
         }
         with pytest.raises(HTTPError, match="404"):

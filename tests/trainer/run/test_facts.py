@@ -55,7 +55,7 @@ def test_a_run_that_ends_says_so(tmp_path, planned):
 
 
 def test_the_gpus_of_a_run_are_in_its_facts(tmp_path, planned, monkeypatch):
-    """Of two kinds, one of them in two pools; a machine that does not answer; and a pool of process slots."""
+    """GPUs of two kinds, one kind in two pools; a machine that does not answer; and a pool of process slots."""
     cards = {
         "first": (Gpu("NVIDIA H200", "570", 141 << 30, 0),) * 8,
         "second": (Gpu("NVIDIA H100 80GB HBM3", "570", 80 << 30, 0),) * 8,
@@ -77,7 +77,7 @@ def test_the_gpus_of_a_run_are_in_its_facts(tmp_path, planned, monkeypatch):
         pool("silent", 8),
         pool("unknown", 1, False),
     ]
-    record_gpus(pools, tmp_path)  # a check of machines, which is no run
+    record_gpus(pools, tmp_path)  # for a check of machines outside of a run
     assert read_facts(tmp_path) is None
     with recorded(*planned, tmp_path):
         record_gpus(pools[3:], tmp_path)
@@ -107,14 +107,14 @@ def test_a_run_that_raises_says_why(tmp_path, planned, error, outcome, word):
 
 
 def test_the_status_of_a_run_without_an_outcome(tmp_path, planned):
-    """Running where its process lives; killed, or on another machine, there is no end known."""
+    """The run is "running" while its process lives on this machine; if it was killed or is on another machine, there is no end known."""
     with recorded(*planned, tmp_path):
         (tmp_path / "metrics.jsonl").touch()
         assert status_of(read_run(tmp_path)).word == "running"
         facts = read_facts(tmp_path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    younger = psutil.Process().create_time() - 60  # another process has the number since
+    younger = psutil.Process().create_time() - 60  # so that another process seems to have its pid now
     for changed in (
         replace(facts, process=gone.pid),
         replace(facts, host="elsewhere"),

@@ -35,7 +35,7 @@ LOSSES = [
 
 
 class Training:
-    """Raises these errors, one a start, then ends well; keeps what it was started with."""
+    """A training that raises one of these errors at each start, then succeeds; it keeps the arguments of its starts."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -59,7 +59,7 @@ def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
     training = Training(*LOSSES)
     assert with_restarts(config(tmp_path, max_restarts=3), training, "cluster_setup") == "hf"
     assert len(training.started) == 4
-    assert training.cluster_setup == ["cluster_setup", None, None, None]  # they end with the first cluster
+    assert training.cluster_setup == ["cluster_setup", None, None, None]  # restarts have none
     said = capsys.readouterr().out
     assert "starting again: 3 of trainer.max_restarts=3" in said and "the raylet is gone" in said
 
@@ -94,7 +94,7 @@ def test_a_run_that_was_told_to_end_is_not_started_again_here(capsys) -> None:
 def test_every_command_that_trains_is_started_again(
     tmp_path: Path, monkeypatch, command: str, module: str
 ) -> None:
-    """What they read and check is left out."""
+    """Reading and checking the configuration is left out."""
     training = Training(LOSSES[0])
     ready = config(tmp_path, max_restarts=1)
     if command == "train":
@@ -125,7 +125,7 @@ LOCAL, ROLLOUTS = "trainer.default_local_dir", "trainer.rollout_data_dir"
 
 @pytest.fixture
 def disk(tmp_path: Path):
-    """A folder on a disk of its own with 64 KiB, of which `fill` leaves nothing."""
+    """A folder on a disk of its own with 64 KiB, which `fill` fills up."""
     with small_disk(tmp_path / "disk", 64) as folder:
         yield folder
 
@@ -156,7 +156,7 @@ def test_metrics_and_events(disk: Path, sink: str) -> None:
         file = "run/tensorboard/events.out.tfevents."
     assert error.filename.startswith(str(disk / file))
     assert f"set {LOCAL} to a folder on a disk with more room" in error.strerror
-    # Nothing is half-written: what was there before is read as before.
+    # No line or event is half-written: the files can still be read and appended to.
     (disk / "filler").unlink()
     logger.log(2, {"a": 1.0})
     assert [row["step"] for row in read_metrics(disk / "run")] == [2]

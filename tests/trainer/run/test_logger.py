@@ -1,4 +1,4 @@
-"""The metrics of a run on the console, in TensorBoard, in trackers and in `metrics.jsonl`, and the time that is left."""
+"""The metrics of a run on the console, in TensorBoard, in trackers and in `metrics.jsonl`, and the estimate of the time left."""
 
 import importlib
 import io
@@ -36,7 +36,7 @@ def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """What TensorBoard itself reads."""
+    """The steps and values of a metric, as TensorBoard reads them."""
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
@@ -55,7 +55,7 @@ def test_a_step_goes_to_all_places(tmp_path: Path) -> None:
     }
     with RunLogger(tmp_path, DEFAULT_LOGGERS, 10, console=out) as logger:
         logger.log(1, metrics)
-        # On disk before the run ends.
+        # The metrics are on disk before the run ends.
         assert scalars(tmp_path, "other") == [(1, 7.0)]
         (row,) = read_metrics(tmp_path)
     assert {name: row[name] for name in metrics} == metrics and row["step"] == 1
@@ -170,7 +170,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             logger.log(step, {"a": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "ti')  # killed while it wrote
+        file.write('{"step": 4, "ti')  # as if killed while writing
     with RunLogger(tmp_path, ["tensorboard"], resumed_step=2) as logger:
         logger.log(3, {"a": 30.0})
     assert [(row["step"], row["a"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
@@ -206,7 +206,7 @@ def test_a_run_that_fails_leaves_its_metrics(tmp_path: Path) -> None:
 
 
 def after(seconds: list[float]) -> Pace:
-    """The pace of a run whose steps ended so many seconds after the one before."""
+    """The pace of a run whose steps ended these numbers of seconds after the step before."""
     pace, now = Pace(), 1000.0
     for number, taken in enumerate(seconds):
         now += taken
@@ -216,7 +216,7 @@ def after(seconds: list[float]) -> Pace:
 
 def test_the_median_of_recent_steps_times_those_that_are_left() -> None:
     assert after([2.0]).left(10) == "0:20"
-    assert after([2.0, 4.0, 90.0]).left(10) == "0:40"  # one waited for a checkpoint
+    assert after([2.0, 4.0, 90.0]).left(10) == "0:40"  # one step waited for a checkpoint
     assert after([100.0] * 50 + [1.0] * RECENT).left(61) == "1:01"
     assert after([3600.0]).left(26) == "26:00:00" and after([0.5]).left(7325) == "1:01:02"
 
@@ -224,7 +224,7 @@ def test_the_median_of_recent_steps_times_those_that_are_left() -> None:
 def test_nothing_is_said_before_the_first_and_after_the_last_step() -> None:
     assert Pace().left(10) is None
     pace = Pace()
-    pace.ended(5.0, None)  # its own time is not known, and no step ended before
+    pace.ended(5.0, None)  # the step's duration is not known, and no earlier step ended
     assert pace.left(10) is None
     assert after([2.0]).left(0) is None
 
@@ -273,7 +273,7 @@ def test_wandb(packages: dict[str, ModuleType], tmp_path: Path) -> None:
 
 
 def test_late_results_belong_to_their_step(packages: dict[str, ModuleType], tmp_path: Path) -> None:
-    """Everywhere; wandb, which takes no earlier step, has them over a step of their own."""
+    """This holds for every logger; wandb, which accepts no earlier step, plots late results over a step metric of their own."""
     out, text = console()
     endpoint = Endpoint("project", "experiment")
     with RunLogger(

@@ -13,9 +13,7 @@ def test_the_first_signal_is_noted_and_a_second_sigterm_ends_the_run(capfd):
         assert preemption.requested is None
         signal.raise_signal(signal.SIGUSR1)  # the early warning
         assert preemption.requested == "SIGUSR1"
-        signal.raise_signal(
-            signal.SIGTERM
-        )  # the time is nearly over: what is being saved is not to be given up
+        signal.raise_signal(signal.SIGTERM)  # the job's time is nearly over: a save in progress must finish
         signal.raise_signal(signal.SIGUSR1)
         assert preemption.requested == "SIGUSR1"
         with pytest.raises(SystemExit) as ended:
@@ -55,7 +53,7 @@ def test_a_program_of_the_users_own_ends_with_one_line_unless_it_has_handlers(ca
 
 
 def test_a_jobs_signal_ends_the_program_with_one_line(monkeypatch, capfd, tmp_path):
-    """From the first thing on that a Trainer starts, until it is closed; nothing is started here."""
+    """A Trainer handles signals from the start of its first process until it is closed; no process is started here."""
 
     def told(*arguments):
         signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a run does with calls of its processes, where nothing is started."""
+"""How a run handles calls of its processes; no process is started."""
 
 import time
 from types import SimpleNamespace

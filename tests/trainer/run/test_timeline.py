@@ -1,4 +1,4 @@
-"""The timeline: a file that is whole whenever one looks, without_end after a kill, bounded; and what is in it."""
+"""The timeline: a file of bounded size that can be read at any time, also after a kill; and its contents."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ def test_the_file_is_json_after_every_write(tmp_path):
 
 @pytest.mark.parametrize("lost", range(1, 75))
 def test_what_a_killed_run_has_left_is_mended(tmp_path, lost):
-    """Wherever the last write was cut off, the whole events stay, and the run goes on behind them."""
+    """Wherever the last write was cut off, the complete events stay, and the resumed run appends to them."""
     TraceFile(tmp_path, 1 << 20, goes_on=False).write([EVENT | {"ts": 1}, EVENT | {"ts": 2}])
     path = tmp_path / TIMELINE
     path.write_bytes(path.read_bytes()[:-lost])
@@ -57,7 +57,7 @@ def test_a_long_run_keeps_the_newest_within_its_space(tmp_path):
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit + 10
     found = [event["ts"] for event in events(tmp_path, name="update")]
     assert found == list(range(found[0], 500)) and len(found) > 40
-    for name in (TIMELINE, EARLIER):  # each is opened by itself
+    for name in (TIMELINE, EARLIER):  # each of the two files can be opened without the other
         first = json.loads((tmp_path / name).read_text())[0]
         assert first["args"] == {"name": "actor"}
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_none_is_named(tmp_path):
 
 
 class FakeCollector:
-    """Processes that answer what they were given when they are asked, the next time that somebody looks."""
+    """A collector whose next answers are the spans that a test has set in `spans`."""
 
     def __init__(self) -> None:
         self.asked, self.spans = [], {}
@@ -187,7 +187,7 @@ def test_an_engine_that_is_asked_again_and_again_is_shown_once_until_there_is_a_
 
 
 def test_a_timeline_that_cannot_be_written_ends_alone(timeline, tmp_path, capsys):
-    """Of a run on a full disk."""
+    """When the disk is full, the timeline ends and the run continues."""
     run = Run(tmp_path, Console(width=200), timeline=timeline)
 
     def fail(groups):

@@ -1,4 +1,4 @@
-"""Batches that are collected while the models learn: which ones, when, and after failures; no process is started."""
+"""Batches that are collected while the models learn: for which step, when, and after failures; no process is started."""
 
 import threading
 import time
@@ -59,7 +59,7 @@ class FakeRewards:
 
 
 def of_version(step: int, version: int) -> Groups:
-    """A step's groups: two prompts, whose names tell the step, answered with a version."""
+    """A step's groups: two prompts, named after the step, whose responses have this weight version."""
     groups = Groups(FilterGroupsConfig(), 2)
     names = groups.distinct(pa.table({"uid": [f"a{step}", f"b{step}"]}))["uid"].to_pylist()
     part = scored({names[0]: [1.0, 0.0], names[1]: [0.25, 0.1 * step]})
@@ -71,7 +71,7 @@ def of_version(step: int, version: int) -> Groups:
 
 @dataclass
 class Play:
-    """A run without ranks: `said` is what is done, in its order, of the main thread; `synced` the engines' version."""
+    """A run without ranks: `said` lists the main thread's syncs and updates in order; `synced` is the engines' weight version."""
 
     monkeypatch: pytest.MonkeyPatch
     folder: Path
@@ -79,7 +79,7 @@ class Play:
     said: list[str] = field(default_factory=list)
     answered: list[tuple[int, int]] = field(default_factory=list)  # (step, version)
     synced: int = 0
-    spoilt: int = 0  # a step whose collection gives a number that is not finite
+    spoilt: int = 0  # the step whose collection yields a number that is not finite
     release: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play
     play.batches.of(1)
     play.release.clear()
     with play.batches.during_learning(1):
-        time.sleep(0.3)  # learning
+        time.sleep(0.3)  # the models learn
         threading.Timer(1.0, play.release.set).start()
     seconds = play.run.seconds
     assert 0.4 < seconds["ahead_wait"] < seconds["ahead"] - 0.2
@@ -157,7 +157,7 @@ def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play
 
 
 def same(one: Any, other: Any) -> bool:
-    names = [name for name in one.table.column_names if name != "environment_score"]  # NaN
+    names = [name for name in one.table.column_names if name != "environment_score"]  # which is NaN
     return (
         one.table.select(names).equals(other.table.select(names))
         and one.prompt_uids == other.prompt_uids
@@ -178,12 +178,12 @@ def test_a_saved_batch_is_the_one_that_is_continued_with(play: Play, tmp_path: P
     files = []
     for number, one in enumerate((other, play.batches)):
         files.append(write_parquet(one.ahead.table, tmp_path / f"{number}.parquet").read_bytes())
-    assert files[0] == files[1]  # as a step's trajectories are written
+    assert files[0] == files[1]  # in the format of a step's trajectories
     assert same(other.of(2), play.batches.of(2))
 
 
 def test_after_the_last_step_there_is_nothing(play: Play, tmp_path: Path) -> None:
-    """A run that is made longer collects its next batch when it needs it."""
+    """If the run is resumed with more steps, it collects the next batch when the next step begins."""
     play.step(4)
     play.batches.save(tmp_path)
     other = OneStepOff(**{**vars(play.batches), "ahead": "nothing was loaded", "last_step": 6})
@@ -201,7 +201,7 @@ def test_a_batch_of_other_sizes_is_refused(play: Play, tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_not_finite_belongs_to_the_step_of_its_batch(play: Play, tmp_path: Path) -> None:
-    """Found while step 1 learns, in batch 2: it is in the checkpoint, and step 2 is the one that is skipped or stops."""
+    """A NaN in batch 2, found while step 1 learns, is kept in the checkpoint; step 2 is skipped or stops the run."""
     play.spoilt = 2
     play.step(1)
     play.batches.save(tmp_path)
@@ -213,7 +213,7 @@ def test_a_number_that_is_not_finite_belongs_to_the_step_of_its_batch(play: Play
         assert caught.value.batch.num_rows == 4
     assert (
         play.batches.of(3).metrics["staleness/max"] == 0.0
-    )  # nothing was collected while step 2 was skipped
+    )  # no batch was collected while step 2 was skipped
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -236,9 +236,9 @@ def test_a_failure_of_one_view_ends_the_other(play: Play) -> None:
     play.release.clear()
     begun = time.monotonic()
     with pytest.raises(SystemExit), play.batches.during_learning(1):
-        raise SystemExit(75)  # a second SIGTERM
+        raise SystemExit(75)  # as after a second SIGTERM
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
-    play.batches.answer = None  # not callable: so collecting raises
+    play.batches.answer = None  # not callable, so that collecting raises an error
     with pytest.raises(TypeError, match="not callable"), play.batches.during_learning(2) as (run, _):
         while True:
             run.wait([])

@@ -1,4 +1,4 @@
-"""A background task: how failures reach the other thread, and where requested calls run."""
+"""A background task: how failures reach the main thread, and on which thread requested calls run."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from megarl.trainer.schedule.concurrent_views import Background, Ended, Interrup
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nobody to look at, and no cluster to ask."""
+    """The watch observes no ranks and no cluster."""
     monkeypatch.setattr(Watch, "look", lambda self, processes, called: None)
 
 
@@ -28,7 +28,7 @@ def test_its_result_and_what_it_asks_for_is_done_by_the_main_thread() -> None:
 
     background.start(task)
     time.sleep(0.1)
-    assert did == []  # the main thread has something else to do
+    assert did == []  # the main thread does not wait for the task yet
     assert background.result(lambda: None) == 1
     assert did == [threading.main_thread()] and no_thread_is_left()
 
@@ -54,7 +54,7 @@ def test_its_exception_is_raised_by_the_main_threads_next_look() -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_it_ends_when_it_is_told(asks: bool) -> None:
-    """Whether it waits for ranks, or for the main thread."""
+    """The task ends both while it waits for ranks and while it waits for the main thread."""
     background, begun, ended = Background("task"), threading.Event(), []
     watch = InterruptedWatch(60.0, None, background.obey)
 
@@ -92,7 +92,7 @@ def test_what_the_main_thread_finds_while_it_waits_is_raised() -> None:
 
 
 def test_what_it_asks_for_may_fail() -> None:
-    """Then the main thread's call raises, and the task, told to end, does not go on."""
+    """If a requested call fails, it raises in the main thread, and the task, which is then ended, does not continue."""
     background, went_on = Background("task"), []
 
     def task() -> None:

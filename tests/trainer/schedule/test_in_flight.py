@@ -1,4 +1,4 @@
-"""Which groups a step takes, how many prompts are in flight, and what a checkpoint holds of them; no process is started."""
+"""Which groups a step takes, how many prompts are in flight, and how a checkpoint stores them; no process is started."""
 
 import random
 
@@ -56,7 +56,7 @@ def test_a_session_is_one_answer_however_many_trajectories_it_has() -> None:
     (asked,) = state.prompts.values()
     (requests,) = asked.requests(2, greedy=False)
     names = requests["uid"].to_pylist()
-    rows = [0, 0, 1]  # the first session's two paths, and the second's
+    rows = [0, 0, 1]  # two paths of the first session and one of the second
     table = answer(requested(requests, rows, [f"{names[0]}.0", f"{names[0]}.1", f"{names[1]}.0"]))
     kept = state.receive(table.slice(0, 2))
     assert kept.num_rows == 2 and not state.finished()
@@ -68,7 +68,7 @@ def test_a_session_is_one_answer_however_many_trajectories_it_has() -> None:
 
 
 def test_a_group_of_players_survives_a_checkpoint_and_is_dropped_if_none_of_them_differs(tmp_path) -> None:
-    """In the second game of r white has asked nothing."""
+    """In the second game of prompt r, white sends no request."""
     state = made(num_prompts=1, options=FILTER)
     state.ask(prompts("q", "r"), 0)
     games = {"q": ("bw", "bw", [1, -1, 1, -1]), "r": ("bw", "b", [1, -1, 0.5])}
@@ -95,7 +95,7 @@ def test_a_group_of_players_survives_a_checkpoint_and_is_dropped_if_none_of_them
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 def test_nothing_is_staler_lost_or_twice_there_whatever_comes_first(max_staleness: int) -> None:
-    """A run of 30 steps, in which some prompts take very long, some teach nothing, and time passes at random."""
+    """A run of 30 steps in which some prompts take very long, some have equal scores for all responses, and time passes at random."""
     chance = random.Random(max_staleness)
     state, trained, last = made(max_staleness=max_staleness, options=FILTER), [], 30
     patience = {}
@@ -158,7 +158,7 @@ def test_a_step_waits_for_those_whose_time_it_is() -> None:
     for one in list(state.prompts.values()):
         if one is not slow:
             finish(state, one)
-    assert not state.due(2) and not state.is_enough(2)  # three are whole, and two are all that it needs
+    assert not state.due(2) and not state.is_enough(2)  # three are finished and two needed, but one is due
     finish(state, slow)
     assert state.due(2)
     keep(state)
@@ -175,10 +175,10 @@ def test_what_came_too_late_after_a_step_that_was_left_out_is_counted() -> None:
         finish(state, one)
     keep(state)
     state.receive(trajectories(slow, 1))
-    # Others are scored already; this one's score was requested, and nobody will collect it.
+    # The other groups are scored already; a score of the slow one was requested, and no step will collect it.
     assert state.drop_late(3) == [f"{slow.uid}/0"]
     assert state.ready == [] and not state.prompts
-    assert state.receive(trajectories(slow, 2)).num_rows == 0  # nobody waits for it any more
+    assert state.receive(trajectories(slow, 2)).num_rows == 0  # the prompt was given up
     state.ask(drawn(state, state.room(3, False)), version=3)
     for one in list(state.prompts.values()):
         finish(state, one)
@@ -204,7 +204,7 @@ def test_a_prompt_that_comes_again_has_a_uid_of_its_own() -> None:
 
 
 def test_a_prompt_that_was_given_up_and_comes_again_is_answered() -> None:
-    """Late answers to the old requests are still discarded."""
+    """Late answers to the given-up requests are still discarded."""
     state = made(num_prompts=1)
     state.ask(prompts("a"), version=3)
     (old,) = state.prompts.values()
@@ -250,7 +250,7 @@ def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
     whole = list(state.prompts.values())
     for one in whole[:4]:
         finish(state, one)
-    state.receive(trajectories(whole[4], 2, rows=[1]))  # half of a group
+    state.receive(trajectories(whole[4], 2, rows=[1]))  # one of the two answers
     failed = scores_of(
         state.finished(), lambda name: [1.0, None] if name == "q1" else [0.5, 0.5 * int(name[1:])]
     )
@@ -277,7 +277,7 @@ def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
             its.number,
             its.version,
         )
-        assert mine.scored.table["uid"].equals(its.scored.table["uid"])  # all columns: by the files' bytes
+        assert mine.scored.table["uid"].equals(its.scored.table["uid"])  # files' bytes cover other columns
         assert mine.scored.preds == its.scored.preds and mine.scored.errors == its.scored.errors
         for name, values in mine.scored.numbers.items():
             np.testing.assert_array_equal(values, its.scored.numbers[name])
@@ -293,7 +293,7 @@ def test_a_checkpoint_of_nothing(tmp_path) -> None:
 
 
 def test_versions_are_those_of_trajectories() -> None:
-    """`weight_version` is free of the version under which a prompt was asked: an answer that waited is younger."""
+    """`weight_version` may be newer than the version at which a prompt was requested: the request may have waited for an engine."""
     state = made(num_prompts=1, num_answers=1)
     state.ask(prompts("a"), version=3)
     (asked,) = state.prompts.values()

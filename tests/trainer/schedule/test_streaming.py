@@ -1,4 +1,4 @@
-"""Responses that go on from step to step, where nothing is started."""
+"""Responses that continue from step to step; no process is started."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def test_engines_rest_while_a_reward_model_computes_on_their_gpus(gpu_id, judge_
 
 
 def test_scores_of_trajectories_that_are_dropped_are_given_up():
-    """The scorer would keep them to the end of the run."""
+    """Otherwise the scorer would keep the scores to the end of the run."""
     given_up = []
     rewards = SimpleNamespace(scorer=SimpleNamespace(give_up=given_up.extend))
     in_flight = SimpleNamespace(drop_late=lambda step: [f"a@{step - 2}/0", f"b@{step - 2}/1"])

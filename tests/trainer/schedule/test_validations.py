@@ -1,4 +1,4 @@
-"""When validations begin, end and are repeated, without engines: threads, waits, losses, checkpoints."""
+"""When concurrent validations begin, end and are repeated, without engines: threads, waits, lost engines, checkpoints."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ from megarl.trainer.schedule.validations import (
 
 
 class QuietRun(Run):
-    """Nothing runs, and lines are kept."""
+    """A run without processes that keeps its printed lines."""
 
     def wait(self, refs: list, busy: Any = ()) -> list:
         self.interrupt()
@@ -52,13 +52,13 @@ class Rewards:
 
 @dataclass
 class Told:
-    """Concurrent validations whose answers wait for `go`, and what they told."""
+    """Concurrent validations whose answers wait for `go`, and a record of their calls."""
 
     run: QuietRun
     scorer: Scorer  # without processes
     go: threading.Event = field(default_factory=threading.Event)
     raises: list[BaseException] = field(default_factory=list)
-    synced: list[tuple[int, int]] = field(default_factory=list)  # (version, validations that ran by then)
+    synced: list[tuple[int, int]] = field(default_factory=list)  # (version, validations reported by then)
     reported: list[Validated] = field(default_factory=list)
     learnt: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     seen: list[Run] = field(default_factory=list)
@@ -98,7 +98,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
 
 
 def ended(one: ConcurrentValidations) -> ConcurrentValidations:
-    """Wait for the end of its thread."""
+    """Wait for the end of the validation's thread."""
     one._background._thread.join()
     return one
 
@@ -144,7 +144,7 @@ def test_without_engines_it_is_repeated_with_the_newest_weights(told: Told) -> N
         "the validation after step 2 has lost its engines: it is repeated with the weights of step 3, as the validation after that. "
         "eval rank 0 died"
     ]
-    ended(one).begin(4)  # is due, and takes its place
+    ended(one).begin(4)  # this validation is due, and replaces the repetition
     assert "that after step 4 takes its place" in told.run.lines[-1]
     one.finish()
     assert [found.step for found in told.reported] == [4] and [version for version, _ in told.synced] == [
@@ -155,7 +155,7 @@ def test_without_engines_it_is_repeated_with_the_newest_weights(told: Told) -> N
 
 
 def test_a_repeated_one_may_submit_the_answers_that_came_before_the_loss(told: Told) -> None:
-    """They have the same uids."""
+    """The repeated answers have the same uids as the lost ones."""
     one = told.made()
 
     def answer(view: Run, rewards: Rewards, step: int) -> tuple[dict[str, pa.Table], dict[str, float]]:
@@ -196,14 +196,14 @@ def test_a_failure_is_raised_at_the_end_of_a_step(told: Told) -> None:
 def test_an_abandoned_one_is_repeated_by_the_run_that_goes_on(told: Told) -> None:
     one = told.made()
     one.begin(2)
-    state = json.loads(json.dumps(one.state_dict()))  # of the checkpoint with which the run ends
+    state = json.loads(json.dumps(one.state_dict()))  # as in the checkpoint with which the run ends
     one.abandon()
     assert not any(thread.name == "validation" for thread in threading.enumerate())
     assert told.reported == []
     again = told.made()
     again.load_state_dict(state)
     told.go.set()
-    again.resume(3)  # the checkpoint is of a later step: its weights are those that there are
+    again.resume(3)  # the checkpoint is of step 3, so that only the weights of step 3 exist
     assert told.run.lines == [
         "the validation after step 2 had not ended: it is repeated with the weights of step 3, as the validation after that"
     ]
@@ -212,7 +212,7 @@ def test_an_abandoned_one_is_repeated_by_the_run_that_goes_on(told: Told) -> Non
 
 
 def test_a_run_that_is_told_to_end_waits_for_none(told: Told) -> None:
-    """Neither for the one before nor for the last one; it begins none, and the checkpoint of the step says so."""
+    """It waits neither for the earlier validation nor for the last one; the last one does not begin, and the checkpoint lists it as open."""
     one = told.made()
     one.begin(2)
     threading.Timer(0.1, lambda: setattr(told.run.preemption, "requested", "SIGTERM")).start()
@@ -225,7 +225,7 @@ def test_a_run_that_is_told_to_end_waits_for_none(told: Told) -> None:
 
 
 def test_results_that_were_logged_after_the_checkpoint_are_not_repeated(told: Told, tmp_path: Path) -> None:
-    """But what learns from them is told."""
+    """Only the callback that learns from results is called with them."""
     rows = [
         {"step": 2, "time": 0.0, "a": 1.0},
         {"step": 3, "time": 1.0},

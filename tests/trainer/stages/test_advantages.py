@@ -1,4 +1,4 @@
-"""From scores and log-probs to advantages: what a whole batch of trajectories goes through on the controller."""
+"""From scores and log-probs to advantages: the controller's computations on a batch of trajectories."""
 
 import json
 import math
@@ -19,7 +19,7 @@ OFFSETS = np.cumsum([0, *LENGTHS])
 
 
 def a_batch(**columns) -> pa.Table:
-    """Four trajectories, every token live, whose engine and trainer agree."""
+    """Four trajectories with only live tokens, on whose log-probs engine and trainer agree."""
     total = int(OFFSETS[-1])
     lists = {
         "response_ids": np.arange(total, dtype=np.int32),
@@ -63,14 +63,14 @@ def test_a_trajectory_whose_reward_failed_takes_no_part() -> None:
     table, metrics = compute_batch_advantages(
         batch, AlgorithmConfig(adv_estimator="rloo"), FixedKLController(0.1)
     )
-    # q has one answer left, which says nothing
+    # q has one answer left, which has nothing to be compared with
     assert advantages_of(table) == [1, 1, -1, 0, 0, 0, 0]
-    assert metrics["critic/score/mean"] == 1.0  # of 1, 0, 2
+    assert metrics["critic/score/mean"] == 1.0  # of the scores 1, 0 and 2
     assert metrics["critic/rewards/min"] == 0.0 and metrics["critic/rewards/mean"] == 1.0
 
 
 def test_trajectories_of_a_session_are_compared_as_one() -> None:
-    """q/0 has two paths: its reward is that of the last one, and both have its advantage."""
+    """Session q/0 has two paths: the reward of the last one is the session's, and both get the session's advantage."""
     paths = {"uid": ["p/0", "q/0.0", "q/0.1", "q/1.0"], "prompt_uid": ["p", "q", "q", "q"]}
     batch = a_batch(**paths, score=pa.array([1.0, 4.0, 4.0, 1.0], pa.float32()))
     table, metrics = compute_batch_advantages(
@@ -83,7 +83,7 @@ def test_trajectories_of_a_session_are_compared_as_one() -> None:
 
 @pytest.mark.parametrize("estimator", sorted({*GROUP_ESTIMATORS} - {"gdpo", "gigpo"}))
 def test_a_player_is_compared_with_itself_alone(estimator: str) -> None:
-    """The advantages of a game of two players are those of two prompts that one of them answered each."""
+    """A game of two players gives the same advantages as two prompts, each answered by one of the players."""
     paths = {"uid": ["p/0.0.b", "p/0.1.w", "p/1.0.b", "p/1.1.w"], "prompt_uid": ["p"] * 4}
     apart = {"uid": ["b/0", "w/0", "b/1", "w/1"], "prompt_uid": ["b", "w", "b", "w"]}
     score = pa.array([3.0, 1.0, 0.5, 2.0], pa.float32())
@@ -95,7 +95,7 @@ def test_a_player_is_compared_with_itself_alone(estimator: str) -> None:
     )
     assert advantages_of(found[0]) == advantages_of(expected[0]) and any(advantages_of(found[0]))
     assert found[1] == expected[1]
-    if estimator == "rloo":  # 3 - 0.5 and 1 - 2
+    if estimator == "rloo":  # b: 3 - 0.5; w: 1 - 2
         assert advantages_of(found[0]) == [2.5, 2.5, -1, -2.5, -2.5, 1, 1]
 
 
@@ -111,7 +111,7 @@ def test_paths_of_a_player_are_one_response() -> None:
 
 
 def test_the_kls_controller_counts_sessions() -> None:
-    """The KL is far over its target: the coefficient grows by 0.2 * 2 sessions / 8, however many players these have."""
+    """The KL is far over its target: the coefficient grows by 0.2 * 2 sessions / 8, however many players the sessions have."""
     batch = a_batch(uid=["p/0.0.b", "p/0.1.w", "p/1.0.b", "p/1.1.w"], prompt_uid=["p"] * 4)
     batch = append_column(batch, "ref_log_probs", (np.full(7, -3.0, np.float32), OFFSETS))
     kl = AdaptiveKLController(1.0, target_kl=0.1, horizon=8)
@@ -120,7 +120,7 @@ def test_the_kls_controller_counts_sessions() -> None:
 
 
 def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() -> None:
-    """SPIRAL by hand: b is 1/2 of itself and 1/2 of the score."""
+    """SPIRAL by hand: each score updates a baseline b to b / 2 + score / 2."""
     games = {"uid": ["p/0.0.b", "p/0.1.w", "p/1.0.b", "q/0.0.w"], "prompt_uid": ["p", "p", "p", "q"]}
     batch = a_batch(**games, data_source=["nim"] * 4, score=pa.array([1.0, -1.0, 2.0, 3.0], pa.float32()))
     algorithm = AlgorithmConfig(adv_estimator="spiral", baseline_decay=0.5)
@@ -138,7 +138,7 @@ def test_baselines_of_players_are_kept_from_step_to_step_and_in_checkpoints() ->
     resumed.load_state_dict(saved)
     assert resumed.player_baselines == controls.player_baselines == {("nim", "b"): 1.25, ("nim", "w"): 1.25}
     assert step(resumed)[0] == step(controls)[0] != advantages
-    del saved["player_baselines"]  # of an earlier version
+    del saved["player_baselines"]  # as in a checkpoint of an earlier version
     resumed.load_state_dict(saved)
     assert step(resumed)[0] == advantages
     alone, found = compute_batch_advantages(a_batch(data_source=["nim"] * 4), algorithm, controls.kl)
@@ -153,7 +153,7 @@ def test_a_critics_returns_go_on_from_path_to_path() -> None:
     found, _ = compute_batch_advantages(
         append_column(paths, "values", (values, OFFSETS)), algorithm, FixedKLController(0.1)
     )
-    # The same tokens as the responses of three trajectories.
+    # The same tokens in three trajectories, one for each session.
     bounds = OFFSETS[[0, 1, 3, 4]]
     lists = ("response_ids", "response_mask", "rollout_log_probs", "old_log_probs")
     alone = pa.table(
@@ -176,7 +176,7 @@ def test_remax_takes_the_greedy_answers_score() -> None:
 
 
 def test_named_rewards_are_compared_by_themselves() -> None:
-    """Twice as good in both: the scale of a reward is nothing, and a weight is. Their deviations within groups are logged."""
+    """A response that is better by both rewards, whatever their scales, has twice the advantage. Deviations within groups are logged."""
     batch = append_column(a_batch(), "reward_part/score", np.array([0.0, 1.0, 0.0, 1.0]))
     batch = append_column(batch, "reward_part/short", np.array([0.0, 50.0, 0.0, 0.0]))
     algorithm = AlgorithmConfig(adv_estimator="gdpo", reward_weights={"score": 1.0, "short": 1.0})
@@ -196,11 +196,11 @@ def noted(*turns: list[tuple[int, str]]) -> dict[str, list]:
 
 
 def test_turns_that_began_in_the_same_state_are_compared() -> None:
-    """Of p the first turns; of q the second turn of one and the only one of the other."""
+    """State a is shared by the first turns of p's responses; state c by the second turn of one response to q and the only turn of the other."""
     turns = noted([(0, "a"), (1, "b")], [(0, "a")], [(0, "a"), (1, "c")], [(0, "c")])
     algorithm = AlgorithmConfig(adv_estimator="gigpo", gamma=0.5, norm_adv_by_std_in_grpo=False)
     table, metrics = compute_batch_advantages(a_batch(**turns), algorithm, FixedKLController(0.1))
-    # p: 1, 0 and returns 0.5, 1 | 0; q: 0, 3 and 0, 0 | 3
+    # p: scores 1, 0 and turns' returns 0.5, 1 | 0; q: scores 0, 3 and returns 0, 0 | 3
     assert advantages_of(table) == [0.5 + 0.25, 0.5, -0.5 - 0.25, -1.5, -1.5 - 1.5, 1.5 + 1.5, 1.5 + 1.5]
     assert metrics["critic/shared_states"] == pytest.approx(4 / 6)
 
@@ -217,7 +217,7 @@ def test_trajectories_that_do_not_tell_of_their_turns_are_refused() -> None:
 
 def test_rejected_tokens_leave_the_mask_before_advantages_are_made() -> None:
     old = np.full(7, -1.0, np.float32)
-    old[6] += math.log(4)  # the last token of the last trajectory, where its score would stand
+    old[6] += math.log(4)  # the last token of the last trajectory, which would get its score
     correction = RolloutCorrectionConfig(rollout_rs="token", rollout_is="token", rollout_is_threshold=2.0)
     algorithm = AlgorithmConfig(adv_estimator="rloo", rollout_correction=correction)
     table, metrics = compute_batch_advantages(a_batch(old_log_probs=old), algorithm, FixedKLController(0.1))

@@ -1,4 +1,4 @@
-"""Responses that are given in the data, in the table of a step with those of the policy."""
+"""Responses that the data gives, in a step's table together with the policy's responses."""
 
 from pathlib import Path
 
@@ -47,14 +47,14 @@ def data(share: float = 0.5, **keys: int) -> DataConfig:
 
 
 def some_prompts(*uids: str) -> pa.Table:
-    """Each with one response, the second with two."""
+    """Prompts with one given response each; the second prompt has two."""
     told = [[[number, 7], [number]] if number == 1 else [[number] * 6] for number in range(len(uids))]
     return prompts(*uids).append_column(GIVEN_RESPONSES, pa.array(told, pa.list_(pa.list_(pa.int32()))))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_prompts_are_drawn_by_seed_and_step_with_the_share_as_probability(share: float) -> None:
-    """As TRL's `random.random() <= lmbda`, of each prompt: with 1 all are the policy's, with 0 none is."""
+    """Drawn for each prompt, as TRL's `random.random() <= lmbda`: the policy answers all prompts with a share of 1, none with 0."""
     asked = some_prompts(*map(str, range(200)))
 
     def drawn(step: int, **keys: int) -> list[str]:
@@ -89,7 +89,7 @@ def test_given_responses_are_trajectories_without_log_probs_of_an_engine() -> No
 
 
 def a_step() -> Groups:
-    """Prompts a to d, of which b and d have given responses; two responses each."""
+    """Prompts a to d with two responses each; the responses of b and d are given."""
     groups = Groups(FilterGroupsConfig(), 4)
     groups.distinct(prompts("a", "b", "c", "d"))
     _, groups.given = draw_given(some_prompts("a", "b", "c", "d").take([1, 3]), data(share=0), 9, n=2)
@@ -114,12 +114,12 @@ def test_a_step_has_its_prompts_in_their_order_and_rewards_of_the_policys_alone(
 
 
 def comparable(table: pa.Table) -> pa.Table:
-    """Without the column that is NaN."""
+    """The table without its column of NaN."""
     return table.drop_columns(["environment_score"])
 
 
 def test_advantages_and_metrics_are_those_of_the_policys_responses_alone() -> None:
-    """Also where tokens are rejected by the engine's log-probs, which given responses do not have."""
+    """This holds also with rejection of tokens, which needs the engine's log-probs: given responses have none."""
     table = a_step().batch()
     mask, offsets = ragged(table, "response_mask")
     table = append_column(table, "old_log_probs", (np.linspace(-2.5, -0.5, len(mask)), offsets))
@@ -155,7 +155,7 @@ def make_config(*overrides: str) -> TrainConfig:
 
 
 def test_saved_trajectories_remember_which_are_given(tmp_path: Path) -> None:
-    """Another training of them is refused where its loss is none for given responses."""
+    """Training on them again is refused if the configured loss does not allow given responses."""
     path = write_trajectories(a_step().batch(), tmp_path / "step.parquet")
     read = read_step(path, data(), n=2)
     assert read[GIVEN].to_pylist() == [False, False, True, True] * 2

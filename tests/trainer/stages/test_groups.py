@@ -18,7 +18,7 @@ def test_without_dynamic_sampling_the_first_generation_is_the_batch():
     assert not groups.complete
     groups.add(batch)
     assert groups.complete
-    unscored = ["environment_score"]  # NaN, which equals nothing
+    unscored = ["environment_score"]  # is NaN, which does not equal itself
     assert groups.batch().drop_columns(unscored).equals(batch.table.drop_columns(unscored))
     assert groups.metrics() == {"reward/failed": 0.0, "reward/acc": 0.75}
 
@@ -46,7 +46,7 @@ def test_groups_without_spread_are_replaced_until_the_step_is_full():
 def test_samplers_are_told_of_all_that_was_scored():
     groups = collector(1)
     groups.distinct(prompts("a", "b"))
-    groups.add(scored({"a": [1.0, 1.0], "b": [0.0, None]}))  # what failed makes no difference
+    groups.add(scored({"a": [1.0, 1.0], "b": [0.0, None]}))  # a failed score makes no difference
     assert not groups.complete
     asked = groups.distinct(prompts("a"))
     groups.add(scored({uid: [0.0, 1.0] for uid in asked["uid"].to_pylist()}))
@@ -97,7 +97,7 @@ def test_acc_of_its_own_counts_before_the_score():
 
 
 def test_a_prompt_teaches_if_a_player_has_different_scores():
-    """White always wins in a: 1 and -1 differ, but no game from another. In b black's scores differ."""
+    """White wins every game of a: players have different scores, but each has the same in all games. In b black's scores differ."""
     groups = collector(1)
     groups.add(games("bw", "bw", scores=[-1.0, 1.0, -1.0, 1.0]))
     assert not groups.complete and groups.num_dropped == 1

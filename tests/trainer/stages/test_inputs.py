@@ -1,4 +1,4 @@
-"""What a run reads before it starts."""
+"""The data and models that a run reads before it starts."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.fixtures.runs import PPO, REPOSITORY, on
 
 
 def sets(config: TrainConfig | EvalConfig) -> dict[str, int]:
-    """The rows of each validation set."""
+    """The number of rows of each validation set."""
     with Scorer(RewardSpec(), num_workers=1, timeout=30.0) as scorer:
         if isinstance(config, EvalConfig):
             found = load_problems(config, load_tokenizer(config.model.path, False), scorer)
@@ -66,7 +66,7 @@ def test_a_prompt_without_what_its_rule_compares_with(task: Path, tmp_path: Path
 
 
 def test_a_teacher_has_the_policys_tokens(task: Path, tmp_path: Path) -> None:
-    """Its files are looked at, too, before anything starts."""
+    """The teacher's files are checked, too, before a process starts."""
     other = make_tiny_model(tmp_path / "other", ["three other words"], num_layers=2)
     same = tmp_path / "same"
     shutil.copytree(task / "model", same)

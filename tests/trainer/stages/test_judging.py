@@ -1,4 +1,4 @@
-"""Engines that judge: which rows each gets, and what happens to those of one that is lost."""
+"""Engines that judge: which rows each gets, and which engine gets the rows of a lost one."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def test_rows_of_a_prompt_are_together_and_tokens_even() -> None:
 
 
 class Engines:
-    """Engines of a role, which answer with their own number and rows; `lost`: ranks that die of their next call."""
+    """A role's engines, which answer with their number and their rows; `lost`: ranks that die at their next call."""
 
     def __init__(self, role: str, count: int, lost: set[int] = frozenset()) -> None:
         self.role, self.world_size, self.lost = role, count, set(lost)

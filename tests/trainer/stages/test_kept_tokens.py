@@ -1,4 +1,4 @@
-"""Trajectories with kept tokens: which losses they are refused for, their metrics, and that saved ones keep them."""
+"""Trajectories with kept tokens: which losses refuse them, their metrics, and kept tokens of saved trajectories."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_they_are_refused_where_distributions_are_compared() -> None:
 
 
 def test_metrics_are_of_tokens_that_the_policy_chose() -> None:
-    """Of ten tokens eight were drawn, from 1, 2, 3, 2, 1, 1, 3 and 1."""
+    """The policy drew eight of ten tokens: from 1, 2, 3, 2, 1, 1, 3 and 1 kept tokens."""
     table = made().take([0, 1, 3])
     found = {name.rpartition("/")[2]: value for name, value in kept_metrics(table).items()}
     assert found == pytest.approx({"mean": 14 / 8, "max": 3.0, "alone": 0.5})

@@ -1,4 +1,4 @@
-"""A process reward model: real ranks against transformers, what it is given to read, and what is refused."""
+"""A process reward model: scores of real ranks compared with transformers', the texts that it reads, and refused configurations."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ from tests.trainer.stages.test_reward_model import LINES_TEMPLATE, RUN, SIZES, o
 
 PROMPTS = ["Tom has 3 pens. He buys 4.", "Add 1 and 2."]
 SEPARATOR = "\n\n"
-# Blank steps, a separator at the end, none, and one within other line breaks.
+# Responses with blank steps, with a separator at the end, without a separator, and with one among other line breaks.
 RESPONSES = [
     "3 + 4 = 7\n\nSo 7\u20ac.\n\n\n\n#### 7<|im_end|>",
     "1 + 2 = 3\n\n<|im_end|>",
@@ -51,7 +51,7 @@ RESPONSES = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Token classifiers of each family, a model with one label, and one of each ("other") with another tokenizer and template."""
+    """Token classifiers of each family and a model with one label; "other" and "other-one" have another tokenizer and chat template."""
     out, texts = tmp_path_factory.mktemp("process_reward_models"), arithmetic_texts(300)
     made = {
         family: make_tiny_model(out / family, texts, family=family, head="step_scores", **SIZES)
@@ -85,7 +85,7 @@ def loaded(path: Path, policy: PreTrainedTokenizerBase, **changes: Any) -> Rewar
     return load_reward_model(settings(path, **changes), policy)
 
 
-# The steps of RESPONSES, by hand: their texts, and what has been written at their ends.
+# The steps of RESPONSES, by hand: each step's text, and the response up to the step's end.
 STEPS = [
     [("3 + 4 = 7", "3 + 4 = 7\n\n"), ("So 7\u20ac.", "3 + 4 = 7\n\nSo 7\u20ac.\n\n"), ("#### 7", None)],
     [("1 + 2 = 3", None)],
@@ -96,7 +96,7 @@ STEPS = [
 
 
 def last_places(policy: PreTrainedTokenizerBase, batch: pa.Table) -> list[list[int]]:
-    """The tokens with which the steps of STEPS end, by decoding one more token at a time."""
+    """The last token of each step in STEPS, found by decoding one more token at a time."""
     found = []
     for ids, steps in zip(batch["response_ids"].to_pylist(), STEPS, strict=True):
         texts = [policy.decode(ids[: count + 1], skip_special_tokens=True) for count in range(len(ids))]
@@ -122,7 +122,7 @@ LAYOUTS = {
 def test_steps_have_the_probabilities_of_transformers_at_separators(
     ranks: RankPool, folders: dict[str, Path], name: str
 ) -> None:
-    """TRL's text, made here by hand: ids of the prompt, then of each step and the separator, whose last token has the label."""
+    """The expected text, made as TRL does: the prompt's ids, then each step's and the separator's, whose last token has the label."""
     family, world, sizes, cut = LAYOUTS[name]
     policy = load_tokenizer(folders["policy"])
     batch = answered(policy)
@@ -151,7 +151,7 @@ def test_steps_have_the_probabilities_of_transformers_at_separators(
 
 
 def test_one_label_judges_the_text_up_to_each_steps_end(ranks: RankPool, folders: dict[str, Path]) -> None:
-    """The output of a text is that of transformers on the part of it; the last step has the score that the trajectory has without steps."""
+    """Each step's score is transformers' for the text up to its end; the last step's equals the trajectory's score without steps."""
     policy = load_tokenizer(folders["policy"])
     batch = answered(policy)
     role = on_ranks(ranks, folders["one"], 1, {}, MicroBatching(0, 64, None))
@@ -214,7 +214,7 @@ def test_a_template_that_changes_responses_is_refused_for_one_label(folders: dic
 
 
 class Counter:
-    """A group whose outputs are the positions, and which keeps the texts."""
+    """A worker group that outputs the positions as scores, and keeps the texts."""
 
     def call(self, method: str, texts: pa.Table, shares: list) -> list:
         self.texts = texts
@@ -243,7 +243,7 @@ def test_steps_that_the_model_does_not_read_to_their_end_have_no_score(folders: 
     assert found.steps is not None
     assert [[score for _, score in own] for own in found.steps] == kept
     assert max(map(len, group.texts["input_ids"].to_pylist())) <= length
-    # Nothing is asked where no step is left.
+    # The model is not called if no step is left.
     none = loaded(folders["one"], policy, max_length=1)
     nothing = score_with_model(RUN, None, batch, none)
     assert nothing.scores.tolist() == [0.0] * 5 and nothing.steps == [[]] * 5 and nothing.truncated.all()
@@ -270,7 +270,7 @@ def test_what_steps_make_of_a_trajectorys_score() -> None:
 
 
 def test_steps_of_model_and_function_are_rewards_together() -> None:
-    """Each times its weight; none of a sample whose function failed, and the model's sum is no part of the score."""
+    """Step scores are multiplied by their weights. A sample whose function failed has none; the model's sum is not part of the score."""
     table = pa.table(
         {
             "score": pa.array([1.0, 0.0, 0.0], pa.float32()),
@@ -289,7 +289,7 @@ def test_steps_of_model_and_function_are_rewards_together() -> None:
 
 
 def copied(folder: Path, out: Path, **fields: Any) -> Path:
-    """A copy of a model whose config has other fields."""
+    """A copy of a model with these fields in its config."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, **fields}))

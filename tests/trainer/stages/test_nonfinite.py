@@ -1,4 +1,4 @@
-"""What becomes of a step with a number that is not finite; the columns and the runs are made by hand."""
+"""How a step with a number that is not finite ends; columns and runs are made by hand."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def batch() -> pa.Table:
 
 
 def with_tokens(table: pa.Table, name: str, row: int | None = None, value: float = np.nan) -> pa.Table:
-    """`table` with a column that is -1 at each token, but `value` at the last one of `row`."""
+    """`table` with a column that is -1 at each token, except `value` at the last token of `row`."""
     offsets = np.concatenate([[0], np.cumsum(list_lengths(table, "response_ids"))]).astype(np.int64)
     flat = np.full(offsets[-1], -1.0, np.float32)
     if row is not None:
@@ -82,7 +82,7 @@ def test_the_engines_log_probs_are_looked_at() -> None:
 
 
 def test_a_kl_that_overflows_is_found_in_the_rewards() -> None:
-    """The square of 1e30, in the estimate k2: the controller, which could not follow, is not told."""
+    """The estimate k2 squares 1e30, which overflows; the KL controller is not updated with the result."""
     config = settings("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=mse",
                       "algorithm.kl_ctrl={type: adaptive, target_kl: 0.1, horizon: 100}")  # fmt: skip
     table = with_tokens(with_tokens(batch(), "old_log_probs", 3, -1e30), "ref_log_probs")
@@ -115,7 +115,7 @@ def test_stop_ends_the_run_and_says_how_to_go_through_it_again(tmp_path: Path) -
     assert np.isnan(ragged(read_trajectories(path), "values")[0]).sum() == 1
     assert (
         "values" not in read_step(path, config.data, config.actor_rollout_ref.rollout.n).column_names
-    )  # it is computed anew
+    )  # so that it is computed again
 
 
 def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:

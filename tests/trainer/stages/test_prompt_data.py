@@ -1,4 +1,4 @@
-"""The prompts of a run as section data says: from one set of files or several, at once or streamed."""
+"""The prompts of a run by the configuration's section `data`: from one data set or several, loaded at once or streamed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """20 rows in two files, whose difficulty falls; the last one's prompt is long."""
+    """20 rows of falling difficulty in two files; the prompt of the last row is long."""
     folder = tmp_path_factory.mktemp("prompts")
     rows = [
         prompt_row(
@@ -72,7 +72,7 @@ def test_long_prompts(folder, tokenizer):
     loader, num_filtered = training_prompts(data, tokenizer, lambda table: None)
     assert (loader.num_rows, num_filtered, len(loader)) == (19, 1, 4)
     loader, num_filtered = training_prompts(replace(data, streaming=True), tokenizer, lambda table: None)
-    assert (loader.num_rows, num_filtered, len(loader)) == (20, 0, 5)  # not read yet
+    assert (loader.num_rows, num_filtered, len(loader)) == (20, 0, 5)  # the rows are not read yet
     assert [len(list(loader)) for _ in range(2)] == [4, 4]
     long = replace(data, filter_overlong_prompts=False)
     with pytest.raises(ValueError, match=r"b\.parquet row 7: the prompt has \d+ tokens"):
@@ -90,7 +90,7 @@ def test_curriculum(folder, tokenizer):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_mixture(folder, tokenizer, streaming):
-    """Three of a to one of b in every four; uids say which."""
+    """Every four prompts have three of set a and one of set b, as their uids show."""
     mixture = {
         "a": MixtureConfig(files=f"{folder}/a.parquet", weight=0.75),
         "b": MixtureConfig(files=(f"{folder}/b.parquet",), weight=0.25),
@@ -116,7 +116,7 @@ def test_prompts_that_a_run_cannot_use(folder, tokenizer, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_files_without_the_columns(folder, tokenizer, streaming, tmp_path):
-    """Before a row is read, with data.streaming too; keys that name the columns read them."""
+    """Missing columns are refused before a row is read, also with data.streaming; keys can name other columns."""
     rows = [{"question": "Tom has 3 pens.", "answer": str(row)} for row in range(20)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     data = config(tmp_path, streaming=streaming)

@@ -1,4 +1,4 @@
-"""Which engine gets which prompt, and when; with engines whose clock is simulated."""
+"""Which engine gets which prompt, and when; engines and their clock are simulated."""
 
 import importlib
 from collections import Counter
@@ -28,7 +28,7 @@ def names(dealt):
 
 
 def queue_of(*capacities):
-    """A queue for engines of these (requests, tokens)."""
+    """A queue for engines with these capacities: (requests, tokens)."""
     queue = RequestQueue(SimpleNamespace(world_size=len(capacities), processes=[]))
     queue.capacities = {number: EngineCapacity(*capacity) for number, capacity in enumerate(capacities)}
     return queue
@@ -50,16 +50,16 @@ def test_a_wave_is_as_large_as_the_engines_and_a_little_more():
     queue = queue_of((8, 10**6), (4, 10**6))
     groups = [group_of(f"p{number}", 1) for number in range(100)]
     first = deal(queue, groups)
-    # A quarter more than they compute at a time, which waits within them.
+    # Each engine gets a quarter more requests than it computes at a time; these wait within the engine.
     assert [len(own) for own in first] == [8 + 2, 4 + 1]
-    assert deal(queue, groups[15:]) == [[], []]  # nobody has told that there is room
+    assert deal(queue, groups[15:]) == [[], []]  # no engine has reported room
 
 
 def test_the_cache_bounds_the_first_wave():
-    """Ten tokens of a prompt, and half of the longest response for each of its samples: 30 a prompt."""
+    """A prompt counts as 30 tokens: ten of its own, and half of the longest response for each of its samples."""
     queue = queue_of((64, 100), (64, 20))
     groups = [group_of(f"p{number}") for number in range(20)]
-    # 125 tokens, with the quarter; the other engine gets one prompt, though its cache is smaller than what that may take.
+    # The bound is 125 tokens: 100 and a quarter. The other engine gets one prompt, although that may need more than its cache.
     assert [len(own) for own in deal(queue, groups)] == [4, 1]
 
 
@@ -67,19 +67,19 @@ def test_the_engine_with_room_gets_the_next_prompt():
     queue = queue_of((4, 10**6), (4, 10**6), (4, 10**6))
     groups = [group_of(f"p{number}", 1) for number in range(40)]
     deal(queue, groups)
-    queue.waiting = {0: 1, 1: 0, 2: 1}  # the second has begun to decode all that it has
-    assert [len(own) for own in deal(queue, groups[15:])] == [0, 0, 0]  # but it has as many as it may have
+    queue.waiting = {0: 1, 1: 0, 2: 1}  # the second engine decodes all of its requests
+    assert [len(own) for own in deal(queue, groups[15:])] == [0, 0, 0]  # but it has as many as allowed
     for uid in [uid for uid, engine in queue.engine_of.items() if engine == 1][:2]:
         del queue.engine_of[uid]
     assert deal(queue, groups[15:]) == [[], ["p15"], []]
-    # Two places became free between two calls, so that two may wait.
+    # Two places became free between two calls, so that two requests may wait.
     del queue.engine_of["p15/0"]
     queue.landed = {1: 2}
     assert deal(queue, groups[16:]) == [[], ["p16", "p17"], []]
 
 
 def test_at_the_end_an_engine_keeps_no_more_waiting_than_its_share():
-    """So that the last prompts go where there is room."""
+    """The last prompts go to the engine that has room."""
     queue = queue_of((16, 10**6), (16, 10**6))
     groups = [group_of(f"p{number}", 1) for number in range(3)]
     queue.engine_of = {f"q{number}": number % 2 for number in range(28)}  # 14 of 16 places of each are taken
@@ -120,7 +120,7 @@ def test_requests_of_a_prompt_that_are_sampled_differently_stay_together():
 
 
 class Engines:
-    """Two engines that answer one request a call, the oldest first; `dies`: the calls after which engine 1 is gone."""
+    """Two engines that answer one request a call, the oldest first; `dies`: the number of calls after which engine 1 dies."""
 
     world_size = 2
 
@@ -194,7 +194,7 @@ def answered(engines, run, count=10):
         run, engines, [(requests, SamplingParams())], lambda part: handed.extend(part["uid"].to_pylist())
     )
     assert table["uid"].to_pylist() == requests["uid"].to_pylist()
-    assert sorted(handed) == sorted(table["uid"].to_pylist())  # none is lost, none comes twice
+    assert sorted(handed) == sorted(table["uid"].to_pylist())  # no trajectory is lost or repeated
     assert idle >= 0.0
     return handed
 
@@ -204,13 +204,13 @@ def test_all_are_answered_once():
     answered(engines, Run(engines))
     assert set(engines.answered.values()) == {1}
     engine_of = {uid: engine for engine, uids in engines.log for uid in uids}
-    # Ten answers, one a call: an engine that has no request is not called.
+    # Ten answers at one a call need ten calls: an engine without requests is not called.
     assert len(engines.log) == 10
     assert all(engine_of[f"p{number}/0"] == engine_of[f"p{number}/1"] for number in range(5))
 
 
 def test_what_a_failed_generation_has_left_behind_is_given_up():
-    """Prompts come again in another epoch, under the same names: their old answers would be taken for new ones."""
+    """Prompts return in the next epoch with the same uids: otherwise their old answers would be taken for new ones."""
     engines = Engines()
     engines.has = [["p1/0", "x/0"], ["p1/1"]]
     answered(engines, Run(engines))
@@ -224,10 +224,10 @@ def test_the_prompts_of_a_lost_engine_go_back_into_the_queue(dies, come_late):
     run = Run(engines, restarts)
     answered(engines, run)
     assert (run.revived, restarts.replaced) == ((0, 1) if come_late else (1, 0))
-    # What the other engine answered in the call in which one was lost was not asked for again.
+    # Requests that engine 0 answered during the call in which engine 1 died are not sent again.
     kept = [uid for engine, uids in engines.log for uid in uids if engine == 0]
     assert len(kept) == len(set(kept))
-    if come_late:  # it is not called any more: the other one answers all
+    if come_late:  # engine 1 is not called again: engine 0 answers all
         assert 1 not in [engine for engine, _ in engines.log[dies + 2 :]]
 
 
@@ -238,7 +238,7 @@ def test_without_restarts_a_lost_engine_ends_the_run():
 
 
 def test_engines_idle_less_than_with_equal_parts(monkeypatch):
-    """Long answers cluster by prompt: of 96 requests for each engine it computes 4 at a time."""
+    """Long answers cluster by prompt; each engine has 96 requests on average, and computes 4 at a time."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     dealing = importlib.import_module("dealing")
     options = SimpleNamespace(

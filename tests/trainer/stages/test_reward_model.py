@@ -1,4 +1,4 @@
-"""The reward model: real ranks against transformers, what it is given to read, and what is refused."""
+"""The reward model: scores of real ranks compared with transformers', the texts that it reads, and refused configurations."""
 
 import json
 import shutil
@@ -76,7 +76,7 @@ def trajectories(num_rows: int = 7) -> pa.Table:
 
 
 def settings(path: Path, **changes: Any) -> RewardModelConfig:
-    """An enabled, resolved section."""
+    """An enabled and resolved `reward_model` section."""
     given = {
         "enable": True,
         "model": RewardModelPathConfig(path=str(path), input_tokenizer=changes.pop("input_tokenizer", None)),
@@ -102,7 +102,7 @@ def _score_texts(rank: int, world: int, folder: str, sizes: dict, texts: pa.Tabl
 
 
 def on_ranks(ranks: RankPool, folder: Path, world: int, sizes: dict, cut: MicroBatching) -> Role:
-    """The role with a group whose calls run on the pool's ranks; the run's part is `RUN`."""
+    """The role with a worker group whose calls run on the pool's ranks; `RUN` stands in for the run."""
 
     def call(method: str, texts: pa.Table, shares: list) -> list:
         assert method == "score_texts"
@@ -124,7 +124,7 @@ LAYOUTS = {
     "name", ["tp2-pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2-cp2", "pp2-vpp2-dp2"))]
 )
 def test_scores_are_those_of_transformers(ranks: RankPool, folders: dict[str, Path], name: str) -> None:
-    """Seven trajectories, which neither data parallel ranks nor stages share out evenly, cut in several ways."""
+    """Seven trajectories, a number that neither data parallel ranks nor stages divide, in several kinds of micro-batches."""
     family, world, sizes, cut = LAYOUTS[name]
     policy, batch = load_tokenizer(folders["policy"]), trajectories()
     inputs = load_reward_model(settings(folders[family]), policy)
@@ -140,7 +140,7 @@ def test_scores_are_those_of_transformers(ranks: RankPool, folders: dict[str, Pa
 
 
 def chats() -> pa.Table:
-    """Two trajectories with their prompts' messages; responses in the policy's tokens."""
+    """Two trajectories' uids, messages of the prompts, and answers as text."""
     return pa.table(
         {
             "uid": ["p:0/0", "p:1/0"],
@@ -154,7 +154,7 @@ def chats() -> pa.Table:
 
 
 class Recorder:
-    """A group that scores each text by its length and keeps the texts."""
+    """A worker group that scores each text by its length, and keeps the texts."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
@@ -183,7 +183,7 @@ def test_chats_are_rendered_anew_for_another_tokenizer(folders: dict[str, Path])
 
 
 def test_tools_of_a_row_reach_the_reward_models_own_template(folders: dict[str, Path]) -> None:
-    """Other keywords are of the policy's template."""
+    """All other keywords are only for the policy's template."""
     policy, own = load_tokenizer(folders["policy"]), load_tokenizer(folders["other"])
     own.chat_template = (
         "{% for t in tools or [] %}{{ t.name }};{% endfor %}{{ style }}{{ messages[-1].content }}"
@@ -197,7 +197,7 @@ def test_tools_of_a_row_reach_the_reward_models_own_template(folders: dict[str, 
 
 
 def test_scores_are_shifted_and_scaled_as_the_folder_says(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As `megarl rm` has measured it; texts get their lengths from the model."""
+    """The folder has mean and deviation as measured by `megarl rm`; the model's score of a text is its length."""
     policy, batch, group = load_tokenizer(folders["policy"]), trajectories(), Recorder()
     folder = shutil.copytree(folders["llama"], tmp_path / "rm")
     (folder / FILE).write_bytes(RewardNormalization(4.0, 2.0, 9).to_json())
@@ -242,7 +242,7 @@ def test_a_prompt_that_the_template_refuses_is_named(folders: dict[str, Path]) -
 
 
 def changed(folder: Path, out: Path, **tensors: torch.Tensor | None) -> Path:
-    """A copy of a model with other weights; None: without one."""
+    """A copy of a model with these weights replaced; None: without that weight."""
     shutil.copytree(folder, out)
     state = {**load_file(out / "model.safetensors"), **tensors}
     save_file(
@@ -286,7 +286,7 @@ def test_another_template_over_the_same_tokens_is_told(folders: dict[str, Path])
 
 
 def test_weights_of_rule_and_model() -> None:
-    """0.5 * rule + 2 * model; a sample whose rule failed scores 0."""
+    """The score is 0.5 * rule + 2 * model; a sample whose rule failed has a score of 0."""
     table = pa.table({"score": pa.array([1.0, 0.0, 0.0], pa.float32())})
     scored = Scored(table, {"acc": np.ones(3)}, [None] * 3, [None, None, "it hung"])
     by_model = ModelScores(np.array([0.25, -1.0, 3.0], np.float32), np.array([False, True, False]))

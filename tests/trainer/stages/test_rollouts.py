@@ -14,7 +14,7 @@ from tests.trainer.trajectories import answer, prompts
 
 
 class FakeEngines:
-    """Two engines, which answer two requests a call, the last ones first."""
+    """Two engines that answer two requests a call, the newest first."""
 
     def __init__(self):
         self.world_size, self.sent, self.seconds = 2, [[], []], set()
@@ -64,8 +64,8 @@ def test_rows_are_the_prompts_order_and_all_were_handed_on():
     assert uids != sorted(uids) and sorted(uids) == table["uid"].to_pylist()
     ((first, sampling),), ((second, _),) = engines.sent
     assert sampling == SamplingParams(temperature=0.8, max_new_tokens=9, seed=7)
-    assert engines.seconds == {2 * APART}  # of two engines
-    # the samples of a prompt are answered by one engine: they share its prefix
+    assert engines.seconds == {2 * APART}  # for two engines
+    # One engine answers all samples of a prompt, since they share the prefix in its cache.
     assert not set(first["prompt_uid"].to_pylist()) & set(second["prompt_uid"].to_pylist())
 
 
@@ -83,7 +83,7 @@ def test_trajectories_are_handed_on_while_others_are_generated():
 
 
 def test_remax_asks_for_a_greedy_answer_to_each_prompt_too():
-    """The engine that has a prompt's samples has its greedy answer, too, and nobody waits for all samples first."""
+    """The same engine generates a prompt's samples and its greedy answer, which does not wait for other samples."""
     engines, handed = FakeEngines(), []
     table, *_ = rollouts.roll_out(
         FakeRun(), engines, prompts("a", "b"), config(n=1, estimator="remax"), 7, handed.append

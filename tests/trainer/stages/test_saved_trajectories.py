@@ -1,4 +1,4 @@
-"""Trajectories as a run writes them, read back for another training of the step."""
+"""Trajectories as a run writes them, read back to train on the step again."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 @pytest.fixture
 def config() -> TrainConfig:
-    """Tokens whose ratio is over 2 are rejected."""
+    """A configuration that rejects tokens whose ratio is over 2."""
     return resolve(load_config(TrainConfig, None, [
         "data.train_files=a.parquet", "data.train_batch_size=2", "data.max_prompt_length=8", "data.max_response_length=8",
         "actor_rollout_ref.model.path=m", f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_max_token_len_per_gpu=16",
@@ -43,12 +43,12 @@ def test_tokens_that_were_rejected_are_there_again(config: TrainConfig, tmp_path
     found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)
     assert {SCORED_MASK, "old_log_probs", "advantages"}.isdisjoint(found.column_names)
     for name in found.column_names:
-        if name != "environment_score":  # NaN
+        if name != "environment_score":  # is NaN
             assert found[name].combine_chunks().equals(generated[name].combine_chunks()), name
 
 
 def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
-    """A run on saved trajectories replays them as the run that generated them did."""
+    """Training on saved trajectories replays the experts as the run that generated them did."""
     table = scored({"a": [1.0, 0.0], "b": [0.0, 1.0]}).table
     shape = RoutingShape(2, 2, 8)
     drawn = np.random.default_rng(3)
@@ -63,7 +63,7 @@ def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, 
 
 
 def test_players_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
-    """Of sessions with as many trajectories as they like: a step is counted by its sessions."""
+    """Sessions may have any number of trajectories: the size of a step is counted in sessions."""
     parts = [games("bw", "-", prompt="a").table, games("w", "bww", prompt="b").table]
     write_trajectories(pa.concat_tables(parts), step_file(tmp_path, 1))
     found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)

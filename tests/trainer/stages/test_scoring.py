@@ -32,12 +32,12 @@ def rewards(tmp_path, function, **weights):
 
 
 def length_of(sample):
-    """A reward: the number of words."""
+    """A reward function: the number of words."""
     return score(sample.uid, float(len(sample.response.split())), words=2.0)
 
 
 def test_scores_find_their_rows_whatever_finished_first(tmp_path):
-    """Trajectories are submitted as they finish, in any order and any parts; rows keep the order of the requests."""
+    """Trajectories are submitted as they finish, in any order and in any parts; the rows stay in the order of the requests."""
     table = answer(expand_prompts(prompts("a", "b", "c"), 2))
     asked = rewards(tmp_path, length_of)
     for rows in ([4, 1], [0], [5, 3, 2]):
@@ -50,7 +50,7 @@ def test_scores_find_their_rows_whatever_finished_first(tmp_path):
 
 
 def paths(*uids):
-    """Trajectories of sessions, of 1, 2, 3, ... words."""
+    """Trajectories with these uids, whose responses have 1, 2, 3, ... words."""
     table = answer(expand_prompts(prompts(*(f"p{number}" for number in range(len(uids)))), 1))
     return replace_column(table, "uid", pa.array(uids))
 
@@ -152,7 +152,7 @@ def test_an_environments_score_is_not_asked_for_again(tmp_path):
 
 
 def test_what_failed_in_its_environment_needs_no_rule(tmp_path):
-    """Such as an agent that could not start: its data source may have no rule, since agents score themselves."""
+    """An agent may fail to start; its data source may have no rule, since agents score themselves."""
     table = answer(expand_prompts(prompts("a"), 3))
     notes = [{"error": "exit code 2"}, {"numbers": {"num_turns": 1}}, {"error": "exit code 2"}]
     at = table.column_names.index("environment_notes")
@@ -187,7 +187,7 @@ def test_a_reward_models_scores_are_weighed_with_the_rules(tmp_path):
 
 
 def test_a_reward_model_whose_score_is_not_finite_leaves_no_open_samples(tmp_path, monkeypatch):
-    """Of its own trajectories, whose prompts may come again in a later step; others stay open."""
+    """The samples of its own trajectories are given up, since the prompts may return in a later step; other samples stay open."""
     table, other = (answer(expand_prompts(prompts(name), 2)) for name in "ab")
 
     def fail(run, role, batch, inputs):
@@ -206,7 +206,7 @@ def test_a_reward_model_whose_score_is_not_finite_leaves_no_open_samples(tmp_pat
 
 
 def test_overlong_penalty_is_the_papers():
-    """DAPO's own setting (section 4.1): 16384 tokens and a cache of 4096 after them; here with numbers worked by hand."""
+    """DAPO's own setting (section 4.1): 16384 tokens and a soft punishment over the next 4096; the penalties are computed by hand."""
     lengths = np.array([0, 10, 16384, 16385, 18432, 20480])
     found = scoring.overlong_penalty(lengths, 20480, 4096, 1.0)
     assert found.tolist() == [0, 0, 0, -1 / 4096, -0.5, -1]
@@ -235,7 +235,7 @@ def test_the_greedy_answers_score_is_the_baseline_of_its_prompts_samples():
     found = scoring.with_baselines(batch, greedy)
     assert found.table["uid"].to_pylist() == uids[:6]
     assert found.table[scoring.BASELINE_SCORE].to_pylist() == [0.5, 0.5, 0.0, 0.0, -1.0, -1.0]
-    # without a baseline there is nothing to compare with
+    # A sample without a baseline has nothing to be compared with.
     assert found.live.tolist() == [True, True, False, False, True, True]
     assert found.metrics()["reward/failed"] == 2.0
     assert found.scores.tolist() == [1, 2, 3, 4, 5, 6]
@@ -250,7 +250,7 @@ def test_parts_with_other_numbers_are_put_together():
 
 
 def test_named_rewards_become_columns(tmp_path):
-    """The score for training among them; a number that is missing is named."""
+    """The score is one of the rewards; a missing reward is named in the error."""
     table = answer(expand_prompts(prompts("a", "b"), 2))
     asked = rewards(
         tmp_path, lambda sample: score(sample.uid, None if sample.uid == "a/1" else 3.0, words=2.0)

@@ -1,4 +1,4 @@
-"""Scores of steps: from characters to tokens, and beside the score into rewards and advantages."""
+"""Scores of steps: from characters to tokens, and, in addition to the score, into rewards and advantages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ TEXT = "Tom has 3 pens.\n\nHe buys 4: 3+4=7.\n\n#### 7 \u00e9\u20ac\U0001f600!"
 
 
 def test_a_step_ends_with_the_token_that_completes_its_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """For every end: the least number of tokens whose text begins with the step's, special tokens left out, bytes of a character together."""
+    """For every possible end, a step ends with the first token at which the decoded text, without special tokens, contains the step."""
     ids = [*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id]
     whole = tokenizer.decode(ids, skip_special_tokens=True)
     assert whole == TEXT
@@ -39,7 +39,7 @@ def test_a_step_ends_with_the_token_that_completes_its_text(tokenizer: PreTraine
 
 
 def test_bytes_that_are_no_character_leave_steps_their_ends(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Of a euro sign the first two bytes alone, then a step's end."""
+    """The text has only the first two bytes of a euro sign, then a step's end."""
     ids = tokenizer("Tom \u20ac")["input_ids"][:-1] + tokenizer("has.\n\n3")["input_ids"]
     whole = tokenizer.decode(ids)
     assert "\ufffd" in whole
@@ -49,7 +49,7 @@ def test_bytes_that_are_no_character_leave_steps_their_ends(tokenizer: PreTraine
 
 
 def collected(tokenizer: PreTrainedTokenizerBase, folder: Path, **weights: float) -> scoring.Scored:
-    """Two answers to a prompt: `a b` and `a c`, with a step a word; the second word of the first answer is good."""
+    """Two answers of two words to a prompt; each word is a step, and only the second word of the first answer is good."""
     table = expand_prompts(prompts("p"), 2)
     texts = ["Tom has", "Tom buys"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -83,7 +83,7 @@ def test_rewards_stand_at_the_ends_of_steps(tokenizer: PreTrainedTokenizerBase, 
             expected[offsets[row] + place] += value
     expected[offsets[1] - 1] += 1.0
     np.testing.assert_array_equal(rewards, expected)
-    # A comparison within a group is of the sums: 1.25 and -0.25.
+    # Comparisons within a group use the sums: 1.25 and -0.25.
     found, metrics = compute_batch_advantages(
         batch, replace(algorithm, adv_estimator="rloo"), FixedKLController(0.0)
     )
@@ -123,7 +123,7 @@ def test_a_greedy_answer_counts_with_its_steps(tokenizer: PreTrainedTokenizerBas
 
 
 def test_rows_without_steps(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    """The column is there, so that parts of a batch can be put together; a table without it has no steps."""
+    """Rows without steps have the column, too, so that parts of a batch can be concatenated; a table without it has no steps."""
     scored = collected(tokenizer, tmp_path)
     rewards = scoring.Rewards(FakeRun(tmp_path), FakeScorer(lambda sample: Score(sample.uid, 1.0)), tokenizer)
     plain = scored.table.drop_columns(["score", STEP_SCORES])

@@ -35,7 +35,7 @@ CUT = MicroBatching(mini_batch_size=4, max_tokens=40, micro_batch_size=None)
 
 
 class Group:
-    """Two ranks, whose columns are of one number each; notes what is called."""
+    """A worker group of two ranks that fills each column with one number, and records its calls."""
 
     def __init__(self, **numbers):
         self.numbers, self.calls, self.devices = numbers, [], []
@@ -99,7 +99,7 @@ def judged(table, **teachers):
 
 
 def test_each_teacher_judges_its_own_rows():
-    """Also so few that its two ranks compute one twice, and none at all, where it is not called."""
+    """With a single row both of a teacher's ranks compute that row; a teacher without rows is not called."""
     names = ["math", "code", "math", "math", "math", "math", "math", "math"]
     table = batch([3, 1, 4, 1, 5, 9, 2, 6]).append_column(TEACHER, [names])
     groups = {"math": Group(ref_log_probs=-2.0), "code": Group(ref_log_probs=-3.0), "talk": Group()}
@@ -117,7 +117,7 @@ def test_each_teacher_judges_its_own_rows():
 
 
 class Clocked(Group):
-    """On devices of some names: notes from when to when it works, on a clock that ticks at each call and at the end of each wait."""
+    """A group on named devices that records when its calls begin and end, by a clock that ticks at each call and at the end of each wait."""
 
     def __init__(self, clock, devices, gpu_id, **numbers):
         super().__init__(**numbers)
@@ -253,7 +253,7 @@ def test_controls_follow_their_schedules_and_survive_a_resume() -> None:
     )
     controls = make_controls(
         settings.algorithm, settings.actor_rollout_ref.actor, num_steps=10
-    )  # the run's length, where the schedule names none
+    )  # for schedules without a length of their own
     for _ in range(9):
         controls.kl.update(0.0, 8)
         controls.kl_loss.update(0.0, 8)
@@ -334,7 +334,7 @@ def test_the_actor_waits_out_the_critics_warm_up() -> None:
         coefs.append(metrics["actor/kl_loss_coef"])
         assert ("actor/updates" in metrics) == (step == 3)
     assert called == [[0, 1], [0, 2], [1, 3]]
-    assert coefs == pytest.approx([0.001, 0.002, 0.003])  # its schedule goes on
+    assert coefs == pytest.approx([0.001, 0.002, 0.003])  # the coefficient's schedule continues
     method, _, plan, counts, how = groups["actor"].calls[0]
     assert method == "update_policy" and len(plan) == len(counts) == 2
     assert how.options.kl_coef == pytest.approx(0.003)

@@ -39,13 +39,13 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_that_hold_a_pass(n):
 def test_the_most_frequent_answer_is_scored():
     assert validation.majority_score(np.array([0.0, 1.0, 1.0]), ["3", "4", "4"]) == 1.0
     assert validation.majority_score(np.array([0.0, 0.0, 1.0]), ["3", "3", "4"]) == 0.0
-    assert validation.majority_score(np.array([0.0, 1.0]), ["3", "4"]) == 0.0  # of equals the first
+    assert validation.majority_score(np.array([0.0, 1.0]), ["3", "4"]) == 0.0  # a tie: the first answer
     assert validation.majority_score(np.array([0.0, 0.0, 1.0]), [None, None, "4"]) == 1.0  # None has no vote
     assert validation.majority_score(np.array([0.0, 0.0]), [None, None]) is None
 
 
 def test_metrics_of_several_answers_to_a_prompt():
-    """Two prompts of four answers, worked by hand: 1 of 4 and 3 of 4 pass."""
+    """Two prompts with four answers each, computed by hand: 1 of 4 and 3 of 4 pass."""
     batch = scored(
         {"a": [1.0, 0.0, 0.0, 0.5], "b": [1.0, 1.0, 0.0, 1.0]},
         preds=["7", "8", "8", "9", "5", "5", None, "6"],
@@ -79,11 +79,11 @@ def test_answers_whose_reward_failed_are_left_out():
     assert found["score/mean"] == pytest.approx(1 / 3)
     assert found["mean@2"] == pytest.approx((0.0 + 0.5) / 2)
     assert found["pass@1"] == pytest.approx((0.0 + 0.5) / 2)
-    assert found["pass@2"] == pytest.approx((0.0 + 1.0) / 2)  # a with its only answer
+    assert found["pass@2"] == pytest.approx((0.0 + 1.0) / 2)  # prompt a counts with its only answer
 
 
 def test_sessions_are_counted_and_players_have_metrics_of_their_own():
-    """Two games: white wins the first, black the second, in which white's reward failed."""
+    """White wins the first of two games; black wins the second, in which white's reward failed."""
     found = validation.session_metrics(games("bw", "bw", scores=[-1.0, 1.0, 1.0, None]), SamplingConfig(n=2))
     assert found["player/b/score/mean"] == 0.0 and found["player/b/best@2"] == 1.0
     assert found["player/b/pass@1"] == 0.5 and found["player/b/pass@2"] == 1.0
@@ -129,7 +129,7 @@ def test_a_set_overrides_val_kwargs_where_it_says_something():
 
 
 def test_every_set_is_answered_in_its_own_way(tmp_path, monkeypatch):
-    """Two sets, one in parts: their sampling, uids, files, metrics and reports."""
+    """Two validation sets, one of them in parts: their sampling, uids, files, metrics and reports."""
     asked = []
 
     def generate(run, engines, requests, sampling, finished):
@@ -150,7 +150,7 @@ def test_every_set_is_answered_in_its_own_way(tmp_path, monkeypatch):
     tables, metrics = validation.validate(
         rewards.run, None, sets, rewards, 9, 5, 2, "validation after step 3", nullcontext
     )
-    # the whole part of c failed, but not the whole set
+    # all rewards of the part with c failed, but not all of the set
     assert tables["val"].num_rows == 3 and metrics["reward/failed"] == 1.0
     assert asked == [
         (["a/0", "b/0"], 0.0, 9, 5),

@@ -1,4 +1,4 @@
-"""The actor's ranks as the controller calls them: the exact KL to the reference, and updates in float16."""
+"""The actor's ranks, called as by the controller: the exact KL to the reference, and updates in float16."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, PreTrainedModel]]:
-    """Policy and reference: folder and model."""
+    """The folder and the model of the policy, then of the reference."""
     found = []
     for shift in (0.0, 0.03):
         folder: Path = tmp_path_factory.mktemp("model")
@@ -58,7 +58,7 @@ def with_old_log_probs(table: pa.Table) -> pa.Table:
 
 
 def plan_of(*mini_batches: list[list[int]]) -> tuple[list, list[LossCounts]]:
-    """One data parallel rank's micro-batches of each mini-batch, and what each holds."""
+    """A plan with one data parallel rank's micro-batches, and the loss counts of each mini-batch."""
     masks = make_table()["response_mask"].to_pylist()
     counts = []
     for micros in mini_batches:
@@ -68,7 +68,7 @@ def plan_of(*mini_batches: list[list[int]]) -> tuple[list, list[LossCounts]]:
 
 
 def hugging_face(models: list[tuple[str, PreTrainedModel]], table: pa.Table) -> dict[str, list[Tensor]]:
-    """By column, each row's response tokens; 0 on masked ones."""
+    """The expected values of each column at each row's response tokens; 0 on masked tokens."""
     columns: dict[str, list[Tensor]] = {"old_log_probs": [], "full_kl": [], "ref_log_probs": []}
     for row in table.to_pylist():
         ids, mask = (
@@ -149,7 +149,7 @@ def test_overflows_are_counted_and_at_the_least_scale_end_the_run(ranks: RankPoo
 
 
 def _moving(rank: int, world: int, folders: list[str], table: pa.Table, moves: bool) -> tuple:
-    """Two updates and, after each, the reference's log-probs; with `moves` as a GPU's memory moves between phases, page-locking left out."""
+    """Two updates, each followed by the reference's log-probs; with `moves` memory moves between phases as on a GPU, without page-locking."""
     worker = actor(rank, world, folders, MegatronConfig(), OptimConfig(lr=1e-2))
     how = PolicyUpdate(LossAggregation("token-mean"), PolicyLossOptions(0.2, 0.2, None), None, None, seed=0)
     others, found = ["weights", "gradients", "optimizer"], []
@@ -172,13 +172,13 @@ def _moving(rank: int, world: int, folders: list[str], table: pa.Table, moves: b
             found.append((step["grad_norm"], columns[1]["ref_log_probs"][0].tolist()))
             if moves:
                 worker.resume_memory(others)
-        worker.parts.clear()  # with their room, while nothing is unlocked
+        worker.parts.clear()  # frees their host memory while `_unlock` is replaced
     weights = {name: tensor.clone() for name, tensor in local_parameters(worker.chunks).items()}
     return found, weights
 
 
 def test_memory_that_moves_as_on_a_gpu_changes_nothing(ranks: RankPool, models) -> None:
-    """The reference is on the host while the first step makes the optimizer's states, for which room on the host is made again."""
+    """The reference is on the host while the first step creates the optimizer's states, for which host memory is reserved again."""
     table, folders = with_old_log_probs(make_table()), [folder for folder, _ in models]
     (expected,), (found,) = (ranks.run(_moving, folders, table, moves, world=1) for moves in (False, True))
     assert found[0] == expected[0]

@@ -1,4 +1,4 @@
-"""A run's agents in an engine's process, in front of a policy whose words are written down. Agents are processes of Python functions."""
+"""A run's agents in an engine's process, with a policy of scripted answers. Agents are Python functions in processes of their own."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ SAMPLING = SamplingParams()
 
 
 class Engine(WrittenPolicy):
-    """With a loop that stands still between calls, as an engine's."""
+    """A policy with an event loop that stands still between calls, like an engine's."""
 
     def run(self, coroutine):
         return self.loop.run_until_complete(coroutine)
@@ -109,7 +109,7 @@ class Engine(WrittenPolicy):
 
 @pytest.fixture
 def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
-    """agents(function, settings) -> play(sampling, extra_info), which gives the trajectories of each of two requests of prompt a."""
+    """agents(function, settings) -> play(sampling, extra_info), which returns the trajectories of each of two requests for prompt a."""
     for name, value in (("MEGARL_RANK", "mark"), ("TOOL_KEY", "k"), ("OTHER_KEY", "o")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megarl.trainer.workers.agents.load_tokenizer", lambda *_: published("qwen2_5"))
@@ -163,7 +163,7 @@ def test_functions_are_agents_and_their_sessions_are_trajectories(agents, tmp_pa
     assert notes(double[0]) == {"numbers": {"num_turns": 3.0}, "error": None}
     live = sum(sum(one.response_mask) for one in double)
     assert live == sum(len(asked.ids) for asked in engine.asked if asked.uid.startswith("a/1#"))
-    # Sampled as the run says, whatever an agent asks for.
+    # The run's sampling settings apply, whatever an agent requests.
     assert {(one.temperature, one.seed) for one in engine.sampled} == {(0.7, 5)}
     assert (tmp_path / "run/agents/a-1.log").read_text() == "mark 7 k False\n"
 
@@ -179,7 +179,7 @@ def test_an_agent_that_asks_nothing_costs_its_own_sample(agents, tmp_path):
 
 @pytest.mark.parametrize("limit", ["max_requests", "requests_per_minute"])
 def test_an_agent_may_ask_so_often(agents, limit):
-    """Of two agents, one asks once, and one three times."""
+    """Of two agents, one sends one request, the other three."""
     _, ((single,), (refused,)) = agents("play", **{limit: 2})()
     assert notes(single)["error"] is None and all(single.response_mask)
     assert "HTTP Error 429" in notes(refused)["error"] and not any(refused.response_mask)
@@ -204,7 +204,7 @@ def test_players_of_a_game_have_scores_of_their_own(agents, tmp_path):
 
 
 def test_time_in_which_nothing_is_generated_does_not_count(agents, tmp_path, monkeypatch):
-    """The loop stands still for an hour."""
+    """The event loop stands still for an hour."""
     file, clock = tmp_path / "asked", [0.0]
 
     class Clock:
@@ -237,7 +237,7 @@ def test_an_agent_in_a_sandbox_reaches_the_gateway_alone(agents, tmp_path, tmp_p
 
 
 def test_drafts_of_programs_run_in_the_sandbox_and_the_rule_judges_the_answer(agents):
-    """examples/agents/coding_agent.py."""
+    """The agent is examples/agents/coding_agent.py."""
     if best_isolation() != "namespaces":
         pytest.skip("this system gives ordinary processes no namespaces")
 
@@ -264,7 +264,7 @@ def test_drafts_of_programs_run_in_the_sandbox_and_the_rule_judges_the_answer(ag
     assert told[1].startswith("\nexit code 0\n7 0\n") and "are texts" in told[2]
     assert "exit code 1" in told[-1] and "ZeroDivisionError" in told[-1]
     truth = json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})
-    assert solved.environment_score is None and endless.environment_score is None  # the rule's to give
+    assert solved.environment_score is None and endless.environment_score is None  # the rule gives the score
     texts = [engine.tokenizer.decode(one.response_ids) for one in (solved, endless)]
     assert [compute_score("codecontests", text, truth)["score"] for text in texts] == [1.0, 0.0]
 

@@ -55,7 +55,7 @@ def test_every_row_is_planned_once_in_each_epoch_and_counted():
 
 
 def sessions(*paths: int) -> pa.Table:
-    """So many trajectories for each session, of 1, 2, 3, ... tokens."""
+    """Sessions with these numbers of trajectories, which have 1, 2, 3, ... tokens."""
     table = batch([*range(1, sum(paths) + 1)])
     uids = [f"p{one}/0.{path}" for one, number in enumerate(paths) for path in range(number)]
     return replace_column(table, "uid", pa.array(uids))
@@ -65,14 +65,14 @@ def sessions(*paths: int) -> pa.Table:
 @pytest.mark.parametrize("layout", [ParallelLayout(world=2), ParallelLayout(world=4, pp=2, vpp=2)])
 @pytest.mark.parametrize("rows_each", [None, 1])
 def test_any_number_of_trajectories_of_sessions_can_be_planned(paths, layout, rows_each):
-    """Mini-batches are as many as their sessions say, and idle rows train nothing."""
+    """The number of sessions determines the number of mini-batches, and idle rows have no live tokens."""
     table = sessions(*paths)
     filled = with_idle_rows(table, [layout, ParallelLayout(world=1)])
     names = ["uid", "response_ids", "response_mask"]
     assert filled.slice(0, table.num_rows).select(names) == table.select(names)
     assert num_sessions(filled) == len(paths)
     assert not any(mask for row in filled["response_mask"].to_pylist()[table.num_rows :] for mask in row)
-    # The longest fills a micro-batch alone.
+    # The longest trajectory fills a micro-batch.
     longest = int(max(sequence_lengths(table))) if rows_each is None else None
     size = 2 if layout.dp * (layout.pp if layout.vpp else 1) <= 2 else len(paths)
     cut = MicroBatching(mini_batch_size=size, max_tokens=longest, micro_batch_size=rows_each, epochs=2)
@@ -114,7 +114,7 @@ def test_plans_are_made_once_and_are_those_of_their_own_arguments():
         assert forward_plan(of, layout, replace(cut, epochs=3), plans) is shares
     assert (
         len(plans.made) == 6
-    )  # of the last table: forward in 2 budgets, update in 2 and shuffled by 2 seeds
+    )  # for the last table: forward plans of 2 budgets, update plans of 2 budgets and of 2 shuffle seeds
 
 
 def test_interleaved_pipelines_get_multiples_of_their_stages():
@@ -125,16 +125,16 @@ def test_interleaved_pipelines_get_multiples_of_their_stages():
 
 
 def test_plans_level_attention_and_say_how_even_they_are():
-    table = batch([97] + [7] * 10)  # with their prompts 100 and 10 tokens
+    table = batch([97] + [7] * 10)  # 100 and 10 tokens with their prompts
     layout = ParallelLayout(world=8, tp=2, cp=2, sp=True)
     cut = MicroBatching(mini_batch_size=11, max_tokens=200, micro_batch_size=None, pair_share=1.0)
     plan, _ = update_plan(table, layout, cut, seed=0)
-    alone = [share for share in plan[0] if share == [[0]]]  # it costs 5,150, the others 65 each
+    alone = [share for share in plan[0] if share == [[0]]]  # the long one costs 5,150, the others 65 each
     assert len(alone) == 1
     metrics = packing_metrics("actor", plan, table, layout, cut)
     assert metrics["perf/actor/num_micro"] == 1
     assert metrics["perf/actor/rank_imbalance"] == pytest.approx(5150 / ((5150 + 650) / 2) - 1)
-    # Sequences of multiples of 4 tokens: 10 become 12.
+    # Sequences are padded to multiples of 4 tokens: 10 become 12.
     assert metrics["perf/actor/padding"] == pytest.approx(1 - 200 / (100 + 10 * 12))
     plain = MicroBatching(mini_batch_size=11, max_tokens=200, micro_batch_size=None)
     plan, _ = update_plan(table, ParallelLayout(world=2), plain, seed=0)

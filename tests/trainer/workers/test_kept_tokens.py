@@ -1,4 +1,4 @@
-"""The actor's ranks on tokens that were drawn from a part of the vocabulary: log-probs, ratios and gradients against Hugging Face's model."""
+"""The actor's ranks on tokens drawn from a part of the vocabulary: log-probs, ratios and gradients equal those of Hugging Face's model."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ ENTROPY = 0.1
 
 
 def kept_table() -> pa.Table:
-    """Trajectories whose live tokens were drawn from 1 to 9 tokens."""
+    """Trajectories whose live tokens were each drawn from 1 to 9 kept tokens."""
     table, generator = make_table(), np.random.default_rng(4)
     ids, counts = [], []
     for response, mask in zip(
@@ -46,8 +46,8 @@ def kept_table() -> pa.Table:
 
 
 def plain_loop(policy, reference) -> tuple[list[torch.Tensor], list[torch.Tensor], float, float]:
-    """Of Hugging Face's models: log-probs of policy and reference (0 on masked tokens), the mean entropy, and the norm of an on-policy update's
-    gradient."""
+    """With Hugging Face's models: log-probs of policy and reference (0 on masked tokens), the mean entropy, and the norm of the gradient of an
+    on-policy update."""
     table = kept_table()
     total = sum(sum(mask) for mask in table["response_mask"].to_pylist())
     found, judged, entropies = [], [], 0.0
@@ -69,7 +69,7 @@ def plain_loop(policy, reference) -> tuple[list[torch.Tensor], list[torch.Tensor
             theirs.append(log_q[kept.index(token)])
             entropy = -(log_p.exp() * log_p).sum()
             entropies += entropy.item() / total
-            # PPO's surrogate at a ratio of 1 has the gradient of -A log p.
+            # At a ratio of 1 PPO's surrogate has the same gradient as -A log p.
             loss = -row["advantages"][at] * own[-1] - ENTROPY * entropy
             (loss / total).backward(retain_graph=True)
         found.append(torch.stack(own).detach())

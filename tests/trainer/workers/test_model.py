@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedMode
 def make(
     rank: int, world: int, folder: str, megatron: dict[str, Any], lora: LoraConfig, mtp: bool = False
 ) -> ModelWorker:
-    """The actor's rank; with adapters also the critic's. `mtp`: with multi-token prediction layers."""
+    """A rank of the actor, with adapters also of the critic. `mtp`: with multi-token prediction layers."""
     info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
     optim = OptimConfig(lr=3e-2, lr_decay_style="linear")
     spec = ModelSpec(folder, "lm", MegatronConfig(**megatron), optim, num_updates=9, timeout=60.0, lora=lora)
@@ -53,7 +53,7 @@ def make(
 
 
 def one_round(worker: ModelWorker) -> list[Any]:
-    """The metrics of updates of all roles that the worker has."""
+    """The metrics of one update of each of the worker's roles."""
     rows = table()
     plan, counts = update_plan(rows, worker.layout, CUT, 3)
     found = [worker.update_policy(rows, plan, counts, HOW)]
@@ -73,12 +73,12 @@ def _save(
     folder: str,
     mtp: bool = False,
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """A round, a save of each role, another round. Returns: the files, what the second round gave, the policy in bundles."""
+    """A round, a save of each role, another round. Returns the files, the results of the second round, and bundles with the policy."""
     worker = make(rank, world, model, megatron, lora, mtp)
     one_round(worker)
     files = {}
     for role in ("actor", "critic") if lora.rank else ("actor",):
-        # What a save does not need may be away: to touch it ends the process.
+        # Parts that a save does not need may be off the device; accessing them would crash the process.
         needed = {
             "actor": ("adapters", "weights", "optimizer"),
             "critic": ("critic_adapters", "critic_optimizer"),
@@ -89,7 +89,7 @@ def _save(
         written = worker.finish_save(role)
         worker.resume_memory(away)
         files |= {f"{role}/{name}": facts for name, facts in written.items()}
-    # `replace`: what a plan has worked out by now does not pickle.
+    # `replace` drops a plan's cached results, which cannot be pickled.
     if lora.rank:
         plan = worker.adapter_plan()
         bundles = [replace(plan), worker.pack_adapters()]
@@ -97,7 +97,7 @@ def _save(
         plan = worker.export_plan(mtp)
         held = worker.memory()
         bundles = [replace(plan), [worker.pack_export(shard) for shard in range(len(plan.shards))]]
-        assert worker.memory() == held  # shared weights, which were gathered, are shared again
+        assert worker.memory() == held  # weights that were gathered for the export are sharded again
     return files, one_round(worker), bundles
 
 
@@ -117,13 +117,13 @@ def _load(
 
 
 def check_files(folder: Path, results: list[tuple[dict[str, Any], Any, Any]]) -> None:
-    """Every file is named by the one rank that wrote it."""
+    """Every file is reported by exactly one rank, which wrote it."""
     named = [name for files, *_ in results for name in files]
     assert sorted(named) == sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """The metrics of two policies' updates, to rounding."""
+    """The metrics of two policies' updates are equal up to rounding."""
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
@@ -155,7 +155,7 @@ def test_a_model_goes_on_and_is_converted(
 
 
 def test_trained_prediction_layers_go_on_and_are_converted(ranks: RankPool, tmp_path: Path) -> None:
-    """Saved, resumed, exported and converted with the model; the exported layers are the trained ones."""
+    """The layers are saved, resumed, exported and converted with the model; the exported layers are the trained ones."""
     model = make_tiny_model(
         tmp_path / "model",
         ["two words"],
@@ -173,7 +173,7 @@ def test_trained_prediction_layers_go_on_and_are_converted(ranks: RankPool, tmp_
         assert exact == [True]
         assert_same(found, expected)
         for step in found[0]:
-            # One response's first token has a prompt of one token before it, two places before which is nothing.
+            # One response has a prompt of one token, so that no position two places before its first token can predict it.
             assert step["actor/tokens"] - 1 <= step["actor/mtp_tokens"] <= step["actor/tokens"]
             assert 0 < step["actor/mtp_loss"] / step["actor/mtp_tokens"] < 9
     exported, converted = str(tmp_path / "exported"), str(tmp_path / "converted")
@@ -188,7 +188,7 @@ def test_trained_prediction_layers_go_on_and_are_converted(ranks: RankPool, tmp_
 
 
 def _critic(rank: int, world: int, model: str, megatron: dict[str, Any]) -> list[Any]:
-    """A critic's values, two rounds of updates with its memory away in between, and its values then."""
+    """A critic's values, the results of two updates, after each of which its memory leaves the device and returns, and its values then."""
     info = RankInfo(rank, world, rank, "localhost", 0, "critic", "", (), "")
     optim = OptimConfig(lr=3e-2, lr_decay_style="linear")
     worker = CriticWorker(
@@ -222,7 +222,7 @@ def test_a_critic_that_shares_its_weights_learns_the_same(
 def test_adapters_of_two_roles_go_on(
     ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path
 ) -> None:
-    """With dropout: random streams go on, too. Another layout has other streams, so there nothing is dropped."""
+    """With dropout, random streams are resumed, too. Another layout has other streams, so that test has no dropout."""
     folder = tmp_path / "saved"
     results = ranks.run(_save, model[0], TP2, DROPOUT, str(folder), world=2)
     check_files(folder, results)
@@ -255,7 +255,7 @@ def test_adapters_of_two_roles_go_on(
 
 
 def _change_weights(file: Path) -> None:
-    """As another training of the same model would."""
+    """Change the weights, as another training of the same model would."""
     save_file({name: tensor + 1e-3 for name, tensor in load_file(file).items()}, file)
 
 

@@ -1,4 +1,4 @@
-"""From the configuration to trajectories of several turns, with an engine whose words are written down."""
+"""From the configuration to trajectories of several turns, with an engine of scripted answers."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def rollout(**options):
 
 
 class FakeEngine:
-    """Asks the calculator first, then answers by what it was told; sample 1 answers at once."""
+    """An engine that asks the calculator first, then answers with its result; sample 1 answers at once."""
 
     weight_version, last_sign, waiting, num_requests = 4, 0.0, 0, 0
     config = SimpleNamespace(request_timeout=60.0)
@@ -91,7 +91,7 @@ def prompts(tokenizer, pairs):
 
 
 def start(worker, engine):
-    """What its constructor makes, besides the start of SGLang."""
+    """Set the attributes that the worker's constructor sets, without starting SGLang."""
     worker.engine, worker._of = engine, {}
 
 
@@ -105,7 +105,7 @@ def make_worker(model, **options):
 
 
 def answered(worker, requests):
-    """All trajectories of a call of `land`, in the order of the requests."""
+    """All trajectories of one call of `land`, in the order of the requests."""
     table = worker.land(60.0, [(requests, SAMPLING)]).table
     found = table["uid"].to_pylist()
     return table.take([found.index(uid) for uid in requests["uid"].to_pylist()])
@@ -134,7 +134,7 @@ def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
 def test_a_validation_does_not_land_what_training_has_in_flight(model):
     worker, tokenizer = make_worker(model)
     requests = expand_prompts(prompts(tokenizer, [(3, 4)]), 2)
-    landed = worker.land(0.0, [(requests, SAMPLING)])  # their first wait is not over
+    landed = worker.land(0.0, [(requests, SAMPLING)])  # the requests are still waiting
     assert landed.table is None and worker.begin_generation()[1] == requests["uid"].to_pylist()
     assert worker.land(60.0, [(requests, SAMPLING)], "batch").table.num_rows == 2
     assert worker.land(60.0, [(requests, SAMPLING)], "left behind").table.num_rows == 2

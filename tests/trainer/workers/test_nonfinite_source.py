@@ -1,4 +1,4 @@
-"""Gradients that are not finite on real ranks: nothing changes, and all ranks tell the same trajectory."""
+"""Gradients that are not finite on real ranks: no weight changes, and all ranks report the same trajectory."""
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trajectories(wrong_row: int | None) -> pa.Table:
-    """`advantages` of one row are NaN."""
+    """Trajectories in which the advantages of one row are NaN."""
     table = make_table()
     flat, offsets = ragged(table, "advantages")
     advantages = np.array(flat)
@@ -49,7 +49,7 @@ def actor(rank: int, world: int, folder: str) -> ActorWorker:
 def _update(rank: int, world: int, folder: str, table: pa.Table, poison: bool) -> tuple[str, bool]:
     worker = actor(rank, world, folder)
     tensors = local_parameters(worker.chunks)
-    if poison and rank == 1:  # of the first stage: its neighbours on other data parallel ranks are sound
+    if poison and rank == 1:  # in the first stage of one data parallel rank; the other's weights are finite
         next(iter(tensors.values())).data.view(-1)[:] = torch.nan
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     counts = []

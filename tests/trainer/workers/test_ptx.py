@@ -1,4 +1,4 @@
-"""PPO-ptx: gradients of rewards and texts in one step, as on a Hugging Face model; which texts a step takes."""
+"""PPO-ptx: gradients from rewards and texts in one step, equal to a Hugging Face model's; and which texts a step uses."""
 
 import math
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from tests.megatron.hf import VOCAB, Rank, check_gradients, make_table, save_mod
 from tests.ranks import RankPool
 
 COEF, CLIP, TEMPERATURE = 0.7, 0.2, 0.8
-# Layout, ranks, and the most tokens of a micro-batch.
+# Layout, number of ranks, and the maximum number of tokens of a micro-batch.
 LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "one": ({}, 1, 1000),
     "micro-batches": ({}, 1, 24),
@@ -48,7 +48,7 @@ PARALLEL = {
 
 
 def make_texts(num: int = 8) -> pa.Table:
-    """Texts of 2 to 16 tokens, most of which are learnt."""
+    """Texts of 2 to 16 tokens, most of which are trained on."""
     generator = np.random.default_rng(4)
     lengths = generator.integers(2, 17, num)
     rows = [
@@ -63,7 +63,7 @@ def make_texts(num: int = 8) -> pa.Table:
 
 
 def log_probs(model: PreTrainedModel, ids: list[int], temperature: float = 1.0) -> Tensor:
-    """Of each token but the first."""
+    """The log-probs of all tokens except the first."""
     tokens = torch.tensor([ids])
     logits = model(tokens).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
@@ -77,7 +77,7 @@ def responses(model: PreTrainedModel, row: dict[str, Any]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel, pa.Table]:
-    """A model's folder, the model, and trajectories whose policy has moved since."""
+    """A model's folder, the model, and trajectories from an older policy than the model."""
     folder = tmp_path_factory.mktemp("model")
     model, table = save_model(folder), make_table()
     generator = torch.Generator().manual_seed(5)
@@ -91,8 +91,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel
 
 
 def by_formula(model: PreTrainedModel, table: pa.Table, texts: pa.Table) -> tuple[float, float]:
-    """The two losses, arXiv:1707.06347 eq. 7 and the ptx term of arXiv:2203.02155 eq. 2; leaves the gradient of their sum
-    in the model."""
+    """The two losses, arXiv:1707.06347 eq. 7 and the ptx term of arXiv:2203.02155 eq. 2; the gradient of their weighted sum
+    stays in the model."""
     model.zero_grad()
     policy, likelihood = [], []
     for row in table.to_pylist():

@@ -10,7 +10,7 @@ from megarl.trainer.workers.scalar_heads import scaled_value_loss
 
 @pytest.mark.parametrize("vf_coef", [1.0, 0.1])
 def test_vf_coef_scales_the_loss_and_its_gradient_but_not_the_metrics(vf_coef: float) -> None:
-    """Two tokens of weight 1/2, errors 1 - 3 and 2 - 2: the loss is 0.5 (0.5 * 4 + 0.5 * 0) = 1, its gradient -1, 0."""
+    """Two tokens of weight 1/2, errors 1 - 3 and 2 - 2: the loss is 0.5 (0.5 * 4 + 0.5 * 0) = 1, its gradient (-1, 0)."""
     values = torch.tensor([1.0, 2.0], requires_grad=True)
     fields = {
         "values": torch.tensor([1.0, 2.0]),

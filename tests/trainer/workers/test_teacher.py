@@ -1,4 +1,4 @@
-"""A reference of another folder: a teacher of any size, in the actor's processes or in its own, against Hugging Face's model."""
+"""A reference from another folder: a teacher of any size, in the actor's processes or its own, compared with Hugging Face's model."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def save_teacher(folder: Path, vocab_size: int = VOCAB) -> PreTrainedModel:
-    """Of another family than the policy, wider, with other heads and fewer layers, its head its embedding."""
+    """A teacher of another family than the policy: wider, with other heads, fewer layers, and an output head tied to its embedding."""
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -63,7 +63,7 @@ def save_teacher(folder: Path, vocab_size: int = VOCAB) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, PreTrainedModel]]:
-    """Policy and teacher: folder and model."""
+    """The folder and the model of the policy, then of the teacher."""
     folders = [tmp_path_factory.mktemp(name) for name in ("policy", "teacher")]
     return [(str(folders[0]), save_model(folders[0])), (str(folders[1]), save_teacher(folders[1]))]
 
@@ -79,7 +79,7 @@ def make(
 def _judge(
     rank: int, world: int, folders: list[str], megatron: dict[str, Any], lora: LoraConfig, beta: float
 ) -> tuple:
-    """What a teacher in the actor's processes says of responses; the metrics of an update that learns from it alone."""
+    """The log-probs of a teacher in the actor's processes, and the metrics of two updates that learn only from it."""
     table = with_old_log_probs(make_table())
     worker = make(rank, world, folders, megatron, lora)
     assert "reference" in worker.parts
@@ -87,7 +87,7 @@ def _judge(
     options = PolicyLossOptions(0.2, 0.2, None, kl_coef=0.5, kl_kind=FULL_KL, kl_beta=beta, pg_coef=0.0)
     how = PolicyUpdate(LossAggregation("token-mean"), options, None, None, seed=0)
     (step,) = worker.update_policy(table, *plan_of(SHARE), how)
-    # In turns with the policy: the next update goes on.
+    # Teacher and policy take turns in memory: another update still works.
     (later,) = worker.update_policy(table, *plan_of(SHARE), how)
     return columns, step, later
 
@@ -95,7 +95,7 @@ def _judge(
 def _top(
     rank: int, world: int, folders: list[str], megatron: dict[str, Any], lora: LoraConfig, beta: float
 ) -> tuple:
-    """The metrics of an update that learns from the most likely tokens of a teacher in the actor's processes."""
+    """The teacher's log-probs and the metrics of two updates that learn from the most likely tokens of a teacher in the actor's processes."""
     table = with_old_log_probs(make_table())
     worker = make(rank, world, folders, megatron, lora)
     columns: list[Any] = [None] * world
@@ -128,7 +128,7 @@ def test_a_policy_learns_from_its_most_likely_tokens(
 
 
 def divergence(models: list[tuple[str, PreTrainedModel]], beta: float, count: int | None = None) -> float:
-    """TRL's, a mean over the live tokens of all responses; of the teacher's `count` most likely tokens and all others together."""
+    """TRL's divergence, the mean over all live tokens; with `count` on the teacher's `count` most likely tokens and the sum of all others."""
     total, tokens = 0.0, 0
     for row in make_table().to_pylist():
         ids, start = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"]) - 1
@@ -170,7 +170,7 @@ GIVEN_ROWS = (1, 2, 6)
 
 
 def _mixed(rank: int, world: int, folders: list[str], megatron: dict[str, Any]) -> dict[str, float]:
-    """The metrics of an update with rewards and a teacher, where the responses of some rows are given."""
+    """The metrics of an update with rewards and a teacher, in which some rows have given responses."""
     worker = make(rank, world, folders, megatron, LoraConfig())
     options = PolicyLossOptions(0.2, 0.2, None, kl_coef=0.5, kl_kind=FULL_KL, kl_beta=0.3, pg_coef=0.7)
     how = PolicyUpdate(LossAggregation("token-mean"), options, None, None, seed=0)
@@ -185,11 +185,11 @@ def mixed_table() -> pa.Table:
 
 @pytest.mark.parametrize("name", ["one", "tp2"])
 def test_given_responses_are_learnt_from_by_the_divergence_alone(ranks: RankPool, models, name: str) -> None:
-    """Loss, metrics and the norm of the gradient are those of a plain loop: TRL's divergence on all rows, PPO's clip on the policy's own."""
+    """Loss, metrics and gradient norm equal those of a plain loop with TRL's divergence on all rows and PPO's loss on the policy's rows."""
     world, megatron = LAYOUTS[name]
     policy, teacher = (model for _, model in models)
     total = sum(sum(mask) for mask in make_table()["response_mask"].to_pylist())
-    sums = {True: [0.0, 0], False: [0.0, 0]}  # by whether it is given: divergence, tokens
+    sums = {True: [0.0, 0], False: [0.0, 0]}  # by whether the response is given: divergence, tokens
     policy.zero_grad()
     for number, row in enumerate(mixed_table().to_pylist()):
         ids, start = torch.tensor([row["prompt_ids"] + row["response_ids"]]), len(row["prompt_ids"]) - 1
@@ -226,7 +226,7 @@ def _alone(rank: int, world: int, folder: str) -> Any:
 
 
 def test_more_tokens_of_a_teacher_take_their_share(ranks: RankPool, models, tmp_path: Path) -> None:
-    """Its distribution is its own: tokens that the policy lacks have probability, too, wherever the teacher is."""
+    """The teacher's log-probs are normalised over its own, larger vocabulary, both in the actor's processes and in its own."""
     teacher = save_teacher(tmp_path, VOCAB + 9)
     wanted = hugging_face([("", teacher), ("", teacher)], with_old_log_probs(make_table()))["ref_log_probs"]
     folders = [models[0][0], str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Stands for mlflow-skinny 3.17.2: its signatures, as far as megarl calls it, its rules for names, and a record of the calls."""
+"""A stand-in for mlflow-skinny 3.17.2: the signatures that megarl calls, its rules for names, and a record of the calls."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Stands for swanlab 0.10.3: its signatures, as far as megarl calls it, and a record of the calls."""
+"""A stand-in for swanlab 0.10.3: the signatures that megarl calls, and a record of the calls."""
 
 from types import SimpleNamespace
 from typing import Any

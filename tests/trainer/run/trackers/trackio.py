@@ -1,4 +1,4 @@
-"""Stands for trackio 0.43.0: its signatures, as far as megarl calls it, and a record of the calls."""
+"""A stand-in for trackio 0.43.0: the signatures that megarl calls, and a record of the calls."""
 
 from enum import StrEnum
 from typing import Any

@@ -1,4 +1,4 @@
-"""Stands for wandb 0.31.0: its signatures, as far as megarl calls it, and a record of the calls."""
+"""A stand-in for wandb 0.31.0: the signatures that megarl calls, and a record of the calls."""
 
 from typing import Any
 

@@ -14,29 +14,29 @@ from xdist.scheduler import LoadFileScheduling
 from megarl.util.memory import without_collection
 from tests.ranks import RankPool
 
-# Python keeps what it has compiled, and pytest the tests whose assertions it has rewritten, also where PYTHONDONTWRITEBYTECODE is set, as
-# in many images of containers: to do it again would take each process of each session as long as all other imports.
+# Python keeps its compiled files, and pytest the tests whose assertions it has rewritten, even where PYTHONDONTWRITEBYTECODE is set, as in
+# many container images: to make them again would take each process of each session as long as all other imports.
 sys.dont_write_bytecode = False
-# Two threads of a tiny operation wait for each other longer than it takes: several times as long where another process needs the cores.
+# Two threads of a tiny operation wait for each other longer than the operation takes, and several times as long on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Of each property as many random examples as show a mistake that is not rare; each session of tests draws others. On a busy machine any takes long.
+# Each property gets enough random examples to show a mistake that is not rare; each session draws others. Any may take long on a busy machine.
 settings.register_profile("tests", max_examples=25, deadline=None)
 settings.load_profile("tests")
 # Fixtures of models and runs that several rooms' tests share.
 pytest_plugins = ["tests.tiers", "tests.fixtures.runs", "tests.fixtures.tiny_models"]
 TESTS = Path(__file__).parent
-# Of several processes (`pytest -n 3`) one gets all of these rooms' files, whose tests share engines, shadow ranks or a cluster.
+# With several processes (`pytest -n 3`), one process gets all files of these rooms, whose tests share engines, shadow ranks or a cluster.
 ONE_PROCESS = ("rollout", "shadow", "cluster")
-# And one gets all of these, which parse the whole package: once.
+# And one process gets all of these files, which parse the complete package: it is parsed once.
 WITH = dict.fromkeys(("tests/test_security.py", "tests/util/test_packages.py"), "tests/test_repository.py")
 # Long tests come first (rooms, and a file), then the other files that start processes, so that all processes end at about the same time.
 LONGEST_FIRST = ("rollout", "shadow", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
-# Of the files that start no process those of these rooms take longest, and come first.
+# Among the files that start no process, those of these rooms take longest and come first.
 LONGEST_UNITS = ("test_recipes.py", "checkpoints", "plan", "weight_sync")
 
 
 class ByFileOrRoom(LoadFileScheduling):
-    """What a process takes next is a file (with others, of `WITH`), or a room of `ONE_PROCESS`; in the order of the collection."""
+    """A process takes one file at a time (with others, by `WITH`), or one room of `ONE_PROCESS`; in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -57,14 +57,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # A shell starts what it puts in the background with Ctrl-C ignored, which processes inherit; tests send it.
+    # A shell starts background commands with Ctrl-C ignored, and child processes inherit this; tests send Ctrl-C.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What the tests import is never garbage: the collector need not search it, neither during the imports nor between tests."""
+    """Objects that the tests import are never garbage, so the garbage collector need not search them, neither during the imports nor between
+    tests."""
     with without_collection():
         return (yield)
 

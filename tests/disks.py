@@ -19,5 +19,5 @@ def small_disk(folder: Path, kibibytes: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # lazily: what a failed test left running may still have files open there
+        # lazily: processes that a failed test left running may still have files open there
         subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -53,7 +53,7 @@ def stated() -> list[Guarantee]:
 
 
 def guarantees_in(docstring: str) -> Iterator[str]:
-    """The items of its lists of guarantees; of a paragraph its sentences, and their parts between semicolons."""
+    """The items of a docstring's lists of guarantees; from a paragraph its sentences, and their parts between semicolons."""
     for header in _HEADER.finditer(docstring):
         rest = docstring[header.end() :]
         if rest.lstrip().startswith("- "):
@@ -82,7 +82,7 @@ def rows() -> list[Row]:
 def matched(
     guarantees: Sequence[Guarantee], rows: Sequence[Row], least: float = 0.5
 ) -> list[tuple[Guarantee, Row]]:
-    """Each guarantee with a row of its own: the one with the most words in common, a share of `least` of the longer one's at least."""
+    """Each guarantee with a row of its own: the row with the most words in common, at least a share of `least` of the longer text's words."""
     words = [Counter(_words(one.text)) for one in (*guarantees, *rows)]
     sizes = [sum(counter.values()) for counter in words]
     pairs = []
@@ -121,7 +121,7 @@ def _words(text: str) -> Iterable[str]:
 
 
 def update_files() -> None:
-    """Write into the page where functions and classes that were moved are now."""
+    """Correct in the page the files of functions and classes that were moved."""
     page = PAGE.read_text()
     for path, name in references(page):
         defines = re.compile(rf"^ *(?:async )?(?:def|class) {name}\b", re.MULTILINE)

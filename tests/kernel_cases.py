@@ -1,7 +1,7 @@
-"""What the scripts of Triton kernels' cases have in common (`python -m tests.megatron.interpreted_head interpret`, with TRITON_INTERPRET=1, or `...
-compile`): they print {case: what was found} as JSON.
+"""Shared by the scripts that run Triton kernels' cases (`python -m tests.megatron.interpreted_head interpret`, with TRITON_INTERPRET=1, or `...
+compile`): they print {case: result} as JSON.
 
-Each has a process of its own: Triton reads the variable when it is imported, and other packages would notice that it can be imported.
+Each script has its own process: Triton reads the variable when it is imported, and other packages would notice that Triton is there.
 """
 
 import functools
@@ -25,8 +25,8 @@ def print_cases(
     """Run the interpreted cases whose names follow in the command (none: all), or `compiled`.
 
     Args:
-        around: in which interpreted cases run.
-        seldom: interpreted cases that run where they are named.
+        around: the context in which interpreted cases run.
+        seldom: interpreted cases that run only where they are named.
     """
     sys.path.insert(0, str(PACKAGES))
     import triton
@@ -34,7 +34,7 @@ def print_cases(
     how, *names = sys.argv[1:]
     if how == "compile":
         assert compiled is not None
-        # The key of what is kept of other runs would have all of Triton's files read, and nothing is kept here.
+        # The key of Triton's cache would need all of Triton's files to be read, and nothing is cached here.
         with mock.patch("triton.runtime.cache.triton_key", lambda: ""):
             print(json.dumps(compiled()))
         return
@@ -48,9 +48,9 @@ def print_cases(
 
 
 def spare_the_interpreter() -> None:
-    """Take from Triton's interpreter (3.7.1) what it does again in every call, nearly half of its time, to the same effect: a function
-    that a kernel calls replaces all functions of Triton's language, which the kernel's launch has replaced; and for each value's type
-    a dictionary of all types is made.
+    """Spare Triton's interpreter (3.7.1) work that it repeats in every call to the same effect, nearly half of its time: each function that a kernel
+    calls replaces all functions of Triton's language, though the kernel's launch has replaced them; and each value's type is looked up in a new
+    dictionary of all types.
     """
     from triton import language
     from triton.runtime import interpreter

@@ -66,7 +66,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Failure:
-    when: float  # monotonic seconds: the first is the cause, others often follow from it
+    when: float  # monotonic seconds: the first failure is the cause, others often follow from it
     rank: int
     message: str
     error: Exception | None = None
@@ -136,7 +136,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         for rank in waiting.values():
             failures.append(_Failure(math.inf, rank, f"no answer\n{self._stack_of(rank)}"))
-        if waiting or dead:  # such a rank cannot be used again, nor can its neighbours, whose group it was
+        if waiting or dead:  # neither such a rank nor the other ranks of its group can be used again
             self._kill()
         return results, failures
 
@@ -192,7 +192,7 @@ class RankPool:
 
 
 def _serve(connections: list[Connection], logs: list[str]) -> None:
-    """Import what every rank needs, or most, then fork the ranks: one import instead of one per rank."""
+    """Import what every rank needs, or most of them, then fork the ranks: one import instead of one per rank."""
     import torch
     from transformers import Qwen2ForCausalLM  # noqa: F401
 
@@ -252,7 +252,7 @@ def _answer(job: bytes) -> bytes:
         timeout=timedelta(seconds=2 * timeout),  # the pool's own timeout, which shows stacks, comes first
     )
     try:
-        # One that raises at once, and leaves, would break the connections of ranks that still make theirs, and end these processes.
+        # A rank that raises at once and leaves would break the connections of ranks that are still connecting, and end them.
         torch.distributed.barrier()
         function, args = pickle.loads(call)
         result = function(rank, world, *args)
@@ -271,8 +271,8 @@ def _free_models() -> None:
     megatron-core's DistributedDataParallel (0.19.2) is never freed by itself: gradient accumulators have hooks that hold
     it, a cycle through torch's own objects that the garbage collector does not see. Megatron-FSDP's model has more of such functions.
 
-    The objects that remain belong to modules. They are frozen: else each run would take a quarter of a second or more on every rank,
-    to look through some 400,000 of them, twice.
+    The objects that remain belong to modules. They are frozen: otherwise the garbage collector would search some
+    400,000 of them twice in each run, which takes a quarter of a second or more on every rank.
     """
     hook = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
     gc.collect()

@@ -1,4 +1,4 @@
-"""What the package's files import, define and call, for the tests that look at all of them: each file is parsed once in a process."""
+"""Imports, definitions and calls in the package's files, for the tests that look at all files: each file is parsed once in a process."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -21,17 +21,17 @@ class Call:
     given: Mapping[str | None, ast.expr]
 
     def given_text(self, name: str) -> str | None:
-        """The source text of an argument; None: it is not given by its name."""
+        """The source text of an argument; None: the argument is not given by name."""
         return ast.unparse(self.given[name]) if name in self.given else None
 
 
 @dataclass(frozen=True)
 class Source:
-    """Of one file, inside functions and under TYPE_CHECKING too.
+    """The contents of one file, including functions' bodies and code under TYPE_CHECKING.
 
     Attributes:
-        imports: (line, dotted name) of everything that it imports.
-        taken: (line, module, names) of each `from module import names`, as they stand there.
+        imports: (line, dotted name) of everything that the file imports.
+        taken: (line, module, names) of each `from module import names`, as the file has them.
         attributes: (name, attribute) of each `name.attribute`.
         functions: (name, lines) of each function that is not asynchronous.
     """
@@ -50,7 +50,7 @@ def modules() -> tuple[Path, ...]:
 
 @cache
 def source_of(path: Path) -> Source:
-    with collection_paused():  # a tree is no garbage until it is left, and then at once
+    with collection_paused():  # a tree becomes garbage when this function ends, and is freed at once
         found, tree = Source(), ast.parse(path.read_text())
         package = path.relative_to(ROOT).with_suffix("").parts[:-1]
         for node in nodes(tree):
@@ -75,7 +75,7 @@ def source_of(path: Path) -> Source:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """As `ast.walk`, in another order and faster."""
+    """Like `ast.walk`, but in another order and faster."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -88,7 +88,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def dotted(function: ast.expr) -> str:
-    """The source text of what is called; `ast.unparse` takes long."""
+    """The source text of the called function; `ast.unparse` takes long."""
     if isinstance(function, ast.Name):
         return function.id
     if isinstance(function, ast.Attribute):

@@ -25,7 +25,7 @@ def run(script: str, *arguments: str, timeout: int = 280) -> subprocess.Complete
 
 
 def report_of(folder: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """Run a benchmark; the report that it writes."""
+    """Run a benchmark; returns the report that it writes."""
     out = folder / "report.json"
     result = run(script, *arguments, "--out", str(out))
     assert result.returncode == 0, result.stderr
@@ -63,7 +63,7 @@ def test_plan_scale_plans_671b_parameters_for_512_ranks_within_two_gib(tmp_path:
 def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Path) -> None:
     options = ("--cases", "TP4 -> TP2", "--layers=1", "--rounds=1")
     (figures,) = report_of(tmp_path, "weight_sync.py", *options)["results"]
-    # HybridFlow's (tp - t_g p_g) / (t_g p_g t p) M, but for norms: these are on every device already.
+    # HybridFlow's (tp - t_g p_g) / (t_g p_g t p) M, except for norms, which are on every device already.
     formula = (4 - 2) / (2 * 4) * figures["model_bytes"]
     for way in ("megarl", "megarl p2p"):
         assert 0.98 * formula < figures[way]["bytes_received_max"] <= formula
@@ -71,8 +71,8 @@ def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Pa
     assert all(
         len(figures[way]["seconds"]) == 1 for way in ("megarl", "megarl p2p", "adapters", "full gather")
     )
-    # Adapters of rank 16 in float32: q, k, v, o, gate, up and down of 768, 256 and 2304; on two ranks that cut either
-    # A or B and have the other whole.
+    # Adapters of rank 16 in float32: q, k, v, o, gate, up and down of 768, 256 and 2304; two ranks cut either
+    # A or B and have the other one unsharded.
     cut = 768 + 2 * 256 + 768 + 2 * 2304 + 2304
     whole = 3 * 768 + 768 + 2 * 768 + 768
     assert figures["adapters"]["bytes_total"] == 4 * 16 * (cut + 2 * whole)
@@ -95,7 +95,7 @@ def test_sampling_reads_each_logit_once_and_sglang_many_times(tmp_path: Path) ->
 
 def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:
     report = report_of(tmp_path, "packing.py", "--batches=2", "--dp", "2", "32")
-    # No path of this machine:
+    # The command has no path of this machine.
     assert report["command"] == "python benchmarks/packing.py --batches=2 --dp 2 32"
     found = {(r["task"], r["way"], r["dp"]): r for r in report["results"]}
     assert len(found) == 2 * 4 * 2
@@ -118,7 +118,7 @@ def test_dispatch_counts_the_controllers_seconds(tmp_path: Path) -> None:
     assert len(found["steps"]) == 1
     best = found["best"]
     assert 256 * (100 + 20) <= best["tokens"] <= 256 * (300 + 200)
-    # 4 bytes a token; then of each of the response old log-probs, values, advantages and returns, too.
+    # 4 bytes per token; then, for each token of the responses, also old log-probs, values, advantages and returns.
     assert 4 * best["tokens"] <= best["bytes_put"][0]
     assert best["bytes_put"][1] > best["bytes_put"][0] + 4 * 4 * (best["tokens"] - 256 * 300)
     phases = best["phases"]
@@ -139,7 +139,7 @@ def test_the_tables_of_results_are_those_of_the_raw_files(
     assert recorded <= set(record.RECORDINGS)
     for name in recorded:
         assert f"[{name}.json]" in page
-    # Another figure, another table: nothing of it is written by hand.
+    # Another figure gives another table: no part of it is written by hand.
     report = json.loads((record.RESULTS / "dispatch.json").read_text())
     report["results"][0]["dispatch"] = 0.12345 * 60
     (tmp_path / "dispatch.json").write_text(json.dumps(report))
@@ -180,7 +180,7 @@ def test_gpu_single_says_that_there_is_no_gpu() -> None:
 
 
 def test_operations_of_a_step_on_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: 2 operations a weight and token forward, 6 with backward; logits at response tokens only."""
+    """Worked by hand: 2 operations per weight and token forward, 6 with backward; logits at response tokens only."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     module = importlib.import_module("gpu_single")
     config = module.resolve(module.load_config(module.TrainConfig, module.RECIPE, []))
@@ -214,7 +214,7 @@ def test_the_reward_rises_with_every_estimator_and_policy_loss() -> None:
 
 
 def test_gpu_single_asks_for_the_gpu_that_torch_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of several that a machine has: torch's device 0 need not be nvidia-smi's."""
+    """On a machine with several GPUs, torch's device 0 need not be nvidia-smi's."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     module = importlib.import_module("gpu_single")
     (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "asked $*"\n')

@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py: what it sees of a run, and that it would say so if something was lost."""
+"""benchmarks/chaos.py: what it observes in a run, and that it would report a loss."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# A "run" of 4 steps that saves after each, and leaves a process behind that nobody ends.
+# A "run" of 4 steps that saves after each step, and leaves a process behind that nobody ends.
 RUN = """
 import pathlib, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -32,7 +32,7 @@ while step < 4:
         time.sleep(1000)  # finished, and never saved
     saved.write_text(str(step))
 """
-# What is said of a run that came to its end unharmed.
+# The report on a run that finished unharmed.
 FINISHED = {
     "finished": True,
     "ends": {"finished": 1},
@@ -124,7 +124,7 @@ def test_every_difference_and_everything_left_behind_is_harm(chaos):
 
 
 def test_ends_are_told_apart(chaos, tmp_path):
-    """A controller that asks by itself to be started again was stuck: expected, and counted, but not as asked for."""
+    """A controller that asks by itself to be started again was stuck: this end is expected, and counted, but not among those that were asked for."""
     module = chaos("chaos_run")
     code = "import pathlib, sys\npath = pathlib.Path(sys.argv[1], 'again')\nif not path.exists():\n  path.touch()\n  sys.exit(75)"
     run = module.AttackedRun([sys.executable, "-c", code, str(tmp_path)], tmp_path)
@@ -138,7 +138,7 @@ def test_ends_are_told_apart(chaos, tmp_path):
 
 
 def test_a_recording_is_continued(chaos, tmp_path):
-    """All parts are counted together; what was dealt, and when, is not dealt again; other settings are refused."""
+    """All parts are counted together; a blow that was dealt, at its time, is not dealt again; other settings are refused."""
     record, blows = chaos("chaos_record"), chaos("chaos_blows")
     path = tmp_path / "folder" / "chaos.json"
     assert record.open_record(path, 3, 5).parts == []
@@ -167,7 +167,7 @@ def test_a_recording_is_continued(chaos, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_survives_some_blows(tmp_path):
-    """Two at first; then the recording is continued by another."""
+    """The first call deals two blows; the second continues the recording with one more."""
     out = tmp_path / "chaos.json"
     for kills in ("--kills=2", "--kills=1"):
         command = [sys.executable, "benchmarks/chaos.py", kills, "--steps=4", "--seed=1", "--json", out]

@@ -28,19 +28,19 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_every_guarantee_is_in_the_list_and_no_other() -> None:
-    """If one is missing: python -m tests.guarantees"""
+    """If a guarantee is missing: python -m tests.guarantees"""
     missing, gone = guarantees.unmatched(guarantees.stated(), guarantees.rows())
     assert [f"{one.module}: {one.text}" for one in missing] == []
     assert [f"line {row.line + 1}: {row.text}" for row in gone] == []
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named: dict[str, list[tuple[int, str]]] = defaultdict(list)  # by folder: line, name of a test
+    named: dict[str, list[tuple[int, str]]] = defaultdict(list)  # by folder: (line, name of a test)
     for row in guarantees.rows():
         for test in row.tests:
             folder, _, name = test.partition("::")
             named[folder].append((row.line + 1, name))
-    assert sum(map(len, named.values())) > 300  # or this test has not looked
+    assert sum(map(len, named.values())) > 300  # else this test checks nothing
     missing = []
     for folder, tests in named.items():
         files = (ROOT / folder).glob("test_*.py") if folder == "tests" else (ROOT / folder).rglob("test_*.py")
@@ -84,7 +84,7 @@ def test_guarantees_are_found_in_every_form() -> None:
     assert list(guarantees.guarantees_in(docstring)) == ["one; and more of it", "two", "three is so", "four"]
 
 
-# What the page's code imports.
+# The imports of the page's code.
 IMPORTS = {
     "megarl.algorithms.policy_loss": (
         "PolicyLossOptions",
@@ -107,7 +107,7 @@ IMPORTS = {
 
 @pytest.fixture(scope="module")
 def code() -> Iterator[dict[str, Any]]:
-    """The names that the page's code defines; what it registers is unknown to other tests."""
+    """The names that the page's code defines; other tests do not see what it registers."""
     names: dict[str, Any] = {name: importlib.import_module(name) for name in ("pytest", "torch")}
     for module, imported in IMPORTS.items():
         names |= {name: getattr(importlib.import_module(module), name) for name in imported}

@@ -1,6 +1,4 @@
-"""The Dockerfile of the GPU image: what a linter finds in it, and whether its pip lines can be resolved. It is built on a machine
-with a network alone.
-"""
+"""The Dockerfile of the GPU image: a linter's findings, and whether its pip lines can be resolved. Building it needs a network."""
 
 import re
 import shlex
@@ -25,7 +23,7 @@ def test_hadolint_finds_nothing(tmp_path: Path) -> None:
     careless = tmp_path / "Dockerfile"
     careless.write_text(re.sub(r"^FROM .*$", "FROM ubuntu", DOCKERFILE.read_text(), flags=re.MULTILINE))
     code, found = lint(careless)
-    assert code == 1 and "DL3006" in found  # it looks: an image without a tag is found
+    assert code == 1 and "DL3006" in found  # the linter works: it finds an image without a tag
 
 
 def lint(file: Path) -> tuple[int, str]:
@@ -41,16 +39,16 @@ def test_the_image_runs_as_a_user_with_a_health_check() -> None:
 
 
 def test_the_last_layer_of_packages_is_followed_by_their_imports() -> None:
-    """Of those that are compiled, or load what is."""
+    """The imports of packages that are compiled, or that load compiled packages."""
     text = DOCKERFILE.read_text()
     *_, last = re.finditer(r"\bpip install ", text)
     (imports,) = re.findall(r'python -c "import ([\w., ]+)" \\\n    && rm', text[last.end() :])
     assert set(imports.split(", ")) == {"transformer_engine.pytorch", "sgl_kernel", "deep_gemm", "flashinfer"}
-    assert "libcuda.so.1" in text[last.end() :]  # sgl_kernel is linked with it, and no driver is there
+    assert "libcuda.so.1" in text[last.end() :]  # sgl_kernel is linked with it, and the build has no driver
 
 
 def test_no_flash_attn_2_is_built() -> None:
-    """Transformer Engine refuses the newest, and the package of flash-attn-4 is the same folder."""
+    """Transformer Engine refuses the newest version, and flash-attn-4 installs into a folder of the same name."""
     assert not re.search(r"flash-attn==|FLASH_ATTN", DOCKERFILE.read_text())
     assert any(pin.startswith("flash-attn-4==") for pin in pins())
 
@@ -66,14 +64,14 @@ def pip_lines() -> list[list[str]]:
 
 
 def requirements_of(line: list[str]) -> list[str]:
-    """What of the index a pip line asks for: no options, no git, nothing whose version is empty (it is not installed)."""
+    """The requirements of a pip line that come from the index: no options, no git, nothing whose version is empty (it is not installed)."""
     return [
         word for word in line if not word.startswith("-") and "git+" not in word and not word.endswith("==")
     ]
 
 
 def pip_index() -> list[str]:
-    """The package index that pip is set to, for uv, which does not read pip's settings."""
+    """uv's options for the package index that pip is set to, since uv does not read pip's settings."""
     said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     found = re.findall(r"^\S+\.index-url='(\S+)'$", said.stdout, re.MULTILINE)
     return ["--default-index", found[0]] if found else []
@@ -103,7 +101,7 @@ def resolve(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def index() -> None:
-    """Skips where no package index is."""
+    """Skip where there is no package index."""
     if UV is None:
         pytest.skip("uv has no package for this kind of machine")
     asked = resolve("--refresh", "-", given="wheel")
@@ -116,19 +114,19 @@ def pins() -> set[str]:
 
 
 def test_the_pins_of_the_image_are_the_resolution_of_its_requirements(index: None) -> None:
-    """All of them, and none that nobody asks for."""
+    """All pins are needed, and none is missing."""
     found = resolve("-c", "gpu.txt", "gpu.in")
     assert found.returncode == 0, found.stderr
     assert set(found.stdout.splitlines()) == pins()
 
 
 def test_each_pip_line_of_the_image_takes_what_is_pinned(index: None) -> None:
-    """So no layer brings what a later one replaces. megarl itself comes last, without what it needs: it finds that there."""
+    """So no layer installs what a later one replaces. megarl itself comes last, without its dependencies, which are there already."""
     lines = [line for line in map(requirements_of, pip_lines()) if line]
     assert [line[0].split("==")[0] for line in lines] == [
         "torch", "transformer-engine[pytorch,core_cu13]", "sglang", "megatron-core", ".",
     ]  # fmt: skip
-    lines[3].remove("gpu.txt")  # the pins themselves: the test above
+    lines[3].remove("gpu.txt")  # the pins themselves: see the test above
     for line in lines[:-1]:
         takes(resolve("-c", "gpu.txt", "-", given="\n".join(line)))
     takes(resolve("-c", "gpu.txt", "../setup.py", "--extra", "rollout"))

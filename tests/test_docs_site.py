@@ -93,7 +93,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_command_line_reference_is_that_of_the_parser() -> None:
-    """If it is not: python tools/cli_reference.py > docs/cli.md"""
+    """If this fails: python tools/cli_reference.py > docs/cli.md"""
     made = runpy.run_path(str(ROOT / "tools/cli_reference.py"))
     assert made["page"]() == (DOCS / "cli.md").read_text()
 

@@ -1,4 +1,4 @@
-"""What `make` says before it installs anything."""
+"""What `make` reports before it installs anything."""
 
 import shutil
 import subprocess

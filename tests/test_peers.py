@@ -1,4 +1,4 @@
-"""The comparison with other frameworks: what is made of the steps that they report, and the task they are given."""
+"""The comparison with other frameworks: what it makes of the steps that they report, and the task that they get."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "peers"
 
 @pytest.fixture(autouse=True)
 def _scripts_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files import each other by their bare names, as those of an environment without megarl must."""
+    """The comparison's files import each other by their bare names, as they must in environments without megarl."""
     names = ("figures", "frameworks", "steps", "task", "watching")
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in names:
@@ -98,7 +98,7 @@ def test_a_watched_command_counts_its_descendants_and_leaves_none(tmp_path: Path
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-c', {burn!r}])\n"
         "left = subprocess.Popen(['sleep', '600'])\nprint(left.pid, flush=True)\nimport time; time.sleep(0.7)\n"
-        "subprocess.run(['sh', '-c', 'sleep 600 & echo $!'])\n"  # whose parent has ended before a look at it
+        "subprocess.run(['sh', '-c', 'sleep 600 & echo $!'])\n"  # its parent ends before it can be seen
     )
     path = {"PATH": os.environ["PATH"]}
     seen = watch([sys.executable, "-c", script], path, tmp_path, tmp_path / "log", timeout=60)

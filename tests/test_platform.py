@@ -114,7 +114,7 @@ def test_streams_and_events_are_one_timeline() -> None:
 
 @without_cuda
 def test_hugging_face_loads_rotary_frequencies(tmp_path: Path) -> None:
-    """Under a device context that knew only wrapped factories they came out uninitialised."""
+    """Under a device context that knew only wrapped factories, the frequencies were uninitialised."""
     config = LlamaConfig(
         vocab_size=16,
         hidden_size=16,
@@ -163,7 +163,7 @@ def test_collectives_of_unequal_parts(ranks: RankPool) -> None:
 
 
 def test_fused_functions_are_compiled_once_for_all_numbers_of_tokens() -> None:
-    """A decorator that is taken within, as megatron-core's, and one that is not; dynamo counts what it hands to its backend."""
+    """`torch.compile` taken within the context, as megatron-core takes it, and taken outside; dynamo counts what it hands to its backend."""
     code = """
 import torch
 from torch._dynamo.testing import CompileCounter

@@ -1,4 +1,4 @@
-"""The planner beside public runs (benchmarks/published.py): how near it is, and that the page says just that."""
+"""The planner's figures next to those of public runs (benchmarks/published.py): how near they are, and that the page says the same."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def found(published: ModuleType) -> list:
 def test_four_of_five_runs_are_within_half_as_much_again_and_none_beyond_twice(
     published: ModuleType, found: list
 ) -> None:
-    """Of the rows that the terms were made with, and of those that were held out."""
+    """This holds for the rows that the terms were made with, and for the rows that were held out."""
     seen = [each for each in found if each.row in published.ROWS]
     held_out = [each for each in found if each.row in published.HELD_OUT]
     assert len(seen) >= 20 and len(held_out) >= 12 and len(seen) + len(held_out) == len(found)
@@ -52,8 +52,8 @@ def test_the_range_that_is_printed_is_that_of_the_rows(published: ModuleType, fo
 
 
 def test_what_a_framework_does_otherwise_takes_longer(published: ModuleType) -> None:
-    """Launches from Python, whole tensors gathered, memory that is not page-locked, rows that are not levelled, kernels that are not
-    fused: each alone, of a run without them."""
+    """Launches from Python, unsharded tensors gathered, memory that is not page-locked, rows that are not levelled, kernels that are not fused: each
+    of these by itself, added to a run without them."""
     (row,) = (each for each in published.ROWS if each.name == "verl 30B-A3B, 8 H20")
     plain = replace(row, eager=False, gathers=False, pageable=False, balanced=True)
     plain = replace(plain, measures="step", keys=(*plain.keys, "trainer.nnodes=2"))
@@ -91,7 +91,7 @@ def test_it_is_printed_for_people_and_for_programs(
 
 
 def test_parameters_are_listed_in_proportion_to_layers(published: ModuleType) -> None:
-    """In a time of the order of the measured one; another machine, or a busy one, takes another."""
+    """The time has the order of the measured one; another machine, or a busy machine, takes another time."""
     few, many = (published.listing_seconds(layers, 20) for layers in (10, 100))
     assert 3 < many / few < 30
     assert published.LISTED / 10 < many / 100 < published.LISTED * 10

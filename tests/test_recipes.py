@@ -1,4 +1,4 @@
-"""Every recipe: what its header says is so, its configuration is right, and what runs on GPUs is planned to fit on them."""
+"""Every recipe: its header is true, its configuration is valid, and by its plan it fits on its GPUs, if it runs on GPUs."""
 
 import json
 import re
@@ -43,12 +43,12 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paths of this file are relative to it."""
+    """The working directory is the repository's root: the paths of this file are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
 def header(recipe: str) -> str:
-    """Its first comment, in one line."""
+    """The recipe's first comment, in one line."""
     lines = (ROOT / f"recipes/{recipe}.yaml").read_text().splitlines()
     length = next(row for row, line in enumerate(lines) if not line.startswith("#"))
     return " ".join(line.removeprefix("#").strip() for line in lines[:length])
@@ -72,7 +72,7 @@ def test_the_header_names_hardware_and_the_command(recipe: str) -> None:
 
 
 def named_paths(section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys of files and folders that a recipe reads, and what they name; not the folders that it writes."""
+    """The keys of files and folders that a recipe reads, and their paths; without the folders that it writes."""
     if isinstance(section, dict):
         for name, value in section.items():
             yield from named_paths(value, f"{prefix}.{name}" if prefix else name)
@@ -81,7 +81,7 @@ def named_paths(section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def written_before(recipe: str) -> set[str]:
-    """The folders of the commands that the header says come before the recipe, and those before them."""
+    """The folders of the commands that the header puts before the recipe, and of the commands before those."""
     before = header(recipe).partition("Before: ")[2].partition("Run: ")[0]
     folders = set(re.findall(r"(?:make-task|--out) (\S+)", before))
     return folders.union(*map(written_before, re.findall(r"recipe:(\w+)", before)))
@@ -89,7 +89,7 @@ def written_before(recipe: str) -> set[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_it_reads_is_here_or_made_or_to_be_named(recipe: str) -> None:
-    """By this repository's own commands, which its header has; or the header says which key names it."""
+    """The header has this repository's commands that make the inputs, or says which key names an input."""
     command = re.search(r"Run: +megarl (\w+) ", header(recipe))[1]
     config = to_dict(load_config(SCHEMAS[command], f"recipes/{recipe}.yaml"))
     paths = dict(named_paths(config))
@@ -124,7 +124,7 @@ def test_it_fits_with_the_memory_that_its_header_says(recipe: str, capsys: pytes
     }
 
 
-LARGE = (  # whose whole sync takes longest to plan
+LARGE = (  # their complete sync takes longest to plan
     "qwen3_next_80b_a3b_grpo",
     "qwen3_30b_a3b_grpo",
     "qwen3_30b_a3b_grpo_fp8",
@@ -160,13 +160,13 @@ def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) 
     assert plan["reshard"]["max_received"] <= plan["full_gather"]["max_received"]
     alone = "single_gpu" in recipe
     assert (plan["full_gather"]["max_received"] == 0) == alone
-    # A communicator, in which a process talks to few of the others.
+    # There is a communicator, in which a process talks to few of the others.
     average, most = plan["peers"]
     assert plan["communicators"] == (most > 0) and (most == 0 or not alone)
     assert average <= 80 and most <= 100
 
 
-# Of those whose model and kinds of layouts others have, too.
+# Other recipes have the model and the kinds of layouts of these.
 ALIKE = (
     "deepseek_v3_grpo",
     "deepseek_v3_grpo_256x80gb",
@@ -179,7 +179,7 @@ ALIKE = (
     "recipe", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in LARGE]
 )
 def test_shares_of_its_weight_sync_are_planned(recipe: str) -> None:
-    """Of the last engine rank, and of the first trainer rank that it gets something from: each alone, as ranks do."""
+    """The shares of the last engine rank, and of the first trainer rank that it gets something from: each planned by itself, as ranks do."""
     config = resolve(load_config(TrainConfig, f"recipes/{recipe}.yaml"))
     policy = config.actor_rollout_ref
     sync = configured_sync(config, read_model_config(policy.model.path), policy.rollout)
@@ -191,7 +191,7 @@ def test_shares_of_its_weight_sync_are_planned(recipe: str) -> None:
         piece.box.numel * plan.itemsize(piece.tensor) for piece in served
     )
     sender = min(copy.source_rank for copy in gets)
-    sends = replace(plan).deliveries_from(sender)  # which has the shards, but no copies yet
+    sends = replace(plan).deliveries_from(sender)  # this plan has the shards, but no copies yet
     assert [one.box for one in sends if last in one.target_ranks] == [
         copy.box for copy in gets if copy.source_rank == sender
     ]

@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: who may import whom, what stays light, which pins must agree."""
+"""Rules for the complete repository: which rooms may import which, which imports stay light, which pins must agree."""
 
 import re
 import subprocess
@@ -65,7 +65,7 @@ FLOORS = {
     "__main__": 16,
 }
 HEAVY = {"torch", "transformers", "ray", "megatron", "sglang"}
-# What a room must not know, wherever in a file the import stands.
+# Packages that a room must not import, wherever in a file the import stands.
 FORBIDDEN = {
     "util": HEAVY,
     "util/rendezvous": {"transformers", "ray", "megatron", "sglang"},
@@ -108,7 +108,7 @@ def _room(parts: Sequence[str]) -> str:
 
 
 def room_imported(name: str) -> str | None:
-    """The room of "megarl.<room>..."; None for other packages and for what megarl itself defines."""
+    """The room of "megarl.<room>..."; None: another package, or a name that megarl itself defines."""
     parts = name.split(".")
     if parts[0] != "megarl" or len(parts) == 1 or parts[1] == "__version__":
         return None
@@ -116,10 +116,10 @@ def room_imported(name: str) -> str | None:
 
 
 def test_trackers_are_imported_by_the_name_that_a_configuration_has() -> None:
-    """Never by a statement, so that those that are not named are not loaded."""
+    """Never by an import statement, so that trackers without such a name are not loaded."""
     imported = {name.split(".")[0] for path in modules() for _, name in source_of(path).imports}
     assert not imported & {"wandb", "mlflow", "swanlab", "trackio"}
-    assert "rich" in imported  # or this test has not looked
+    assert "rich" in imported  # else this test checks nothing
 
 
 def test_every_room_has_a_floor() -> None:
@@ -139,7 +139,7 @@ def test_rooms_import_only_from_floors_below() -> None:
             if FLOORS.get(target, 99) >= FLOORS.get(room, -1):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert wrong == []
-    assert ("trainer/run", "cluster") in seen  # or this test has not looked
+    assert ("trainer/run", "cluster") in seen  # else this test checks nothing
 
 
 def test_the_stand_ins_for_sglangs_kernels_are_reached_by_entry_points_alone() -> None:
@@ -170,7 +170,7 @@ def test_rooms_do_not_import_what_they_must_not_know() -> None:
 
 
 def test_nothing_else_lies_at_the_top() -> None:
-    """What a command has left there would come into a commit: remove it. .gitignore has outputs/."""
+    """Files that a command has left there would come into a commit: remove them. .gitignore has outputs/."""
     ignored = [".*", *(name.rstrip("/") for name in (ROOT / ".gitignore").read_text().split())]
     names = {path.name for path in ROOT.iterdir()}
     assert {name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)} == AT_THE_TOP
@@ -191,7 +191,7 @@ def test_a_loop_fits_a_screen() -> None:
     functions = [
         (f"{file.name}: {name}", lines) for file in files for name, lines in source_of(file).functions
     ]
-    assert len(functions) > 20  # or this test has not looked
+    assert len(functions) > 20  # else this test checks nothing
     assert {name: lines for name, lines in functions if lines > SCREEN} == {}
 
 
@@ -206,13 +206,13 @@ def module_of(path: Path) -> str:
 
 
 def test_no_imports_are_circular() -> None:
-    """Within functions and under TYPE_CHECKING neither."""
+    """Imports within functions and under TYPE_CHECKING count, too."""
     paths = {module_of(path): path for path in modules()}
     imported = {
         name: {_module(target, paths) for _, target in source_of(path).imports} - {None, name}
         for name, path in paths.items()
     }
-    assert len(imported["megarl.trainer.run.run"]) > 5  # or this test has not looked
+    assert len(imported["megarl.trainer.run.run"]) > 5  # else this test checks nothing
     while leaves := [name for name, targets in imported.items() if not targets]:
         for name in leaves:
             del imported[name]
@@ -222,12 +222,12 @@ def test_no_imports_are_circular() -> None:
 
 
 def _module(name: str, modules: Container[str]) -> str | None:
-    """The module that an imported name is, or is of; None: of another package."""
+    """The module that an imported name is, or belongs to; None: a name of another package."""
     return next((found for found in (name, name.rpartition(".")[0]) if found in modules), None)
 
 
 def loaded_by(names: list[str], packages: set[str]) -> str:
-    """Which of `packages` a new Python process has loaded once it has imported the modules `names`."""
+    """The packages among `packages` that a new Python process has loaded once it has imported the modules `names`."""
     code = (
         "import importlib, sys\n"
         f"for name in {names}: importlib.import_module(name.removesuffix('.__init__'))\n"
@@ -250,7 +250,7 @@ def test_import_is_light(room: str) -> None:
 
 
 def test_a_run_is_checked_before_anything_heavy_is_loaded() -> None:
-    """So that a mistake in it is told within a second or two."""
+    """A mistake in the run is reported within a second or two."""
     assert loaded_by(["megarl.doctor.preflight"], HEAVY) == "[]"
 
 
@@ -260,7 +260,7 @@ def test_controller_loads_neither_megatron_nor_sglang_nor_a_compiler() -> None:
 
 
 def test_ranks_load_no_transformers() -> None:
-    """It would cost each of them a second and a half of a core at its start."""
+    """transformers would cost each rank a second and a half of a core at its start."""
     workers = [f"megarl.trainer.workers.{name}" for name in ("actor", "scalar_heads", "supervised")]
     assert loaded_by(workers, {"transformers", "sglang", "torch._dynamo"}) == "[]"
 
@@ -347,7 +347,7 @@ DEFINITION = re.compile(r"^\s*(?:async\s+)?(def|class)\s+(\w+)\s*[(:\[]", re.MUL
 
 
 def names_of(path: Path) -> Iterator[tuple[str, str]]:
-    """(kind, name) of a module, or of the folder that it makes a package, and of what it defines, also in the code that it writes."""
+    """(kind, name) of a module, or of the folder that it makes a package, and of its definitions, also of those in code that it writes."""
     yield "module", path.parent.name if path.name == "__init__.py" else path.stem
     for keyword, name in DEFINITION.findall(path.read_text()):
         yield "class" if keyword == "class" else "function", name

@@ -1,6 +1,6 @@
-"""What nobody may get megarl to do, or to tell.
+"""Actions that nobody may make megarl take, and secrets that it must not reveal.
 
-Elsewhere: programs of the model and their limits (tests/rewards/sandbox/test_sandbox.py, test_code_tests.py), tensors of
+Tests elsewhere: programs of the model and their limits (tests/rewards/sandbox/test_sandbox.py, test_code_tests.py), tensors of
 checkpoints with a payload (tests/megatron/checkpoint/test_format.py), ports of a lone engine and of Ray alone
 (tests/rollout/sglang/test_engine.py, tests/cluster/test_cluster.py).
 """
@@ -34,16 +34,16 @@ from tests.trainer.test_faults import SMALL
 
 SECRET = "sk-not-for-anybodys-eyes"
 
-# Where bytes become objects, or files code, and whose they are.
+# Calls that make objects of bytes, or code of files, and the origin of these.
 UNPICKLED = {
-    "checkpoints/dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: by a list of names, below
-    "rewards/registry.py": "pickle.loads",  # the reward function of this very program
-    "weight_sync/inbox.py": "pickle.loads",  # of a trainer rank, over a Unix socket in a folder that only this user enters
-    "weight_sync/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
-    "shadow/peers.py": "pickle.loads",  # of a fork of this process, over a pipe
+    "checkpoints/dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: only names of a list, below
+    "rewards/registry.py": "pickle.loads",  # the reward function of this program itself
+    "weight_sync/inbox.py": "pickle.loads",  # from a trainer rank, over a Unix socket in a folder that only this user enters
+    "weight_sync/receiver.py": "pickle.loads",  # from the engine's parent, in a file in such a folder
+    "shadow/peers.py": "pickle.loads",  # from a fork of this process, over a pipe
 }
 EXECUTED = {
-    "cluster/fork_server.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
+    "cluster/fork_server.py": "run_path",  # Ray's worker program, in a process that is requested in its place
     "util/packages.py": "exec_module",  # the examples that come with the package
     "util/plugins.py": "exec_module",  # the files that the configuration names
     "rewards/sandbox/jail.py": "exec",  # programs of the model, in the jail
@@ -60,7 +60,7 @@ UNSAFE = {
 
 
 def sources() -> Iterator[tuple[str, Source]]:
-    """(file in the package, what it has)."""
+    """(file in the package, its contents)."""
     for path in modules():
         yield str(path.relative_to(PACKAGE)), source_of(path)
 
@@ -85,7 +85,7 @@ def test_nothing_is_unpickled_that_the_program_did_not_make() -> None:
 
 
 def test_files_are_read_as_plain_data() -> None:
-    """torch.load of tensors and plain types alone, numpy without objects."""
+    """torch.load reads only tensors and plain types, and numpy reads no objects."""
     loads = 0
     for file, call in calls():
         if call.called == "torch.load":
@@ -93,7 +93,7 @@ def test_files_are_read_as_plain_data() -> None:
             assert call.given_text("weights_only") == "True", (file, call.line)
         if call.called in ("np.load", "numpy.load"):
             assert call.given_text("allow_pickle") in (None, "False"), (file, call.line)
-    assert loads > 0  # or this test has not looked
+    assert loads > 0  # else this test checks nothing
 
 
 def test_code_runs_only_where_the_configuration_names_it() -> None:
@@ -123,7 +123,7 @@ class Payload:
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_a_checkpoints_metadata_calls_nothing(tmp_path: Path, function: Any) -> None:
-    """Some of these are classes of torch's own that empty a file when they are made."""
+    """Some of these functions are classes of torch's own, which empty a file when they are created."""
     victim = tmp_path / "victim"
     victim.write_text("whole")
     arguments = {
@@ -133,7 +133,7 @@ def test_a_checkpoints_metadata_calls_nothing(tmp_path: Path, function: Any) -> 
     content = b"\x80\x04c" + f"{function.__module__}\n{function.__qualname__}\n".encode()
     try:
         content = pickle.dumps(Payload(function, *arguments))
-    except (pickle.PicklingError, TypeError):  # it has no name of its own where pickle looks for it
+    except (pickle.PicklingError, TypeError):  # pickle does not find it under its own name
         content += pickle.dumps(arguments)[2:-1] + b"R."
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="has no place in a checkpoint's metadata"):
@@ -155,7 +155,7 @@ def test_models_bring_no_code_unless_asked_for() -> None:
             assert isinstance(call.given["trust_remote_code"], ast.Name), (
                 file,
                 call.line,
-            )  # what the user said
+            )  # the user's own setting
     facts = {"max_position_embeddings": 64, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
@@ -193,7 +193,7 @@ class Watched:
 
     Attributes:
         keys: the Authorization headers that the judge was sent.
-        addresses: those on which processes of the run listened meanwhile, with their titles.
+        addresses: the addresses on which processes of the run listened, with the processes' titles.
     """
 
     folder: Path
@@ -205,7 +205,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """A real run whose judge is a server that refuses every other request, and says which key it was sent."""
+    """A real run whose judge is a server that refuses every other request, with a message that has the key it was sent."""
     folder = tmp_path_factory.mktemp("watched")
     write_arithmetic(folder / "data", 16, 16, 16, seed=3)
     make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
@@ -288,7 +288,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(watched: Watched) -> None
 
 
 def test_keys_are_nowhere_to_be_read(watched: Watched) -> None:
-    """Not in what is printed, nor in any file of the run: logs, configurations, metrics, TensorBoard, trajectories, checkpoints."""
+    """The key is neither in the output, nor in any file of the run: logs, configurations, metrics, TensorBoard, trajectories, checkpoints."""
     assert watched.code == 0, watched.output
     assert watched.keys == {f"Bearer {SECRET}"}
     assert SECRET not in watched.output

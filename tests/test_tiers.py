@@ -69,8 +69,8 @@ def test_every_test_has_one_tier(request: pytest.FixtureRequest) -> None:
 
 
 def test_files_without_unit_tests_are_known() -> None:
-    """Which `-m unit` does not collect."""
+    """`-m unit` does not collect these files."""
     assert not has_unit_tests(TESTS / "faults/test_engine_dies.py")
     assert not has_unit_tests(TESTS / "cli/test_main.py")
-    assert has_unit_tests(TESTS / "checkpoints/test_store.py")  # of which some tests start processes
+    assert has_unit_tests(TESTS / "checkpoints/test_store.py")  # some of its tests start processes
     assert has_unit_tests(TESTS / "layout/test_plan.py") and has_unit_tests(TESTS / "conftest.py")

@@ -1,9 +1,8 @@
-"""A wheel of megarl, installed with all that it requires into a new environment, and used in a folder outside of the clone.
+"""A wheel of megarl, installed with all its requirements into a new environment, and used in a folder outside of the clone.
 
-Of the packages of this environment, which `make install` has pinned, the new one has links to the files of those that the metadata require
-and of those that these require, so that what the metadata do not require is missed; a true installation would unpack 1.7 GB. Megatron-core
-(on Python 3.11) and SGLang are not there, as on a user's machine before the second command of README.md: what needs them says so, and
-everything else works.
+The new environment has links to packages of this environment, which `make install` has pinned: to those that the metadata require, and to those that
+these require, so that requirements that the metadata lack are noticed; a true installation would unpack 1.7 GB. Megatron-core (on Python 3.11) and
+SGLang are not there, as on a user's machine before the second command of README.md: commands that need them say so, and everything else works.
 """
 
 import os
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A command that does not see the clone."""
+    """Run a command that does not see the clone."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = list(map(str, command))
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
@@ -39,7 +38,7 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from copies, which get the folders that a build leaves behind."""
+    """A wheel, built from copies of the sources, into which a build leaves its folders."""
     folder = tmp_path_factory.mktemp("build")
     for name in SOURCES:
         source, target = ROOT / name, folder / "source" / name
@@ -86,7 +85,7 @@ def test_the_metadata_say_what_it_is(wheel: Path) -> None:
 
 
 def required(texts: list[str] | None) -> dict[str, Distribution]:
-    """By name the packages of this environment that requirements ask for, and what these ask for, at the versions that they allow."""
+    """By name: the packages of this environment that the requirements ask for, directly or through other packages, at the allowed versions."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
 
@@ -119,7 +118,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for path in one.files or ():
             if (
                 not path.is_absolute() and ".." not in path.parts
-            ):  # a program's first line names this environment
+            ):  # programs name this environment in their first line
                 target = packages / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.symlink_to(one.locate_file(path))
@@ -172,7 +171,7 @@ def test_a_task_is_made_and_its_recipe_is_right(environment: Path, task: Path) -
 def test_what_is_not_installed_is_named_with_the_command_that_installs_it(
     environment: Path, task: Path
 ) -> None:
-    """Before any process is started; and the file that the command names is there."""
+    """The error comes before any process is started, and the file that its command names exists."""
     model = "actor_rollout_ref.model.path=outputs/demo/model"
     refused = run(environment / "megarl", "train", "recipe:quickstart_ppo", model, cwd=task)
     assert refused.returncode == 2 and "sglang (rollouts, evaluation)" in refused.stderr, refused.stderr

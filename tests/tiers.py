@@ -22,8 +22,8 @@ import pytest
 
 TIERS = UNIT, PROCESSES, RANKS, ENGINE, E2E, CHAOS = ("unit", "processes", "ranks", "engine", "e2e", "chaos")
 TESTS = Path(__file__).parent
-# The tier of the tests of a folder, a file or a function, by the beginning of its name; the longest beginning counts. Other tests are
-# `ranks` where they have that fixture, else `unit`.
+# The tier of the tests of a folder, a file or a function, by the beginning of its name; the longest beginning counts. Tests without an entry
+# are `ranks` where they have that fixture, else `unit`.
 BY_NAME: Mapping[str, str] = {
     "api/": E2E,
     "checkpoints/convert/test_convert.py": PROCESSES,
@@ -129,18 +129,18 @@ SMOKE = (
     "trainer/test_tuning_runs.py",
     "weight_sync/",
 )
-# What starts a process. Patched: an audit hook would hear of everything else, too, down to each `id()`.
+# The functions that start a process. They are patched: an audit hook would be called for everything else, too, down to each `id()`.
 STARTS: Sequence[tuple[Any, str]] = (
     *((os, name) for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp")),
     (subprocess.Popen, "__init__"),
     (BaseProcess, "start"),
 )
-# The unit test that this process runs, if it is one: a patch gets no arguments of ours.
+# The unit test that this process runs, if it runs one: a patched function gets no arguments of ours.
 _running: list[str] = []
 
 
 def tier_of(name: str, fixtures: Iterable[str]) -> str:
-    """Args: name: of a test, such as "layout/test_plan.py::test_deterministic"; fixtures: the names of those that it uses."""
+    """The tier of the test `name`, such as "layout/test_plan.py::test_deterministic", which uses the fixtures of these names."""
     found = max((beginning for beginning in BY_NAME if name.startswith(beginning)), key=len, default=None)
     if found is not None:
         return BY_NAME[found]
@@ -148,14 +148,14 @@ def tier_of(name: str, fixtures: Iterable[str]) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m unit` leaves out the files that have no unit test: to collect one takes as long as some tests."""
+    """`-m unit` leaves out files that have no unit tests: to collect one takes as long as some tests."""
     if config.getoption("markexpr") != UNIT or collection_path.suffix != ".py":
         return None
     return True if not has_unit_tests(collection_path) else None
 
 
 def has_unit_tests(file: Path) -> bool:
-    """Whether a file may have tests of this tier."""
+    """Whether a file may have unit tests."""
     name = _file(file)
     if name is None or not file.name.startswith("test_"):
         return True
@@ -166,7 +166,7 @@ def has_unit_tests(file: Path) -> bool:
 
 @cache
 def _file(path: Path) -> str | None:
-    """As BY_NAME has it; None: of a file that a test has written."""
+    """The file's name as in BY_NAME; None: a file that a test has written."""
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else None
 
 
@@ -199,7 +199,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _refusing(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`start`, which no unit test may call."""
+    """A copy of `start` that no unit test may call."""
 
     @wraps(start)
     def start_if_allowed(*arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions of TRL's trainers, from their sources: to import the trainers takes packages that are not installed."""
+"""Functions of TRL's trainers, taken from their sources: importing the trainers takes packages that are not installed."""
 
 import ast
 import importlib.util
@@ -12,7 +12,7 @@ import torch
 
 @cache
 def trl_function(file: str, name: str) -> Callable[..., Any]:
-    """The function or method `name` of a file of TRL's package, which uses torch and functions of the same file alone."""
+    """The function or method `name` of a file of TRL's package; it may use only torch and functions of the same file."""
     (folder,) = importlib.util.find_spec("trl").submodule_search_locations
     functions = {
         node.name: node

@@ -1,4 +1,4 @@
-"""How a test waits: until something is true, not for some seconds."""
+"""How a test waits: until a condition is true, not for some seconds."""
 
 import time
 from collections.abc import Callable
@@ -11,12 +11,12 @@ def wait_for(
     told: Callable[[], Any] = lambda: "",
     apart: float = 0.02,
 ) -> Any:
-    """What `condition` returns, once that is true.
+    """The first true result of `condition`.
 
     Args:
-        seconds: after which the test fails; many, where nothing is promised about the time: a busy machine is slow.
-        told: what is said then.
-        apart: seconds between two looks; more, where a look is dear.
+        seconds: the limit after which the test fails; large where the time has no guarantee, since a busy machine is slow.
+        told: what the failure reports.
+        apart: seconds between two checks; more where a check is expensive.
     """
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 # No deadline: a busy machine is no failure. Derandomised: the same commit gives the same verdict.
 repeatable = settings(derandomize=True)
-brief = settings(repeatable, max_examples=50)  # where an example takes long
+brief = settings(repeatable, max_examples=50)  # for tests whose examples take long
 
 
 def offsets_of(lengths: list[int]) -> Tensor:
@@ -16,7 +16,7 @@ def offsets_of(lengths: list[int]) -> Tensor:
 
 @st.composite
 def ragged_masks(draw, max_trajectories: int = 6, max_length: int = 9) -> tuple[Tensor, Tensor]:
-    """(mask bool [tokens], offsets [n + 1]); empty and wholly masked trajectories included."""
+    """(mask bool [tokens], offsets [n + 1]); trajectories may be empty or completely masked."""
     lengths = draw(st.lists(st.integers(0, max_length), min_size=1, max_size=max_trajectories))
     mask = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
     return torch.tensor(mask, dtype=torch.bool), offsets_of(lengths)

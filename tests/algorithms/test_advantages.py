@@ -118,7 +118,7 @@ def test_estimator_remax_by_hand():
 
 
 def options_of(**given):
-    """Of the batches of `a_batch`, which have two named rewards."""
+    """Options for the batches of `a_batch`, which have two named rewards."""
     return AdvantageOptions(part_weights=(1.0, -0.5), **given)
 
 
@@ -194,7 +194,7 @@ def test_the_order_of_trajectories_never_matters(ragged, name, seed, rng):
 
 
 def rows_of(batch, order):
-    """The batch's trajectories `order`, in that order."""
+    """The trajectories `order` of the batch, in that order."""
     parts = [torch.arange(batch.offsets[row], batch.offsets[row + 1]) for row in order]
     index = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
     states = dict(zip(batch.turns.starts.tolist(), batch.turns.states, strict=True))
@@ -290,7 +290,7 @@ def test_rloo_by_hand():
 
 def test_grpo_passk_by_hand():
     # a: 0, 5, 2: the best leads by 3; unbiased std of 0, 5, 2: mean 7/3, sqrt((49 + 64 + 1) / 9 / 2) = 2.516611
-    # b: 1, 1, 0: two are best, nobody leads. c: alone.
+    # b: 1, 1, 0: two are best, so none leads. c: a single trajectory.
     scores, ids = torch.tensor([0.0, 1.0, 5.0, 1.0, 2.0, 0.0, 9.0]), list("abababc")
     torch.testing.assert_close(
         grpo_passk(scores, ids, norm_by_std=False), torch.tensor([0.0, 0, 3, 0, 0, 0, 0])
@@ -320,8 +320,8 @@ def test_centred_by_hand():
 
 
 def test_rewards_that_are_compared_by_themselves_do_not_collapse():
-    """Two groups of two: one answer of the first is better by one reward, one of the second by both. Their sums, (0, 1) and (0, 2), are
-    the same to GRPO; GDPO sees the second twice as well. The step's normalisation leaves the proportion."""
+    """Two groups of two answers: in the first group one answer is better by one reward, in the second by both. For GRPO the groups' sums, (0, 1) and
+    (0, 2), are equally good; for GDPO the second counts twice as much. The step's normalisation keeps that proportion."""
     parts, ids = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]), ["a", "a", "b", "b"]
     half = 1 / math.sqrt(2)
     torch.testing.assert_close(grpo(parts.sum(1), ids), half * torch.tensor([-1.0, 1.0, -1.0, 1.0]))
@@ -381,7 +381,7 @@ COMPARE = {
 
 
 def by_definition(name, scores, ids, lengths):
-    """Each trajectory by itself, from the papers' formulas, in plain Python."""
+    """The advantage of each trajectory by itself, from the papers' formulas, in plain Python."""
     useful = 0
     for own in ids:
         group = [s for s, g in zip(scores, ids, strict=True) if g == own]
@@ -455,8 +455,8 @@ def test_masked_tokens_are_no_steps():
 
 
 def gae_from_k_step_returns(rewards, values, gamma, lam):
-    """The definition (arXiv:1506.02438, eq. 14 and 16's first line): the exponentially weighted mean of k-step
-    advantages; those that look past the end are all equal, so the last carries the rest of the weight."""
+    """The definition (arXiv:1506.02438, eq. 14 and 16's first line): the exponentially weighted mean of k-step advantages; those that reach past the
+    end are all equal, so the last one has the rest of the weight."""
     n = len(rewards)
     advantages = []
     for t in range(n):
@@ -521,7 +521,7 @@ def test_whitened_live_tokens_have_mean_0_and_variance_1(pairs):
 
 @pytest.mark.parametrize("live", [0, 1, 11])
 def test_whitening_without_spread_gives_zeros(live):
-    x = torch.full((11,), 0.1)  # in float32 the mean of these is not 0.1, and the rest would be blown up
+    x = torch.full((11,), 0.1)  # in float32 the mean of these is not 0.1, and the residual would be blown up
     mask = torch.arange(11) < live
     assert torch.equal(masked_whiten(x, mask), torch.zeros(11))
 

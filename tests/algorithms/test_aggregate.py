@@ -34,7 +34,7 @@ def test_weights_by_hand():
 
 
 def mean_by_definition(mode, losses, mask, offsets):
-    """Straight from the modes' names, a loop over trajectories."""
+    """The mean computed directly from the mode's name, in a loop over trajectories."""
     per_trajectory = [losses[row][mask[row]] for row in rows(offsets) if bool(mask[row].any())]
     if not per_trajectory:
         return 0.0

@@ -1,4 +1,4 @@
-"""The exact KL as a loss and in the reward, where the models have computed it."""
+"""KL: its estimates, its controllers, and the exact KL as a loss and in the reward, where the models have computed it."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_expected_values_and_gradients_over_a_whole_vocabulary():
     reverse = (probs * (log_probs - ref)).sum()
     forward = (ref.exp() * (ref - log_probs)).sum()
 
-    def expectation(kind):  # tokens are sampled with `probs`, which passes no gradient
+    def expectation(kind):  # tokens are sampled with `probs`, which pass no gradient
         return (probs.detach() * kl_estimate(log_probs, ref, kind)).sum()
 
     def gradient(scalar):
@@ -219,7 +219,7 @@ def test_controller_refuses_what_would_break_the_coefficient():
 
 
 def test_linear_controller_by_hand():
-    # 0.01 to 0.1 in 4 steps: 0.01, 0.04, 0.07, 0.1, and 0.1 ever after
+    # 0.01 to 0.1 in 4 steps: 0.01, 0.04, 0.07, 0.1, and 0.1 from then on
     controller = make_kl_controller("linear", 0.01, 0.1, 100, end_kl_coef=0.1, schedule_steps=4)
     found = []
     for _ in range(6):
@@ -246,7 +246,8 @@ def test_an_intervention_lasts_and_survives_a_resume(kind):
 
 
 def test_scores_of_steps_by_hand():
-    """On the last live token up to the step's end; where there is none, on the first one; added where they meet; lost with the trajectory."""
+    """A step's score goes to the last live token up to the step's end, or to the first live token if there is none; scores on one token are added; a
+    trajectory without live tokens has none."""
     mask = torch.tensor([False, True, True, False, True, False, False, True])
     offsets = offsets_of([5, 2, 1])
     rows = torch.tensor([0, 0, 0, 0, 1, 2])

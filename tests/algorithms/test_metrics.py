@@ -1,4 +1,4 @@
-"""Repetition of responses, by hand, and what may not change it."""
+"""Metrics of responses such as repetition, worked by hand, and changes that must not affect them."""
 
 import math
 from collections import Counter
@@ -117,7 +117,7 @@ def responses(*texts: str) -> list[np.ndarray]:
 
 
 def test_duplicates_by_hand() -> None:
-    # Of prompt p: 3 responses, 2 different: (3 - 2) / 2. Of q: both the same: 1. r has one response only.
+    # Prompt p has 3 responses, 2 of them different: (3 - 2) / 2. Both responses of q are equal: 1. r has only one response.
     share = duplicate_share(responses("ab", "ab", "ba", "xyz", "xyz", "ab"), ["p", "p", "p", "q", "q", "r"])
     assert share == pytest.approx((0.5 + 1.0) / 2)
     assert duplicate_share(responses("a", "b"), ["p", "p"]) == 0.0
@@ -130,7 +130,7 @@ def test_ngrams_by_hand() -> None:
     assert ngram_repetition(responses("abcdabcdabcd")) == pytest.approx(5 / 9)
     assert ngram_repetition(responses("aaaaa")) == pytest.approx(1 / 2)
     assert ngram_repetition(responses("abcdefgh")) == 0.0
-    # A response that is too short has no part in the mean.
+    # A response that is too short does not count in the mean.
     assert ngram_repetition(responses("abc", "aaaaa", "abcdef")) == pytest.approx((1 / 2 + 0) / 2)
     assert ngram_repetition(responses("abc", "")) is None
 

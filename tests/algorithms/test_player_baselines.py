@@ -1,4 +1,4 @@
-"""SPIRAL's baselines against its formula by hand: algorithm 1 of arXiv:2506.24119, with alpha 0.5, in which all numbers are exact."""
+"""SPIRAL's baselines against its formula by hand: algorithm 1 of arXiv:2506.24119, with alpha 0.5, for which all numbers are exact."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_baselines_go_on_from_step_to_step() -> None:
     second, end = rae(scores[2:], players[2:], between, 0.95)
     assert torch.cat([first, second]).tolist() == at_once.tolist() and end == after
     assert between == kept, "the state before a step is left as it was"
-    # The authors' code takes the baseline before its update, which differs by the factor alone.
+    # The authors' code takes the baseline before its update; the result differs only by the factor.
     assert second[0].item() == pytest.approx(0.95 * (0.5 - between[WHITE]))
 
 

@@ -30,8 +30,8 @@ from tests.algorithms.ragged_examples import brief, normal, ragged_masks, repeat
 
 @pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
 def test_given_responses_are_learnt_from_by_the_divergence_alone(loss_mode: str) -> None:
-    """Of the second of two trajectories neither value nor gradient has a policy loss or an entropy bonus, whatever its advantages and old
-    log-probs are; the first one's are those that it has alone."""
+    """The second of two trajectories has no policy loss and no entropy bonus, neither in the value nor in the gradient, whatever its advantages and
+    old log-probs are; the first one's results are those that it has by itself."""
     own, mask = torch.tensor([True] * 3 + [False] * 3), torch.tensor([True, True, True, True, True, False])
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.0], dtype=torch.float64)
     old, advantages = normal(6, 1) - 2.0, normal(6, 2)
@@ -163,7 +163,7 @@ def options_of(mode):
 
 
 def make_case(ragged, seed):
-    """Everything that a loss may look at, for all tokens; log-probs 0.5 away from the old ones."""
+    """All inputs of all losses, for each token; log-probs differ from the old ones by normal noise times 0.5."""
     mask, offsets = ragged
     count = mask.numel()
     old = normal(count, seed)
@@ -184,7 +184,7 @@ COLUMNS = ("old_log_probs", "advantages", "ref_log_probs", "rollout_is_weights",
 
 
 def run_parts(case, mode, aggregation, parts):
-    """The gradients and metrics where `parts` (trajectory numbers) are micro-batches of one mini-batch."""
+    """The gradients and metrics if `parts` (trajectory numbers) are the micro-batches of one mini-batch."""
     mask, offsets = case["mask"], case["offsets"]
     weights = token_weights(aggregation, mask, offsets, loss_counts(mask, offsets)).double()
     log_probs, entropy = (case[name].clone().requires_grad_() for name in ("log_probs", "entropy"))
@@ -213,8 +213,8 @@ every_loss = st.sampled_from(POLICY_LOSSES)
 @repeatable
 @given(ragged_masks(), every_loss, st.sampled_from(LOSS_AGG_MODES), st.integers(0, 2**31), st.data())
 def test_micro_batches_and_ranks_add_up_to_the_mini_batch(ragged, mode, agg, seed, data):
-    """Loss, gradient and metrics of any split of the trajectories over micro-batches and data parallel ranks, in any
-    order, are those of one call over everything."""
+    """The loss, gradient and metrics of any split of the trajectories over micro-batches and data parallel ranks, in any order, equal those of one
+    call over all trajectories."""
     case, n = make_case(ragged, seed), ragged[1].numel() - 1
     owner = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     order = data.draw(st.permutations(range(n)))
@@ -234,7 +234,7 @@ def test_micro_batches_and_ranks_add_up_to_the_mini_batch(ragged, mode, agg, see
     st.data(),
 )
 def test_token_losses_may_be_split_within_a_trajectory(ragged, mode, seed, data):
-    """As context parallelism does; losses of whole trajectories are in tests/trainer/test_policy_updates.py."""
+    """Context parallelism splits them so; tests/trainer/test_policy_updates.py has the losses of complete trajectories."""
     case, count = make_case(ragged, seed), ragged[0].numel()
     owner = torch.tensor(
         data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype=torch.int64
@@ -363,14 +363,14 @@ def test_covariance_by_hand():
 
 def test_the_largest_share_pays_a_kl():
     assert select_tokens(KLCov(0.5), OLD, ADVANTAGES, MASK, 0).tolist() == [True, False, False, True, False]
-    # a quarter, and one at least
+    # a quarter of the tokens, and at least one
     for share in (0.25, 0.0002):
         found = select_tokens(KLCov(share), OLD, ADVANTAGES, MASK, 0)
         assert found.tolist() == [False, False, False, True, False]
 
 
 def test_tokens_between_the_bounds_are_drawn():
-    # covariances over 1 and under 5: tokens 0 and 3; a quarter of 4 is one of them, all of both are two
+    # covariances above 1 and below 5: tokens 0 and 3; a quarter of 4 tokens is one of them, a share of 1 is both
     drawn = {
         tuple(select_tokens(ClipCov(0.25, 1, 5), OLD, ADVANTAGES, MASK, seed).tolist()) for seed in range(20)
     }
@@ -453,7 +453,7 @@ GATES = [
 SLOPES = [4 * gate * (1 - gate) * ratio for gate, ratio in zip(GATES, RATIOS, strict=True)]
 CHOSEN = [False, True, True, False, False, True]
 TRAJECTORIES = [0, 0, 0, 1, 1, 1]  # ratios 1.5, 0.5, 0.5 and 2, 4
-# Of each loss: how it is run, the loss of each token, its derivative by the token's log-prob, and sums.
+# For each loss: its options, the loss of each token, the derivative by the token's log-prob, and sums.
 BY_HAND = {
     # The derivative is -A ratio where the ratio's own branch holds, else 0.
     "vanilla": ({}, [-1.28, -0.5, 0.8, 2, 6], [0, -0.5, 0, 2, 0], {"pg_clipfrac": 2, "pg_clipfrac_lower": 1}),
@@ -493,7 +493,7 @@ BY_HAND = {
     "clip_cov": (
         {"selected": CHOSEN}, [-1.28, 0, 0, 2, 8], [0, 0, 0, 2, 8], {"pg_clipfrac": 2, "cov_selected": 2}
     ),
-    # -A ratio, plus 0.5 |ln 0.5| on tokens 1 and 2, whose log ratio is negative: less 0.5 in the derivative.
+    # -A ratio, plus 0.5 |ln 0.5| on tokens 1 and 2; their log ratio is negative, so their derivative is less by 0.5.
     "kl_cov": (
         {"selected": CHOSEN, "ppo_kl_coef": 0.5},
         [-1.5, -0.5 + 0.5 * math.log(2), 0.5 + 0.5 * math.log(2), 2, 8],
@@ -506,21 +506,21 @@ BY_HAND = {
         [-1, -1, 1, 1, 2],
         {},
     ),
-    # The trajectories' ratios are 3/8 and 8: the only token of the first with A < 0 counts 3/8, those of the second 1.
+    # The trajectories' ratios are 3/8 and 8: with A < 0, the only token of the first has the factor 3/8, those of the second have 1.
     "topr": (
         {"ids": TRAJECTORIES},
         [-LOG_PROBS[0], -LOG_PROBS[1], 0.375 * LOG_PROBS[2], LOG_PROBS[3], 2 * LOG_PROBS[4]],
         [-1, -1, 0.375, 1, 2],
         {"topr_taper": 0.625},
     ),
-    # Probabilities move by 0.18, -0.07, -0.30, 0.22 and 0.15: token 2, of A < 0, by more than 0.2 down. The ratio 4 is cut to 3.
+    # Probabilities move by 0.18, -0.07, -0.30, 0.22 and 0.15: token 2, with A < 0, falls by more than 0.2. The ratio 4 is truncated to 3.
     "dppo_tv": (
         {},
         [-1.5 * LOG_PROBS[0], -0.5 * LOG_PROBS[1], 0, 2 * LOG_PROBS[3], 6 * LOG_PROBS[4]],
         [-1.5, -0.5, 0, 2, 6],
         {"pg_clipfrac": 1},
     ),
-    # KL of 0.068 up for token 0, 0.196 down for token 2; the others go the other way than their advantages push.
+    # The KL is 0.068 for token 0, which rises, and 0.196 for token 2, which falls; the others move against their advantages.
     "dppo_kl": (
         {"clip_low": 0.19, "clip_high": 0.06},
         [0, -0.5 * LOG_PROBS[1], 0, 2 * LOG_PROBS[3], 6 * LOG_PROBS[4]],
@@ -534,7 +534,7 @@ BY_HAND = {
         {"pg_clipfrac": 0},
     ),
 }  # fmt: skip
-# Sums of every loss; ppo_kl is of old - new.
+# Sums of every loss; ppo_kl sums the differences old - new.
 SUMS = {
     "tokens": 5,
     "ppo_kl": -math.log(1.5 * 0.5 * 0.5 * 2 * 4),
@@ -573,12 +573,12 @@ def test_a_broken_token_leaves_the_loss_finite():
 
 
 def test_gspo_and_gmpo_sum_over_all_ranks_that_hold_a_trajectory():
-    # A rank that holds the first token alone; the others' part of each sum comes from `all_reduce`.
+    # A rank that holds only the first token; `all_reduce` adds the other ranks' part of each sum.
     log_probs, tokens = hand_example()
     index = torch.tensor([0])
     others = iter(
         [torch.tensor([math.log(0.25)]), torch.tensor([2.0])]
-    )  # log ratios of tokens 1, 2; their count
+    )  # log ratios of tokens 1 and 2; their count
     part = PolicyTokens(
         tokens.mask[index],
         tokens.weights[index],
@@ -591,7 +591,7 @@ def test_gspo_and_gmpo_sum_over_all_ranks_that_hold_a_trajectory():
 
 
 def test_the_mean_negative_log_likelihood_of_learnt_tokens_times_the_coefficient():
-    """By hand: of -1, -3, -2 the second is not learnt; with coefficient 0.5 the loss is 0.5 * (1 + 2) / 2."""
+    """Worked by hand: of the log-probs -1, -3 and -2 the second is not learnt; with coefficient 0.5 the loss is 0.5 * (1 + 2) / 2."""
     log_probs = torch.tensor([-1.0, -3.0, -2.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
     loss, sums = ptx_loss(log_probs, torch.full((3,), 0.5 / 2), mask)

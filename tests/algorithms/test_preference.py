@@ -58,7 +58,7 @@ def test_four_texts_make_six_pairs_of_equal_weight() -> None:
 
 
 def test_rankings_count_alike_however_many_pairs_they_have() -> None:
-    """A pair with difference 1, and three texts of which two are equally good: two pairs, 2 and 0.5."""
+    """One ranking is a pair with difference 1; the other has three texts, two of them equally good, and so two pairs, 2 and 0.5."""
     rewards = torch.tensor([1.0, 0.0, 3.0, 1.0, 2.5])
     pairs = ranking_pairs(torch.tensor([1.0, 0.0, 7.0, 5.0, 5.0]), torch.tensor([0, 2, 5]))
     loss, sums = preference_loss(rewards, pairs, torch.zeros(5), num_rankings=2)
@@ -67,7 +67,7 @@ def test_rankings_count_alike_however_many_pairs_they_have() -> None:
 
 
 def test_a_batch_in_parts_is_the_batch() -> None:
-    """Losses are sums: each part is divided by the rankings of the whole."""
+    """Losses are sums: the loss of each part is divided by the number of rankings in the complete batch."""
     rewards, scores = torch.randn(7), torch.tensor([3.0, 1.0, 2.0, 0.0, 1.0, 5.0, 4.0])
     whole, _ = preference_loss(
         rewards, ranking_pairs(scores, torch.tensor([0, 3, 5, 7])), torch.zeros(7), num_rankings=3
@@ -91,7 +91,7 @@ def test_a_margin_is_what_the_better_reward_should_have_more() -> None:
 
 
 def test_equal_rewards_are_right_by_half() -> None:
-    """A head that begins at zero knows nothing: log 2, and as many right as by chance."""
+    """A head that begins at zero knows nothing: its loss is log 2, and as many pairs are right as by chance."""
     pairs = ranking_pairs(torch.tensor([1.0, 0.0]), torch.tensor([0, 2]))
     loss, sums = preference_loss(torch.zeros(2), pairs, torch.zeros(2), num_rankings=1)
     assert loss.item() == pytest.approx(math.log(2)) and sums["accuracy"].item() == 0.5
@@ -116,7 +116,7 @@ def test_the_sigmoid_loss_of_pairs_and_rankings(smoothing: float) -> None:
     ratios, found, sums = by_hand("sigmoid", smoothing)
     assert found.item() == pytest.approx((loss(1.5) + (loss(1.0) + loss(3.0) + loss(2.0)) / 3) / 2)
     found.backward()
-    # of the pair alone: d loss / d h over 2 rankings
+    # only the pair's gradient: d loss / d h over 2 rankings
     step = -0.5 * ((1 - smoothing) / (1 + math.exp(0.75)) - smoothing / (1 + math.exp(-0.75)))
     assert ratios.grad[:2].tolist() == pytest.approx([step / 2, -step / 2])
     metrics = ranking_metrics({name: value.item() for name, value in sums.items()}, 2)
@@ -147,7 +147,7 @@ TWO = ranking_pairs(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 2, 4]))
 
 
 def test_simpo_is_trls() -> None:
-    """Of means over tokens, without a reference; the better response should lead by gamma."""
+    """The loss is of means over tokens, without a reference; the better response should lead by gamma."""
     losses, better, worse = trl_function("experimental/cpo/cpo_trainer.py", "cpo_loss")(
         SimpleNamespace(
             alpha=0.0, beta=2.0, simpo_gamma=0.7, label_smoothing=0.0, loss_type="simpo",
@@ -162,7 +162,7 @@ def test_simpo_is_trls() -> None:
 
 
 def test_orpo_is_trls() -> None:
-    """The likelihood of the better response, and the ratio of the odds of both."""
+    """The loss has the likelihood of the better response, and the ratio of the odds of both responses."""
     means = LOG_PROBS / LENGTHS
     ratios, *_ = trl_function("experimental/orpo/orpo_trainer.py", "odds_ratio_loss")(
         SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu")),
@@ -174,7 +174,7 @@ def test_orpo_is_trls() -> None:
 
 
 def test_a_certain_response_has_finite_odds() -> None:
-    """A response of probability 1: its odds are cut, and the loss and its gradient are numbers."""
+    """A response of probability 1: its odds are bounded, so the loss and its gradient are finite."""
     sure = torch.tensor([0.0, -1.0], requires_grad=True)
     pairs = ranking_pairs(torch.tensor([1.0, 0.0]), torch.tensor([0, 2]))
     loss, _ = dpo_loss(sure, torch.ones(2), pairs, 1, DPOOptions(0.3, 0.0, "orpo"))
@@ -185,9 +185,9 @@ def test_a_certain_response_has_finite_odds() -> None:
 def trls_kto(
     texts: Tensor, others: Tensor, prompt: int, labels: list[bool], of_token: Tensor, reference: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """TRL's loss and metrics of a model that gives each token a log-prob of its own, whatever came before.
+    """TRL's loss and metrics for a model in which each token has a fixed log-prob, whatever comes before it.
 
-    `texts`, `others` [texts, tokens]: token ids of prompts with their responses and with others'; `reference` [2, texts]: of both.
+    `texts`, `others` [texts, tokens]: prompts with their own and with others' responses; `reference` [2, texts]: log-probs of both.
     """
 
     def model(input_ids: Tensor, labels: Tensor, **_: object) -> SimpleNamespace:
@@ -219,7 +219,8 @@ def trls_kto(
 @pytest.mark.parametrize("lead", [0.5, -0.5])
 @pytest.mark.parametrize("labels", [[True, False, False, True], [True] * 4, [False] * 4])
 def test_kto_is_trls(labels: list[bool], lead: float) -> None:
-    """Loss, gradient and metrics. `lead`: of the policy over the reference on others' responses; the baseline is not negative."""
+    """Loss, gradient and metrics. `lead`: how much more the policy prefers others' responses than the reference does; the baseline is not
+    negative."""
     generator = torch.Generator().manual_seed(5)
     texts, prompt = torch.randint(0, 9, (4, 7), generator=generator), 3
     others = torch.cat([texts[:, :prompt], texts.roll(1, 0)[:, prompt:]], dim=1)

@@ -48,7 +48,7 @@ def test_sequence_weights_by_hand():
         ({"rs_level": "token", "rs_upper": 5.0, "rs_lower": 1.1}, [True, False, False, False, True]),
         ({"rs_level": "sequence", "rs_upper": 1.5}, [False, False, False, True, True]),
         ({"rs_level": "geometric", "rs_upper": 1.5, "rs_lower": 1.2}, [True, True, False, False, False]),
-        # without an upper bound of its own that of the weights; lower is its reciprocal
+        # without an upper bound of its own it has that of the weights; lower is its reciprocal
         ({"rs_level": "sequence", "is_threshold": 1.3}, [False, False, False, True, True]),
     ],
 )
@@ -63,7 +63,7 @@ def test_rejection_by_hand(options, stays):
 
 
 def test_icepop_by_hand():
-    """arXiv:2510.18855: a token's ratio is its weight if it is from 0.5 to 5, and else the token is left out."""
+    """arXiv:2510.18855: a token's weight is its ratio if that is from 0.5 to 5, and otherwise the token is left out."""
     ratios, engine = torch.tensor([5.5, 0.4, 4.9, 0.6], dtype=torch.float64), torch.full((4,), -7.0).double()
     options = CorrectionOptions("token", 5.0, "token", rs_lower=0.5)
     found = correct_rollout(engine + ratios.log(), engine, torch.ones(4).bool(), offsets_of([3, 1]), options)
@@ -72,7 +72,7 @@ def test_icepop_by_hand():
 
 
 def test_a_bound_of_the_second_moment_by_hand():
-    """Squares of the log ratios: 1.9218, 0.4805, 0, 0.0498. M2PO's mask takes the largest ones away until the mean of the rest is at most it."""
+    """Squares of the log ratios: 1.9218, 0.4805, 0, 0.0498. M2PO's mask removes the largest ones until the mean of the rest is within the bound."""
     squares = RATIOS[MASK].log().square().tolist()
     stays = {0.7: [True, True, False, True, True], 0.2: [False, True, False, True, True]}
     stays |= {0.1: [False, False, False, True, True], 0.02: [False, False, False, True, False]}
@@ -81,7 +81,7 @@ def test_a_bound_of_the_second_moment_by_hand():
         assert found.mask.tolist() == kept, bound
         assert found.metrics["rollout_corr/second_moment"] == pytest.approx(sum(squares) / 4)
         assert found.metrics["rollout_corr/rs_masked"] == 1 - sum(kept) / 4
-    # AReaL's bound, 0.04, is that of a run without one.
+    # Without a bound in the configuration AReaL's bound counts, 0.04.
     assert correct(rs_level="second_moment").mask.tolist() == stays[0.1]
     assert correct(rs_level="second_moment", is_threshold=9.0).mask.tolist() == stays[0.1]
 

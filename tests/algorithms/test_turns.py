@@ -1,4 +1,4 @@
-"""GiGPO against the paper's formulas: worked by hand, and turn by turn in plain Python."""
+"""GiGPO against the paper's formulas: worked by hand, and computed turn by turn in plain Python."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from tests.algorithms.ragged_examples import brief, offsets_of
 
 
 def hand() -> AdvantageBatch:
-    """Two trajectories of a prompt, turns of two tokens, the second masked: a wins in the second turn, b loses in its third. Both begin in
-    `start`; b comes back to it; in `door` are a's second turn and b's third."""
+    """Two trajectories of a prompt, whose turns have two tokens, the second one masked: a wins in its second turn, b loses in its third. Both begin
+    in the state `start`, and b comes back to it; a's second turn and b's third are in the state `door`."""
     return AdvantageBatch(
         token_level_rewards=torch.tensor([0.0, 0.0, 1.0, 0.0] + [0.0] * 6),
         mask=torch.tensor([True, False] * 5),
@@ -33,7 +33,7 @@ def test_by_hand() -> None:
     expected = torch.tensor([0.5 + 2 / 3, 0.5 + 1.0, -0.5 - 1 / 3, -0.5 - 1 / 3, -0.5 - 1.0])
     torch.testing.assert_close(found[::2], expected)
     assert not found[1::2].any()
-    alone = replace(hand(), prompt_uids=["p", "q"])  # b's two turns in start are a group, of equal returns
+    alone = replace(hand(), prompt_uids=["p", "q"])  # b's turns in start: a group with equal returns
     assert not compute_advantages("gigpo", alone, options).advantages.any()
 
 
@@ -66,7 +66,7 @@ Turn = tuple[str, list[float], int]  # state, rewards of live tokens, masked tok
 def by_definition(
     trajectories: Sequence[tuple[str, list[Turn]]], gamma: float, weight: float, norm: bool
 ) -> list[float]:
-    """A number a turn: equations 3, 5, 6, 7 and 8. Turns without live tokens are left out."""
+    """A number for each turn, by equations 3, 5, 6, 7 and 8. Turns without live tokens are left out."""
 
     def compared(own: float, group: list[float]) -> float:
         if len(group) < 2:
@@ -115,7 +115,7 @@ def test_it_equals_its_definition(
     for uid, turns in trajectories:
         before, own = len(mask), []
         for state, live, masked in turns:
-            if not live and not masked:  # a turn has a token
+            if not live and not masked:  # a turn has at least one token
                 continue
             own.append((state, live, masked))
             starts.append(len(mask))

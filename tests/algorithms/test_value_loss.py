@@ -30,7 +30,7 @@ def test_value_loss_by_hand():
     loss, sums = value_loss(values, *rest, clip=0.2)
     loss.backward()
     assert loss.item() == pytest.approx(0.5 * (1.69 + 1 + 1.44) / 3)
-    # Where the clipped value counts nothing moves; else (v - R) / 3.
+    # Where the clipped value counts, the gradient is 0; elsewhere it is (v - R) / 3.
     torch.testing.assert_close(values.grad, torch.tensor([0, 1 / 3, 0, 0], dtype=torch.float64))
     # R: mean 2/3, mean square 2, variance 2 - 4/9 = 14/9
     # R - v_old = 1.5, -0.9, -1.4: mean -0.8/3, mean square 5.02/3, variance 15.06/9 - 0.64/9 = 14.42/9
@@ -46,7 +46,7 @@ def test_value_loss_by_hand():
 
 
 def test_values_within_the_range_are_not_counted_as_clipped():
-    """old + (v - old) is another number than v for many of them: its loss may be larger by rounding."""
+    """For many values old + (v - old) differs from v by rounding, so that its loss may be larger."""
     old, values, returns = (normal(1000, seed).float() for seed in range(3))
     within = (values - old).abs() < 0.4
     assert (old + (values - old) != values)[within].any()

@@ -1,8 +1,8 @@
-"""Saves a checkpoint and is killed (SIGKILL) on the way, once for each moment; run as a script, in a process of its own.
+"""Saves a checkpoint and is killed (SIGKILL) during the save, once for each moment; run as a script, in a process of its own.
 
     python -m tests.checkpoints.killed <folder> <what>
 
-`what`: "next" saves step 3 where 1 and 2 are and 2 only is kept; "again" saves step 3 where it is already. For each moment
+`what`: "next" saves step 3 where steps 1 and 2 exist and only the last step is kept; "again" saves step 3 where it exists already. For each moment
 a child process works in a folder of its own, `<folder>/<number>`, and is killed before its operation of that number
 that changes the file system (or flushes it). One line of JSON each: the number, the operation and the path's name.
 """
@@ -24,7 +24,7 @@ OPERATIONS = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir", "utime",
 
 
 def prepare(root: Path, what: str) -> None:
-    """What is there before."""
+    """Write the checkpoints that exist before the save."""
     keep = Keep(last=2) if what == "next" else Keep(last=1)
     with CheckpointStore(root, keep) as store:
         for step in {"next": (1, 2), "again": (3,)}[what]:
@@ -32,14 +32,14 @@ def prepare(root: Path, what: str) -> None:
 
 
 def work(root: Path, what: str) -> None:
-    """What is killed."""
+    """The save that is killed."""
     with CheckpointStore(root, Keep(last=1), say=lambda line: None) as store:
         save(store, 3, attempt=2)
         store.mark_best(3)
 
 
 def kill_before(number: int) -> None:
-    """Wrap what changes the file system, in this process, such that it is killed before that operation."""
+    """Wrap the functions that change the file system, such that this process is killed before the operation of that number."""
     count = [0]
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def _name(target: Any) -> str:
 
 
 def main(folder: Path, what: str) -> None:
-    os.fsync = lambda handle: None  # what a kill leaves does not need it, and it takes most of the time
+    os.fsync = lambda handle: None  # a process's death needs no flush, and flushes take most of the time
     before = folder / "before"
     prepare(before, what)
     number, killed = 0, True
@@ -84,7 +84,7 @@ def main(folder: Path, what: str) -> None:
         assert status in (0, signal.SIGKILL), status
         killed = status == signal.SIGKILL
         number += 1
-    shutil.rmtree(root)  # of the one that was not killed
+    shutil.rmtree(root)  # the folder of the process that was not killed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small checkpoints, and stores of them."""
+"""Small checkpoints, and functions that save, compare and damage them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from megarl.checkpoints import Checkpoint, CheckpointStore, FileFacts, seal_file
 
 
 def content(step: int, name: str) -> bytes:
-    """What a file of a checkpoint has in these tests."""
+    """The content of a file of a checkpoint in these tests."""
     return f"{name} of step {step}\n".encode() * 100
 
 
@@ -15,7 +15,7 @@ NAMES = ("actor/shard_0", "actor/shard_1", "trainer.json")
 
 
 def write_files(folder: Path, step: int) -> dict[str, FileFacts | None]:
-    """Fill a partial folder; two files are sealed by who wrote them, one is left to the store."""
+    """Fill a partial folder; two files are sealed by their writer, one is left to the store."""
     for name in NAMES:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content(step, name))
@@ -23,13 +23,13 @@ def write_files(folder: Path, step: int) -> dict[str, FileFacts | None]:
 
 
 def save(store: CheckpointStore, step: int, **facts: object) -> Checkpoint:
-    """A checkpoint of `step`, committed."""
+    """Save and commit a checkpoint of `step`."""
     with store.building(step) as partial:
         return store.commit(step, partial, write_files(partial, step), facts)
 
 
 def assert_whole(checkpoint: Checkpoint | None, step: int) -> None:
-    """It is the checkpoint of that step, with its content."""
+    """The checkpoint is of that step and has its complete content."""
     assert checkpoint is not None and checkpoint.step == step
     assert {
         path.relative_to(checkpoint.folder).as_posix(): path.read_bytes()
@@ -39,7 +39,7 @@ def assert_whole(checkpoint: Checkpoint | None, step: int) -> None:
 
 
 def flip_bit(path: Path) -> None:
-    """One bit in the middle of a file; its size and its time stay."""
+    """Change one bit in the middle of a file; its size and its time stay."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A process that is killed at any moment of a save loses no checkpoint, and what it leaves is removed by the next one."""
+"""A process that is killed at any moment of a save loses no checkpoint, and the next process removes the remains."""
 
 import json
 import os
@@ -42,8 +42,8 @@ def test_killed_at_every_moment_of_a_save(tmp_path: Path, what: str, monkeypatch
             save(store, 4)
             assert_whole(store.newest_good(), 4)
         with CheckpointStore(root, Keep(last=1), say=pytest.fail) as store:
-            assert steps_in(root) in ([4], [3, 4])  # 3 where it was marked as the best
-    # Up to the rename it is the old one, afterwards the new one; both were seen.
+            assert steps_in(root) in ([4], [3, 4])  # step 3, too, where it was marked as the best
+    # Up to the rename the newest checkpoint is the old one, afterwards the new one; both cases occurred.
     turn = found.index(("step 3", 2))
     assert found == [old] * turn + [("step 3", 2)] * (len(found) - turn)
     assert 5 < turn < len(found) - 3
@@ -54,6 +54,6 @@ def test_killed_at_every_moment_of_a_save(tmp_path: Path, what: str, monkeypatch
 
 
 def _nothing_that_looks_whole_is_damaged(root: Path) -> None:
-    """Before anything is cleaned up: what a reader without the lock would take for a checkpoint is one."""
+    """Before any cleaning up, each folder that a reader without the lock would take for a checkpoint is one."""
     for step in steps_in(root):
         assert find_damage(read_checkpoint(root / f"step-{step}"), hashes=True) == []

@@ -1,4 +1,4 @@
-"""What a manifest says, and what is refused in one."""
+"""The content of manifests, and manifests that are refused."""
 
 import hashlib
 import io
@@ -31,7 +31,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     "name", ["/etc/passwd", "../up", "a/../../up", "a//b", "./a", ".", "", "a\0b", "manifest.json"]
 )
 def test_names_outside_of_the_folder_are_refused(name: str) -> None:
-    """What a remote says is written to files of these names."""
+    """Files of a remote are written under these names."""
     with pytest.raises(ValueError, match="no file of its folder"):
         parse_manifest(written(**{name: FACTS}), "manifest.json")
 

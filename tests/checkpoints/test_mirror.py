@@ -17,14 +17,14 @@ URL = "memory://bucket/run"
 
 
 class Remote:
-    """fsspec's file system in memory: what was written to it, in order, and what fails there."""
+    """fsspec's file system in memory; it records the names that are written, in order, and can fail to write some."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files = fsspec.filesystem("memory")
         self.files.store.clear()
         self.files.pseudo_dirs[:] = [""]
         self.sent: list[str] = []
-        self.failing: str | None = None  # what has this in its path cannot be written
+        self.failing: str | None = None  # files with this text in their path cannot be written
         self.before_put: Any = lambda name: None
         put, pipe = MemoryFileSystem.put_file, MemoryFileSystem.pipe_file
 
@@ -49,7 +49,7 @@ class Remote:
         return sorted(name.removeprefix("/bucket/run/") for name in self.files.store)
 
     def steps(self) -> list[int]:
-        """Those with all their files, and no further files."""
+        """The steps that are there; each must have all its files, and no further files."""
         steps = sorted({int(name.split("/")[0][5:]) for name in self.names() if name.startswith("step-")})
         assert [name for name in self.names() if name.startswith("step-")] == sorted(
             f"step-{step}/{name}" for step in steps for name in (*NAMES, "manifest.json")
@@ -118,7 +118,7 @@ def test_what_still_fails_at_the_end_is_said_and_ends(tmp_path: Path, remote: Re
     remote.failing = None
     with CheckpointStore(tmp_path, Keep(), URL, say=pytest.fail) as store:
         save(store, 2)
-    assert remote.steps() == [1, 2]  # also what an earlier process could not copy
+    assert remote.steps() == [1, 2]  # also the step that an earlier process could not copy
 
 
 def _newest(root: Path) -> Any:
@@ -128,7 +128,7 @@ def _newest(root: Path) -> Any:
 
 def test_the_remote_is_pruned_by_the_same_rules(tmp_path: Path, remote: Remote) -> None:
     keep = Keep(last=2, every=4)
-    for first in (1, 5):  # two processes, the second one on a new disk
+    for first in (1, 5):  # two processes, the second one with a new disk
         root = tmp_path / str(first)
         with CheckpointStore(root, keep, URL, say=lambda line: None) as store:
             found = store.newest_good()
@@ -196,7 +196,7 @@ def test_a_damaged_remote_one_is_named_and_the_one_before_taken(
         (warning,) = [line for line in lines if line.startswith("Warning")]
         assert "step-2" in warning and "trainer.json " in warning and message in warning
         assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".w")) == ["step-1"]
-        save(store, 2)  # the same again: its manifest is what the remote has, its files are not
+        save(store, 2)  # step 2 again: the remote has its manifest, but not its files
     assert remote.steps() == [1, 2]
     shutil.rmtree(root)
     with CheckpointStore(root, Keep(), URL, say=lambda line: None) as store:
@@ -282,7 +282,7 @@ def test_another_history_is_removed_at_the_remote(tmp_path: Path, remote: Remote
     shutil.rmtree(tmp_path / "step-4")  # only the remote has it
     with CheckpointStore(tmp_path, Keep(last=2), URL, say=pytest.fail) as store:
         store.abandon_later(2)
-        assert store.newest_good() is None  # 2 was pruned; 3 and 4 do not count
+        assert store.newest_good() is None  # step 2 was pruned; steps 3 and 4 do not count
         assert store.best is None and remote.steps() == [3, 4]
         save(store, 3, again=True)
     assert remote.steps() == [3] == steps_in(tmp_path)

@@ -49,7 +49,7 @@ def test_by_minutes_since_the_last_save(clock: Clock) -> None:
 
 
 def test_before_the_deadline_with_the_longest_seen_and_a_margin(clock: Clock) -> None:
-    """10 minutes; the longest step 50 s and save 10 s, times 1.5: saved when less than 90 s are left."""
+    """A run of 10 minutes; the longest step took 50 s and the longest save 10 s, times 1.5: it saves when less than 90 s are left."""
     schedule = SaveSchedule(max_run_minutes=10, margin=1.5, started=clock.now - 60, clock=clock)
     for seconds in (20, 50, 30):
         schedule.stepped(seconds)
@@ -62,7 +62,7 @@ def test_before_the_deadline_with_the_longest_seen_and_a_margin(clock: Clock) ->
 
 
 def test_a_save_that_is_due_before_the_deadline_leaves_time_for_another(clock: Clock) -> None:
-    """Whatever is due, a run that goes on while `due` does not say "deadline" has always time for its last save."""
+    """A run that goes on because `due` does not say "deadline" always has time for its last save, even if another save is due."""
     step_seconds, save_seconds = 5.0, 40.0
     for every in (1, 2, 3, 7, None):
         schedule = SaveSchedule(every_steps=every, max_run_minutes=20, margin=1.0, clock=clock)

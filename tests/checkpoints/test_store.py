@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: whole or not there, found again, never fewer than the last good one."""
+"""Checkpoints in a folder: each is complete or absent, they are found again, and the last good one is never lost."""
 
 import errno
 import hashlib
@@ -17,7 +17,7 @@ ALL = Keep()
 
 
 def names(root: Path) -> list[str]:
-    """What is in a store's folder, but for the mark of its writer."""
+    """The names in a store's folder, except the mark of its writer."""
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(".writer."))
 
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_has_the_facts_of_all_its_files(tmp_path: Path) -> None:
 def test_everything_is_flushed_before_the_rename_and_the_rename_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a power cut must not tear apart: files, then their folders, then the rename, then the root."""
+    """The order that a power cut must not break: files, then their folders, then the rename, then the root."""
     done: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -123,7 +123,7 @@ def test_an_error_while_building_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_can_be_committed_after_the_block(tmp_path: Path) -> None:
-    """Files that are written in the background while the run goes on."""
+    """Files may be written in the background while the run goes on."""
     with CheckpointStore(tmp_path, ALL) as store:
         with store.building(2) as partial:
             pass
@@ -147,7 +147,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(
         assert_whole(store.newest_good(), 2)
         (line,) = lines
         assert "step-3" in line and f"{name} " in line and message in line
-        assert line.count(";") == 0  # the other files are as they were
+        assert line.count(";") == 0  # the other files are unchanged
 
 
 def test_without_hashes_only_sizes_are_compared(tmp_path: Path) -> None:
@@ -167,12 +167,12 @@ def test_a_folder_without_a_good_manifest_is_none(tmp_path: Path) -> None:
             (tmp_path / f"step-{step}").mkdir()
         manifest = tmp_path / "step-1" / "manifest.json"
         (tmp_path / "step-6" / "manifest.json").write_bytes(manifest.read_bytes()[:-20])
-        (tmp_path / "step-7" / "manifest.json").write_bytes(manifest.read_bytes())  # of another step
+        (tmp_path / "step-7" / "manifest.json").write_bytes(manifest.read_bytes())  # of step 1
         assert_whole(store.newest_good(), 1)
         assert len(lines) == 3 and all(
             f"step-{step}" in line for step, line in zip((7, 6, 5), lines, strict=True)
         )
-        save(store, 2)  # prunes
+        save(store, 2)  # this save prunes
         assert names(tmp_path) == ["step-2", "step-5", "step-6", "step-7"]
 
 
@@ -184,7 +184,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_seen(tmp_path: Path) -> None:
     for at in range(len(good)):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         if json.loads(good) == _json(path):
-            continue  # white space became other white space
+            continue  # one white space became another
         with pytest.raises(ValueError, match=r"manifest\.json"):
             read_checkpoint(path.parent)
         seen += 1
@@ -207,7 +207,7 @@ def test_pruning_keeps_the_last_the_best_and_every_so_many(tmp_path: Path) -> No
         assert steps_in(tmp_path) == [40, 50, 90, 100]
         with pytest.raises(ValueError, match=r"no good checkpoint of step 30"):
             store.mark_best(30)
-    with CheckpointStore(tmp_path, Keep(last=1)) as store:  # the best is remembered
+    with CheckpointStore(tmp_path, Keep(last=1)) as store:  # the store remembers the best step
         assert store.best == 40
         save(store, 110)
         assert steps_in(tmp_path) == [40, 110]
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
         flip_bit(tmp_path / "step-3" / "trainer.json")
         assert_whole(store.newest_good(), 2)
         save(store, 4)
-        assert steps_in(tmp_path) == [2, 3, 4]  # 2 and 4 are the last two; 3 is for people to look at
+        assert steps_in(tmp_path) == [2, 3, 4]  # 2 and 4 are the last two good ones; 3 stays for inspection
         save(store, 3)
         assert_whole(store.newest_good(), 4)
         assert steps_in(tmp_path) == [3, 4]
@@ -260,7 +260,7 @@ def test_a_full_disk_leaves_older_checkpoints_as_they_were(tmp_path: Path) -> No
     with small_disk(tmp_path / "disk", 512) as disk:
         with CheckpointStore(disk / "checkpoints", Keep(last=1)) as store:
             save(store, 1)
-            for size in (2_000_000, None):  # full while files are written; when only the manifest is missing
+            for size in (2_000_000, None):  # full during a write; full when only the manifest is missing
                 filler = disk / "filler"
                 with pytest.raises(OSError) as caught, store.building(2) as partial:
                     files = write_files(partial, 2)
@@ -335,7 +335,7 @@ def test_what_a_living_writer_builds_is_left_alone(tmp_path: Path) -> None:
 def test_a_writer_that_was_taken_for_dead_changes_nothing(tmp_path: Path) -> None:
     sleeper = CheckpointStore(tmp_path, Keep(last=1))
     save(sleeper, 1, writer="sleeper")
-    (tmp_path / f".writer.{sleeper._lock.token}").unlink()  # as the next one does
+    (tmp_path / f".writer.{sleeper._lock.token}").unlink()  # as the next writer does
     with CheckpointStore(tmp_path, Keep(last=1)) as store:
         save(store, 1, writer="next")
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""One writer in a folder at a time: on this machine, between machines, after deaths of every kind."""
+"""One writer in a folder at a time: on this machine, between machines, and after writers have died in any way."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process takes itself for one on another machine: process ids say nothing about others."""
+    """This process appears to be on another machine, on which process ids say nothing about other processes."""
     monkeypatch.setattr(writer_lock, "_machine", lambda: "another boot pid:[1]")
 
 
@@ -78,7 +78,7 @@ def test_a_process_that_lives_or_is_stopped_holds_and_one_that_was_killed_does_n
     assert len(marks(tmp_path)) == 1
     holder.end()
     begin = time.monotonic()
-    lock = WriterLock(tmp_path, pytest.fail)  # says nothing, waits for nothing
+    lock = WriterLock(tmp_path, pytest.fail)  # reports nothing, waits for nothing
     assert time.monotonic() - begin < 30
     assert [path.name for path in marks(tmp_path)] == [f".writer.{lock.token}"]
     lock.release()
@@ -122,7 +122,7 @@ def test_a_writer_that_was_taken_for_dead_notices(tmp_path: Path, monkeypatch: p
 
 
 def test_clocks_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose clock is an hour ahead does not take a living one for dead: the file system's times count."""
+    """A machine whose clock is an hour ahead does not take a living writer for dead: the file system's times count."""
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     living = WriterLock(tmp_path, print, beat_seconds=0.1)

@@ -64,7 +64,7 @@ def train(train_yaml: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture
 def grpo(train: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
-    """The same, with GRPO."""
+    """The configuration of `train_yaml` with GRPO and with overrides."""
     return lambda *overrides: train("algorithm.adv_estimator=grpo", "critic=null", *overrides)
 
 
@@ -113,7 +113,7 @@ def lines_of(function: Callable[[], Any]) -> list[str]:
 
 
 def problems(config: Any) -> list[str]:
-    """What `check_config` says of a configuration."""
+    """The problems that `check_config` finds in a configuration."""
     return lines_of(lambda: check_config(config))
 
 

@@ -1,7 +1,7 @@
-"""What public articles about verl print works here as printed, or is refused with the megarl key to use.
+"""Configurations that public articles about verl print work here as printed, or are refused with the megarl key to use.
 
-`articles/`: their YAML files. Every key of each is looked at: it is read, with the printed value, or it is in `REFUSED`
-with what its message says and what the user writes after reading it.
+`articles/` has their YAML files. The tests check every key: either it is read with the printed value, or `REFUSED` has
+a word of its message and the overrides that follow the message's advice.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ REFUSED = {
     },
     SINGLE: {},
 }
-# What an article does not print and megarl has no default for.
+# Keys that an article does not print and for which megarl has no default.
 REQUIRED = {
     QWEN7B: [],
     DEEPSEEK: [f"{ACTOR}.optim.lr=1e-6", "critic.optim.lr=1e-5"],
@@ -54,7 +54,7 @@ def printed(article: str) -> dict[str, Any]:
 
 @pytest.fixture
 def following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """following(article): the article's file, without what it refuses, in a home folder that has its files."""
+    """following(article): the article's file without the refused keys, in a home folder that has the files it names."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for file in ("data/gsm8k/train", "data/gsm8k/test", "data/rlhf/gsm8k/train", "data/rlhf/gsm8k/test"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def test_the_8_gpu_article_means_what_it_says(following: Callable[[str], Path]) 
     full = resolve(config)
     actor, critic = full.actor_rollout_ref.actor, full.critic
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_range) == (0.2, 0.3, None)
-    # use_dynamic_bsz: by tokens, and the critic and the reference as the actor
+    # use_dynamic_bsz: micro-batches by tokens; the critic and the reference have the actor's size
     assert (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu) == (3072, None)
     assert critic is not None
     assert (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu) == (3072, None)
@@ -147,7 +147,7 @@ def test_the_deepseek_article_means_what_it_says(following: Callable[[str], Path
     assert not full.reward_model.enable
 
 
-# What the articles' texts say to type: hyper-parameters without their sections, other keys, other commands.
+# Settings that the articles tell their readers to type: hyper-parameters without their sections, other keys, other commands.
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -25,7 +25,7 @@ def test_what_is_known_exists_and_is_taken() -> None:
 
 
 def test_each_pattern_refuses_arguments_of_sglangs() -> None:
-    """But for verl's names of engines, which stand one level higher there."""
+    """The exceptions are verl's names of engines, which stand one level higher in verl's configuration."""
     parts = [part for pattern in TABLE.refused for part in pattern.split("|")]
     idle = [part for part in parts if not any(re.fullmatch(part, name) for name in engine_fields())]
     assert idle == ["sglang", "vllm", "trtllm"]

@@ -1,4 +1,4 @@
-"""docs/from_verl.md: the keys, defaults, rules and commands that it names are those that there are."""
+"""docs/from_verl.md: the keys, defaults, rules and commands that it names exist."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def rows(head: str) -> Iterator[list[str]]:
 
 
 def is_megarls(key: str) -> bool:
-    """A key, or a section."""
+    """Whether megarl has this key or section."""
     return key in FIELDS or any(name.startswith(f"{key}.") for name in FIELDS)
 
 

@@ -151,7 +151,7 @@ HEADS = {"num_attention_heads": 8, "num_query_groups": 2}
 def test_context_parallel_ranks_that_exchange_heads_have_as_many(
     heads: dict[str, int], sinks: bool, kind: str | list[str], tp: int, cp: int, words: str
 ) -> None:
-    """As Transformer Engine's AttnFuncWithCPAndQKVOA2A asks of the heads of a tensor parallel rank."""
+    """Transformer Engine's AttnFuncWithCPAndQKVOA2A divides the heads of a tensor parallel rank among context parallel ranks."""
     sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
     megatron = MegatronConfig(**sizes, override_transformer_config={"cp_comm_type": kind})
     found = list(exchange_problems("megatron", megatron, heads, sinks))
@@ -163,7 +163,7 @@ def test_context_parallel_ranks_that_exchange_heads_have_as_many(
 
 
 def test_the_models_heads_are_given_to_the_check() -> None:
-    """Latent attention has no key/value heads that were cut."""
+    """Latent attention has no key/value heads that could be cut."""
     sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 256}
     megatron = MegatronConfig(**sizes, override_transformer_config={"cp_comm_type": "a2a"})
     for model, counts in (("qwen2.5-7b", 2), ("deepseek-v3", 1)):

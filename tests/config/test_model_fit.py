@@ -219,7 +219,7 @@ def test_data_parallel_attention_cuts_heads_within_groups_and_all_else_over_all_
 
 @pytest.mark.parametrize(("tied", "head"), [(True, False), (False, True)])
 def test_groups_of_several_ranks_gather_logits_of_no_padded_vocabulary(tied: bool, head: bool) -> None:
-    """As in SGLang's LogitsProcessor._gather_attn_tp_logits, which died of it on a CPU."""
+    """SGLang's LogitsProcessor._gather_attn_tp_logits crashed with a padded vocabulary on a CPU."""
     padded, keys = Facts(vocab_size=330, tie_word_embeddings=tied), {"data_parallel_lm_head": head}
     (line,) = groups(4, 2, padded, **keys)
     assert "vocabulary of 330 rows" in line and line.endswith("set rollout.attention_data_parallel_size=4")
@@ -243,7 +243,7 @@ def test_groups_of_several_ranks_gather_logits_of_no_padded_vocabulary(tied: boo
     ],
 )
 def test_blocks_in_float8_are_not_cut(tp: int, ep: int, cut: list[str]) -> None:
-    """As SGLang's Fp8LinearMethod and Fp8MoEMethod ask: 768 / 4 = 192 and 512 / 8 = 64 are no multiples of 128."""
+    """SGLang's Fp8LinearMethod and Fp8MoEMethod require complete blocks: 768 / 4 = 192 and 512 / 8 = 64 are no multiples of 128."""
     moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=768, shared_ffn_hidden_size=512)
     sizes = {"tensor_model_parallel_size": tp, "expert_parallel_size": ep}
 
@@ -286,7 +286,8 @@ FLASH = Facts(
     ],
 )
 def test_blocks_in_float8_are_not_cut_in_attention(facts: Facts, tp: int, dp: int, cut: str) -> None:
-    """As SGLang's Fp8LinearMethod asks of Qwen2.5-0.5B, with heads of 64, and GLM-4.7-Flash, with 192 + 256 rows for a head's keys and values."""
+    """SGLang's Fp8LinearMethod requires complete blocks: Qwen2.5-0.5B has heads of 64, GLM-4.7-Flash has 192 + 256 rows for a head's keys and
+    values."""
     sizes = {"tensor_model_parallel_size": tp, "attention_data_parallel_size": dp}
     check_rollout_model(RolloutConfig(**sizes), facts, key="rollout")
     rollout = RolloutConfig(**sizes, quantization="fp8")
@@ -320,7 +321,7 @@ def test_shared_experts_that_each_rank_has_as_a_whole_are_not_cut() -> None:
 def test_engines_that_load_a_folder_in_float8_do_not_cut_its_blocks(
     train: Callable[..., TrainConfig], evaluation: Callable[..., EvalConfig], model: str, tp: int, words: str
 ) -> None:
-    """Those of an evaluation and of references; the policy's are sent weights in a type of their own."""
+    """This holds for the engines of an evaluation and of references; the policy's engines are sent weights in a type of their own."""
     facts = read_model_config(str(shipped() / "recipes" / "models" / model))
     size = f"tensor_model_parallel_size={tp}"
     pools = "resource_pools={global: {n_gpus_per_node: 4}, far: {n_gpus_per_node: 4}}"
@@ -346,7 +347,7 @@ def test_engines_that_load_a_folder_in_float8_do_not_cut_its_blocks(
 
 
 def test_parts_of_products_in_float8_are_multiples_of_16() -> None:
-    """64 / 8 = 8 and 48 / 2 = 24 are none; without float8 they do."""
+    """64 / 8 = 8 and 48 / 2 = 24 are no multiples of 16; without float8 these sizes fit."""
     sizes = {"tensor_model_parallel_size": 8, "expert_tensor_parallel_size": 2}
     check_model(MegatronConfig(**sizes), Facts(moe=MOE), "megatron")
     lines = lines_of(lambda: check_model(MegatronConfig(**sizes, fp8="e4m3"), Facts(moe=MOE), "megatron"))
@@ -356,7 +357,7 @@ def test_parts_of_products_in_float8_are_multiples_of_16() -> None:
 
 
 def test_layers_in_bfloat16_leave_some_in_float8() -> None:
-    """Megatron-core has at most a stage's layers of four at each end."""
+    """The model has four layers; Megatron-core allows at most the layers of one stage in bfloat16 at each end."""
 
     def check(start: int, end: int, stages: int) -> None:
         layers = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
@@ -374,7 +375,7 @@ def test_layers_in_bfloat16_leave_some_in_float8() -> None:
 
 
 def test_layouts_of_gpt_oss() -> None:
-    """Biases of experts are added once, context parallelism cuts heads."""
+    """A layout must not add the biases of experts more than once; context parallelism cuts heads."""
 
     def check(**sizes: Any) -> list[str]:
         return lines_of(lambda: check_model(MegatronConfig(**sizes), GPT_OSS, "megatron"))
@@ -496,7 +497,7 @@ def test_layers_that_cannot_be_trained(
     config = train(MTP, *overrides)
     (line,) = lines_of(lambda: check_models(config, model, critic=Facts()))
     assert line.startswith(MTP) and problem in line
-    check_models(train(*overrides), model, critic=Facts())  # others are not looked at
+    check_models(train(*overrides), model, critic=Facts())  # other models are not checked
     check_models(train(MTP), Facts(num_mtp_layers=1, moe=MOE), critic=Facts())
 
 
@@ -601,7 +602,7 @@ def test_prompt_and_response_must_fit_into_the_models_context(
 def test_the_context_has_room_for_drafts_of_a_model(
     train: Callable[..., TrainConfig], algorithm: str, room: int
 ) -> None:
-    """SGLang reserves a pass's drafts for each request, and refuses prompts whose responses would not leave them."""
+    """SGLang reserves room for a pass's drafts in each request, and refuses prompts whose responses would leave too little of it."""
     speculative = f"{{algorithm: {algorithm}, num_draft_tokens: 4, draft_path: draft}}"
     config = train(*LENGTHS, f"actor_rollout_ref.rollout.speculative={speculative}")
     short, enough = (replace(positions(129 + more), num_mtp_layers=1) for more in (room - 1, room))
@@ -613,7 +614,7 @@ def test_the_context_has_room_for_drafts_of_a_model(
 def test_long_texts_are_refused_by_engines_alone(
     train: Callable[..., TrainConfig], sft: Callable[..., SFTConfig]
 ) -> None:
-    """Positions are rotary: Megatron computes any; that a model was not trained on them is said."""
+    """Megatron computes any rotary position, so only a warning says that the model was not trained on such positions."""
     assert position_warnings(train(*LENGTHS), positions(999), positions(129)) == []
     config = train(*LENGTHS)
     check_models(config, positions(999), critic=positions(128))

@@ -1,4 +1,4 @@
-"""Numbers of layers that pipeline stages share out."""
+"""Numbers of layers that can be divided among pipeline stages."""
 
 import pytest
 

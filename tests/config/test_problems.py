@@ -33,12 +33,12 @@ def test_every_key_of_verls_is_read_or_has_advice() -> None:
 
 @pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
 def test_keys_of_megarls_own_have_no_advice(schema: type) -> None:
-    """It would be a lie, or be about a section that others have, too."""
+    """Advice for such a key would be wrong, or would be about a section that other trainers have, too."""
     assert [key for key, _, _ in walk(schema) if key_advice(key) is not None] == []
 
 
 def mentioned(advice: str) -> set[str]:
-    """The keys that an advice names, by the sections they begin with."""
+    """The keys that an advice names, recognised by the sections that they begin with."""
     sections = (
         "data|actor_rollout_ref|critic|algorithm|reward_model|reward|custom_reward_function|trainer|plugins"
     )

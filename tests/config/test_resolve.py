@@ -1,4 +1,4 @@
-"""Keys that say what others say, and keys that decide between others."""
+"""Keys that set the values of other keys, and keys that decide between other keys."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_r
             (None, 4),
             (None, 4),
         ),
-        # Where no size is given: four of the longest trajectories, of 64 tokens here.
+        # Without a size, a micro-batch holds four of the longest trajectories, which have 64 tokens here.
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=null"], (256, None), (256, None)),
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=true"], (256, None), (256, None)),
         ([f"{ACTOR}.use_dynamic_bsz=false"], (None, 4), (None, 4)),
@@ -141,7 +141,7 @@ def test_a_chosen_micro_batch_of_fine_tuning(sft: Callable[..., SFTConfig]) -> N
         "model.path=m",
         "optim.lr=1",
     ]
-    for schema in (RMConfig, DPOConfig):  # whose micro-batches hold pairs
+    for schema in (RMConfig, DPOConfig):  # their micro-batches hold pairs
         assert resolve(load_config(schema, None, keys)).max_token_len_per_gpu == 4 * 2 * 64
         long = load_config(schema, None, [*keys, "data.max_length=20000"])
         assert resolve(long).max_token_len_per_gpu == 40000

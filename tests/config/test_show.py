@@ -1,4 +1,4 @@
-"""`megarl config`: the resolved configuration, where each value comes from, and what was given in vain."""
+"""`megarl config`: the resolved configuration, the origin of each value, and settings without effect."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from megarl.config.show import notes, reference, resolved_keys, said_here, sourc
 
 ACTOR = "actor_rollout_ref.actor"
 
-# Overrides that make `resolve` fill in or change as much as it can.
+# Overrides with which `resolve` fills in or changes as many values as possible.
 CASES = [
     [],
     [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"],
@@ -99,8 +99,8 @@ def test_changed_keys_are_a_recipe_of_the_same_run(train_yaml: Path, capsys: pyt
     assert main(["config", str(train_yaml), *given, "--changed"]) == 0
     text = capsys.readouterr().out
     assert "  seed: 7  # override 'trainer.seed=7'\n" in text and "logger: [console]" in text
-    assert "total_epochs" not in text  # its default
-    assert "ppo_epochs: 2" in text and "clip_grad" not in text  # what follows from others is left out
+    assert "total_epochs" not in text  # it has its default
+    assert "ppo_epochs: 2" in text and "clip_grad" not in text  # it follows from other keys
     assert len(text.splitlines()) < 60
     again = train_yaml.parent / "again.yaml"
     again.write_text(text)
@@ -205,7 +205,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/config.md"
 
 
 def test_the_page_is_that_of_this_schema(capsys) -> None:
-    """If it is not: megarl config --reference > docs/config.md"""
+    """If this fails: megarl config --reference > docs/config.md"""
     assert main(["config", "--reference"]) == 0
     assert capsys.readouterr().out == PAGE.read_text()
 

@@ -1,5 +1,5 @@
-"""Chat templates of published models, read from the installed package trl, which keeps them as they were published, and
-beside some a variant for training, of the same text, with what is generated marked."""
+"""Chat templates of published models from the installed package trl. It keeps them as they were published, and for some also a variant for training,
+which has the same text and marks what is generated."""
 
 import copy
 import re

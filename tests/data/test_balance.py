@@ -25,7 +25,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 @st.composite
 def plans(draw):
-    """Arguments that a plan is promised for: mini-batches are multiples of num_dp * multiple_of."""
+    """Arguments for which a plan is promised: mini-batches are multiples of num_dp * multiple_of."""
     num_dp = draw(st.integers(1, 4))
     multiple_of = draw(st.integers(1, 3))
     mini_batch_size = num_dp * multiple_of * draw(st.integers(1, 4))
@@ -123,9 +123,9 @@ def first_fit_decreasing(lengths, budget):
 @given(LENGTHS, st.integers(0, 100), st.integers(1, 4))
 def test_few(lengths, room, multiple_of):
     budget = max(lengths) + room
-    lengths = lengths * multiple_of  # so that it is possible
+    lengths = lengths * multiple_of  # so that a plan is possible
     check_few(lengths, budget, multiple_of, micro_batches(lengths, budget, multiple_of))
-    # By cost more texts than fit would be together: the budget goes before.
+    # By cost alone, more texts would be together than fit: the token budget has priority.
     costs = sequence_costs(lengths, 1.0)
     check_few(lengths, budget, multiple_of, micro_batches(lengths, budget, multiple_of, costs))
 
@@ -138,7 +138,7 @@ def check_few(lengths, budget, multiple_of, bins):
 
 
 def smallest_largest_sum(lengths, k):
-    """By trying all assignments."""
+    """The optimum, found by trying all assignments."""
     best = sum(lengths)
     for places in itertools.product(range(k), repeat=len(lengths)):
         sums = [0] * k
@@ -177,7 +177,7 @@ def test_partition_by_hand():
 
 
 def test_balanced_over_ranks():
-    """Lengths of real spread: ranks differ by less than the longest row, micro-batches are filled alike."""
+    """Realistic lengths: ranks differ by less than the longest row, and micro-batches are filled evenly."""
     lengths = np.random.default_rng(0).lognormal(5.0, 0.8, size=512).astype(int).clip(1, 2000)
     (batch,) = plan_mini_batches(lengths, num_dp=8, mini_batch_size=512, max_tokens=4096)
     loads = [sum(lengths[row] for micro in rank for row in micro) for rank in batch]
@@ -198,7 +198,7 @@ def test_costs_of_sequences():
 
 
 def test_balanced_by_cost():
-    """One text of 100 tokens or ten of 10: as many tokens, but 5,050 pairs beside 550."""
+    """One text of 100 tokens or ten texts of 10: equally many tokens, but 5,050 pairs against 550."""
     lengths = [100] * 4 + [10] * 40
     costs = sequence_costs(lengths, 0.05)
     (by_cost,) = plan_mini_batches(lengths, num_dp=4, mini_batch_size=44, max_tokens=250, costs=costs)
@@ -209,7 +209,7 @@ def test_balanced_by_cost():
 
 
 def test_level_where_first_fit_decides():
-    """Karmarkar-Karp exceeds the budget, first-fit-decreasing leaves 12, 13, 13 and 14: rows are exchanged."""
+    """Karmarkar-Karp exceeds the budget, and first-fit-decreasing leaves sums of 12, 13, 13 and 14: exchanges of rows level them."""
     lengths = [9, 8, 8, 5, 5, 4, 4, 3, 3, 3]
     parts = partition_balanced(lengths, 4, equal_size=False)
     assert max(sum(lengths[row] for row in part) for part in parts) > 14
@@ -361,9 +361,9 @@ def test_groups_are_planned_as_one(size: int, groups: int, tokens: bool, shuffle
 @pytest.mark.parametrize(
     ("shared", "changed"),
     [
-        ([0] * 12, {}),  # no two have a prompt in common
-        ([0, 4, 4, 0, 4, 0, 4, 4, 4, 0, 4, 4], {}),  # not all as many
-        ([0, 4, 4] * 4, {"mini_batch_size": 4}),  # a mini-batch would end within
+        ([0] * 12, {}),  # no two rows have a prompt in common
+        ([0, 4, 4, 0, 4, 0, 4, 4, 4, 0, 4, 4], {}),  # prompts have different numbers of rows
+        ([0, 4, 4] * 4, {"mini_batch_size": 4}),  # a mini-batch would end within a prompt's rows
         ([0, 4, 4] * 4, {"micro_batch_size": 2}),
         ([0, 4, 4] * 4, {"micro_batch_size": None, "max_tokens": 21}),
         ([0, 4, 4] * 4, {"num_dp": 3}),
@@ -375,7 +375,7 @@ def test_where_they_cannot_rows_are_planned_one_by_one(shared: list[int], change
 
 
 def test_what_is_shared_costs_nothing() -> None:
-    """Half of the prompts are long: a rank that had all of them would have more to do."""
+    """Half of the prompts are long: a rank with all of the long ones would have more to do."""
     prompts = np.array([4] * 4 + [64] * 4).repeat(4)
     shared = np.where(np.arange(32) % 4 == 0, 0, prompts - 1)
     (found,) = plan(prompts + 8, shared, mini_batch_size=32, micro_batch_size=16)

@@ -1,4 +1,4 @@
-"""Forms that templates read. What published ones read is in test_published_templates."""
+"""The forms of messages that small templates read; test_published_templates has the forms that published templates read."""
 
 import copy
 import json
@@ -29,7 +29,8 @@ def test_all_fields_stay():
 
 
 def test_null_fields_and_empty_calls_say_nothing():
-    """Templates ask whether a message has `tool_calls` at all. Null content and null arguments are said."""
+    """Templates ask whether a message has `tool_calls` at all, so fields that say nothing are left out; null content of a call and null arguments
+    stay."""
     chat = [
         USER,
         assistant(content=None, tool_calls=[CALL], name=None),
@@ -111,7 +112,7 @@ def forms(template):
         ),
         ("{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}", True),
         ("{{ '(' + c.function.arguments + ')' }}", False),
-        ("{{ c.function.arguments }}", False),  # would write Python's notation of an object
+        ("{{ c.function.arguments }}", False),  # it would write Python's notation of an object
     ],
 )
 def test_arguments(written, objects):
@@ -120,8 +121,8 @@ def test_arguments(written, objects):
 
 def test_null_content():
     assert forms(CALLS.replace("%s", "{{ c.function.arguments | tojson }}")).null_content
-    assert not forms(CONTENT).null_content  # would write None
-    assert not forms(LOOP.format("{{ ' ' + m.content }}")).null_content  # fails
+    assert not forms(CONTENT).null_content  # it would write None
+    assert not forms(LOOP.format("{{ ' ' + m.content }}")).null_content  # it fails on null
 
 
 def test_parts():
@@ -148,7 +149,7 @@ def test_messages_are_rendered_in_the_form_that_is_read(tokenizer):
     flat = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": '{"x": null}'}]}]
     own.chat_template = CALLS.replace("%s", "{{ c.name }}{{ c.arguments | tojson }}")
     assert render_text(own, flat, False) == 'assistant:f{"x": null}'
-    assert flat[0]["tool_calls"][0]["arguments"] == '{"x": null}'  # the caller's is not changed
+    assert flat[0]["tool_calls"][0]["arguments"] == '{"x": null}'  # the caller's message is unchanged
 
 
 def test_a_template_that_fails_on_a_type_is_a_users_error(tokenizer):

@@ -82,7 +82,7 @@ def test_the_same_problem_of_many_rows_is_one_line(tmp_path):
 
 
 def test_columns_that_a_file_lacks(tmp_path):
-    """Told by the schema of Parquet, and by the first row of JSON lines; fields of a struct are the rows' matter."""
+    """The schema of Parquet shows them, and the first row of JSON lines; fields of a struct are checked in the rows."""
     columns = [
         files.Column("a.x", "data.a_key"),
         files.Column("c", "data.c_key"),
@@ -133,7 +133,7 @@ def chat_type(text):
 
 
 def write_as(path, rows, stored, row_group_size):
-    """A Parquet file of chats whose Arrow schema says `stored`, as another writer leaves it."""
+    """A Parquet file of chats whose Arrow schema says `stored`, as other libraries write it."""
     table = pa.table({"messages": pa.array(rows, chat_type(pa.string()))})
     schema = pa.schema([("messages", stored)]).serialize().to_pybytes()
     with pq.ParquetWriter(path, table.schema, store_schema=False) as writer:
@@ -146,7 +146,7 @@ def write_as(path, rows, stored, row_group_size):
     "text", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
 )
 def test_chats_of_any_text_type_are_read_over_row_groups(tmp_path, text):
-    """pyarrow reads no nested dictionaries over several row groups at once."""
+    """pyarrow cannot read nested dictionary types over several row groups at once."""
     rows = [[{"role": "user", "content": f"{row} {'x' * (row % 7)}"}] for row in range(3000)]
     write_as(tmp_path / "x.parquet", rows, chat_type(text), 700)
     assert [row["messages"] for _, row in files.iter_rows(tmp_path / "x.parquet")] == rows
@@ -219,12 +219,12 @@ def memory():
 
 
 class _Ranges(SimpleHTTPRequestHandler):
-    """A web server's files; parts of them too, as servers of data have it, but not of whole/..."""
+    """A web server of files. It also serves parts of files, as servers of data do, except of files in whole/."""
 
     def do_GET(self):
         wanted = self.headers.get("Range")
         if wanted is None or self.path.startswith("/whole/"):
-            with suppress(BrokenPipeError):  # the reader has seen that it gets the whole, and hangs up
+            with suppress(BrokenPipeError):  # the reader sees that it gets the complete file, and hangs up
                 super().do_GET()
             return
         with open(self.translate_path(self.path), "rb") as file:
@@ -363,7 +363,7 @@ def test_a_web_server_that_serves_no_parts_is_named(server):
 
 
 def test_a_copy_of_a_file_that_is_not_served_in_parts(server, tokenizer):
-    """As the error above advises."""
+    """The error in the test above advises such a URL."""
     url, folder = server
     (folder / "whole").mkdir()
     (folder / "whole" / "x.parquet").write_bytes(parquet_bytes([prompt_row()] * 3))

@@ -1,4 +1,4 @@
-"""Kept tokens as columns: through tables, other orders, Parquet, and what does not fit."""
+"""Kept tokens as a column: in tables, after reordering, in Parquet, and values that do not fit."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def kept(sets: list[list[int]]) -> KeptTokens:
 
 
 def made() -> pa.Table:
-    """Four trajectories, of which one, of two tokens, was not drawn."""
+    """Four trajectories; one of them, with two tokens, was not drawn and has no kept tokens."""
     requests = tr.expand_prompts(make_prompts(2), 2)
     generations = [
         make_generation(uid, 2) if own is None else make_generation(uid, len(own), kept=kept(own))

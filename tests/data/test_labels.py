@@ -1,4 +1,4 @@
-"""Examples with labels: what is read and refused, and the responses to other prompts."""
+"""Examples with labels: rows that are read, rows that are refused, and responses to other prompts."""
 
 import json
 from collections import Counter
@@ -119,7 +119,7 @@ def test_long_rows_may_be_left_out(tokenizer: PreTrainedTokenizerBase, tmp_path:
 
 
 def examples(prompts: list[int]) -> pa.Table:
-    """An example a number: a prompt of two tokens, and a response of as many tokens as examples before it and two."""
+    """One example per prompt: a prompt of two tokens, and a response of two tokens more than there are examples before it."""
     rows = [
         {
             "uid": str(row),
@@ -149,7 +149,7 @@ def test_every_response_is_once_beside_another_prompt(prompts: list[int]) -> Non
 
 
 def test_with_a_prompt_an_example_it_is_trls_rotation() -> None:
-    """TRL's KTOTrainer: (x_1, y_n), (x_2, y_1), ..., (x_n, y_(n-1))."""
+    """The same rotation as in TRL's KTOTrainer: (x_1, y_n), (x_2, y_1), ..., (x_n, y_(n-1))."""
     table = mismatched(examples([1, 2, 3]), 5)
     assert table["kl_input_ids"].to_pylist() == [
         [1, 1, 102, 102, 102],

@@ -163,7 +163,7 @@ def test_a_resumed_mixture_continues_where_it_stopped(num_done, shuffle):
 
 
 def test_each_data_set_has_epochs_of_its_own():
-    """Of 4 rows and 12 rows in equal shares, the first is gone through three times while the second is once."""
+    """Data sets of 4 and of 12 rows in equal shares: the first has three epochs while the second has one."""
     loader = make_mixture_loader({"a": 4, "b": 12}, {"a": 1, "b": 1}, 4)
     uids = [uid for _ in range(2) for batch in loader for uid in batch["uid"].to_pylist()]
     assert len(uids) == 32

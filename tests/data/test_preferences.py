@@ -1,4 +1,4 @@
-"""Preferences as chats: what is learnt of each, and what is refused."""
+"""Preferences as chats: what is learnt from each, and rows that are refused."""
 
 import copy
 import json
@@ -219,7 +219,7 @@ def test_reference_answers(tokenizer, tmp_path):
 
 
 def test_a_text_ends_as_a_policy_ends_it(tokenizer):
-    """A policy of a template whose turns end with the next role's token stops at that."""
+    """If the turns of a template end with the next role's token, a policy stops at that token."""
     own = copy.deepcopy(tokenizer)
     own.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
     own.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -293,7 +293,7 @@ def test_long_chats_are_refused_or_left_out(tmp_path: Path, tokenizer) -> None:
 
 
 def test_only_the_last_turn_need_be_found(tokenizer, tmp_path):
-    """A template that sums up what is before the last two messages shows no earlier turn."""
+    """A template that sums up all messages before the last two shows no earlier turn."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = (
         "{% for m in messages %}{% if loop.revindex < 3 %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"

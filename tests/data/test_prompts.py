@@ -21,7 +21,7 @@ from tests.data.shared import prompt_row, render_prompt
 
 
 def write_rows(path, rows):
-    """As Parquet or JSON lines, by the suffix."""
+    """Write rows as Parquet or JSON lines, by the suffix."""
     if path.suffix == ".parquet":
         return write(path, rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -58,7 +58,7 @@ def test_files_of_one_name_have_uids_of_their_own(tokenizer, tmp_path):
 
 
 def test_other_columns_than_ours(tokenizer, tmp_path):
-    """No extra_info, a ground truth that is a list, and messages under another key."""
+    """A row without extra_info, with a ground truth that is a list, and with messages under another key."""
     row = prompt_row(reward_model={"ground_truth": ["7", "seven"]}, chat={"turns": prompt_row()["prompt"]})
     del row["extra_info"], row["prompt"]
     path = write(tmp_path / "x.parquet", [row])
@@ -68,7 +68,7 @@ def test_other_columns_than_ours(tokenizer, tmp_path):
 
 
 def test_prompts_for_a_reward_model(tokenizer, tmp_path):
-    """Rows of style "model" need no ground truth; messages go with prompts and requests where they are kept."""
+    """Rows of style "model" need no ground truth; where messages are kept, prompts and requests have them."""
     rows = [
         prompt_row(reward_model={"style": "model"}),
         prompt_row(reward_model={"style": "model", "ground_truth": "7"}),
@@ -120,7 +120,7 @@ def test_wrong_rows_are_named_by_file_and_row(tokenizer, tmp_path, changes, mess
     ],
 )
 def test_values_of_a_wrong_type_are_named(tokenizer, tmp_path, changes, message):
-    """JSON lines, in which each row may have types of its own."""
+    """The file has JSON lines, in which each row may have types of its own."""
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (prompt_row(), prompt_row(**changes))))
     with pytest.raises(ValueError, match=rf"train\.jsonl row 1: .*{message}"):
@@ -139,7 +139,7 @@ def test_all_wrong_rows_are_counted_and_the_first_are_shown(tokenizer, tmp_path)
 
 
 def test_keywords_of_the_chat_template(tokenizer, tmp_path):
-    """As models that think have it: a template that reads enable_thinking."""
+    """A template of a model that thinks reads enable_thinking."""
     path = write(tmp_path / "train.parquet", [prompt_row("Hi")])
     thinking = copy.deepcopy(tokenizer)
     thinking.chat_template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}"
@@ -164,7 +164,7 @@ def test_the_column_of_the_data_source(tokenizer, tmp_path):
     "max_samples, expected", [(1, ["a:0"]), (3, ["a:0", "a:1", "b:0"]), (9, ["a:0", "a:1", "b:0", "b:1"])]
 )
 def test_the_first_rows_alone(tokenizer, tmp_path, max_samples, expected):
-    """A row after them may be wrong: it is not read."""
+    """Later rows may be wrong: they are not read."""
     write(tmp_path / "a.parquet", [prompt_row(), prompt_row()])
     write(tmp_path / "b.parquet", [prompt_row(), prompt_row()])
     (tmp_path / "c.jsonl").write_text("{" if max_samples < 4 else "")
@@ -181,7 +181,7 @@ GSM8K_ROWS = [
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_missing_columns_are_one_line_a_file(tokenizer, tmp_path, suffix):
-    """However many rows there are; the line has the columns that are there, and what to set."""
+    """The number of rows does not matter; the line has the columns that exist, and the keys to set."""
     for name in "ab":
         write_rows(tmp_path / f"{name}.{suffix}", GSM8K_ROWS * 20)
     with pytest.raises(ValueError) as error:
@@ -204,7 +204,7 @@ def test_missing_columns_are_one_line_a_file(tokenizer, tmp_path, suffix):
 
 
 def test_a_column_that_some_rows_lack(tokenizer, tmp_path):
-    """Of JSON lines, whose first row has it."""
+    """JSON lines whose first row has the column."""
     rows = [prompt_row(), *({"question": "x"} for _ in range(9))]
     path = write_rows(tmp_path / "train.jsonl", rows)
     with pytest.raises(ValueError) as error:
@@ -216,7 +216,7 @@ def test_a_column_that_some_rows_lack(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_questions_and_answers(tokenizer, tmp_path, suffix):
-    """A text is the user's message; a row that need not have a data source is of the source "unknown"."""
+    """A plain text is the user's message; where a row need not have a data source, the source is "unknown"."""
     path = write_rows(tmp_path / f"train.{suffix}", GSM8K_ROWS)
     table = PromptDataset(
         path,
@@ -235,7 +235,7 @@ def test_questions_and_answers(tokenizer, tmp_path, suffix):
 
 
 def test_what_rows_may_lack(tokenizer, tmp_path):
-    """Only by its usual name, and null is the same; what is there is read and must be right."""
+    """A column may be missing only under its usual name, and null counts as missing; values that exist are read and must be right."""
     prompt = prompt_row()["prompt"]
     both = {"max_prompt_length": 64, "may_lack": ["data_source", "reward_model.ground_truth"]}
     rows = [{"prompt": prompt}, {"prompt": prompt, "data_source": None, "reward_model": None}, prompt_row()]
@@ -295,7 +295,7 @@ def test_overlong_prompts(tokenizer, tmp_path):
 
 
 def test_a_prompt_of_the_references_own(tokenizer, tmp_path):
-    """It is tokenised like the other, limited like it, and goes with each request."""
+    """The reference's prompt is tokenised and limited like the policy's, and goes with each request."""
     long = "Tom has 3 pens. " * 9
     told = [prompt_row()["prompt"], "It is 7. Tom has 3 pens and buys 4.", long]
     path = write_rows(tmp_path / "train.jsonl", [{**prompt_row(), "told": prompt} for prompt in told])
@@ -317,7 +317,7 @@ def test_a_prompt_of_the_references_own(tokenizer, tmp_path):
 
 
 def test_given_responses_are_tokens_that_a_policy_would_generate(tokenizer, tmp_path):
-    """One or several to a prompt, as texts or a message, with the end token; limited by the length of a response."""
+    """A prompt has one or several responses, as texts or as a message; they get the end token, and the response length limits them."""
     prompt = prompt_row()["prompt"]
     message = {"role": "assistant", "content": "It is 7."}
     given = ["It is 7.", ["It is 7.", "7"], [message], [*prompt, message]]
@@ -341,7 +341,7 @@ def test_given_responses_are_tokens_that_a_policy_would_generate(tokenizer, tmp_
 
 
 def test_the_teacher_of_a_row(tokenizer, tmp_path):
-    """By its data source or by another column, whose value is one of a teacher's sources; it goes with each request."""
+    """The row's data source, or another column, has one of a teacher's sources; the teacher's name goes with each request."""
     rows = [{**prompt_row(), "domain": domain} for domain in ("math", "code", "talk")]
     path = write(tmp_path / "train.parquet", rows)
     by_source = {"max_prompt_length": 64, "teachers": {"megarl/arithmetic": "numbers", "math": "other"}}

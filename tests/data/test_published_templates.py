@@ -83,7 +83,7 @@ WITHOUT_TOOLS = [
     "deepseek_r1_distill",
     "qwen2_5_vl",
 ]
-NEEDS_TEXTS = ("deepseekv3",)  # concatenates arguments with texts
+NEEDS_TEXTS = ("deepseekv3",)  # the template concatenates arguments with texts
 
 
 def with_texts(messages):
@@ -104,13 +104,13 @@ def with_null(messages):
 
 
 def rendered(tokenizer, name, messages, **keywords):
-    """What transformers makes of messages in the form that is documented, or that the template needs."""
+    """The rendering by transformers of messages in the documented form, or in the form that the template needs."""
     chat = with_texts(messages) if name in NEEDS_TEXTS else messages
     return tokenizer.apply_chat_template(chat, return_dict=True, **keywords)["input_ids"]
 
 
 def write(path, rows):
-    """Rows in both formats; Arrow gives all structs of a column the fields of all of them."""
+    """Write rows in both formats; Arrow gives all structs of a column the fields of all of them."""
     path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
     return [path.with_suffix(suffix) for suffix in (".jsonl", ".parquet")]
@@ -144,7 +144,7 @@ def test_prompts_of_templates_without_tools(tokenizer, tmp_path, name):
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_null_content_is_what_transformers_renders_or_an_empty_text(tokenizer, tmp_path, name):
-    """Null stays null where the template reads it; GLM-4.5's would write "None", and others fail."""
+    """Null stays null where the template reads it, and is an empty text elsewhere: GLM-4.5's template would write "None", and others fail."""
     own = tokenizer_with(tokenizer, name)
     try:
         expected = rendered(own, name, with_null(CALLS[:-1]), add_generation_prompt=True)
@@ -206,8 +206,8 @@ UNMARKED = [
 
 @pytest.mark.parametrize("name, chat", UNMARKED)
 def test_turns_are_those_that_trl_marks(tokenizer, name, chat):
-    """Found on the template as it was published. TRL learns the line break behind the end token, and for Qwen2.5 that of
-    the generation prompt, as well."""
+    """The turns are found in the template as it was published. TRL also learns the line break behind the end token, and for Qwen2.5 the line break of
+    the generation prompt."""
     tools = {"tools": TOOLS} if chat is not PLAIN else {}
     own, marked = tokenizer_with(tokenizer, name), tokenizer_with(tokenizer, f"{name}_training")
     with warnings.catch_warnings():
@@ -227,7 +227,7 @@ QWEN3 = [
 
 
 def test_qwen3_is_learnt_as_it_shows_each_turn(tokenizer):
-    """It drops the reasoning of turns before the last user message, and its own rendering is what is learnt."""
+    """Qwen3's template drops the reasoning of turns before the last user message; its own rendering is learnt."""
     own = tokenizer_with(tokenizer, "qwen3")
     ids, mask = tokenize_chat(own, CALLS, {"tools": TOOLS})
     assert ids == own.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"][: len(ids)]
@@ -246,7 +246,7 @@ def test_qwen3_with_reasoning_in_the_content(tokenizer):
 
 
 def test_generation_prompts_that_think_are_not_learnt(tokenizer):
-    """What the generation prompt writes, "<think>" here, a rollout is given; a finished turn may not show it."""
+    """A rollout is given the text of the generation prompt, "<think>" here; a finished turn may lack that text."""
     own = tokenizer_with(tokenizer, "qwen3_6")
     found = stretches(own, *tokenize_chat(own, CALLS, {"tools": TOOLS}))
     assert found[1] == "It rains.<|im_end|>"
@@ -273,7 +273,7 @@ def test_templates_that_drop_calls_are_refused_where_calls_are_learnt(tokenizer,
 
 
 def test_a_turn_that_a_template_writes_around_another_message_is_refused(tokenizer):
-    """Gemma 4's puts the tool's answer before the text of the turn that called."""
+    """Gemma 4's template puts the tool's answer before the text of the turn that called the tool."""
     own = tokenizer_with(tokenizer, "gemma4")
     chat = [*CALLS[:1], assistant("I look.", tool_calls=CALLS[1]["tool_calls"]), *CALLS[2:4]]
     with pytest.raises(ValueError, match=r"message 1, .*cannot be told apart"):

@@ -1,4 +1,4 @@
-"""Experts of tokens as a column: through tables, other orders, Parquet, and what does not fit."""
+"""Experts of tokens as a column: in tables, after reordering, in Parquet, and values that do not fit."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def draw(shape: RoutingShape, num_tokens: int, seed: int) -> np.ndarray:
 
 
 def made(shape: RoutingShape, lengths: tuple[int, ...] = (3, 1, 2, 4)) -> tuple[pa.Table, list[np.ndarray]]:
-    """Trajectories of prompts of 1, 1, 2 and 2 tokens, and their experts."""
+    """Trajectories whose prompts have 1, 1, 2 and 2 tokens, and the experts of their tokens."""
     requests = tr.expand_prompts(make_prompts(len(lengths) // 2), 2)
     sizes = [
         len(ids) + length - 1 for ids, length in zip(requests["prompt_ids"].to_pylist(), lengths, strict=True)
@@ -66,7 +66,7 @@ def test_through_other_orders_several_chunks_and_parquet(tmp_path: Path) -> None
 
 
 def test_large_columns_use_memory_again() -> None:
-    """Columns over a block's least size are copied into blocks, which come back."""
+    """Columns above the least size of a block are copied into blocks, which are used again."""
     shape, blocks = RoutingShape(61, 8, 256), tr.Blocks()
     experts = [draw(shape, 3000, seed) for seed in range(4)]
     column = pa.chunked_array([routing_column(experts, shape)])

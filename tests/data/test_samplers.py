@@ -146,7 +146,7 @@ def test_a_sampler_that_learns_moves_only_what_is_to_come(plugin):
     loader = make_loader("test_worst_first", options={"unknown": 0.5})
     batches = iter(loader)
     assert uids(next(batches)) == [0, 1]
-    # of row 0 two trajectories; rows 3 and 5 are told before the epoch has them; another data set's is passed over
+    # row 0 has two trajectories; rows 3 and 5 are reported before the epoch reaches them; another data set's row is ignored
     loader.report(["x:0", "x:0", "x:1", "x:3", "x:5", "y:4"], np.array([1.0, 0.0, 1.0, 0.9, 0.1, 0.0]))
     assert uids(next(batches)) == [5, 2]
     assert uids(next(batches)) == [4, 3]

@@ -1,4 +1,4 @@
-"""Plain text for supervised fine-tuning: all tokens are learnt, long documents are split."""
+"""Text for supervised fine-tuning: the tokens of plain text that are learnt, the turns of chats, and long documents, which are split."""
 
 import copy
 import json
@@ -36,14 +36,14 @@ def write_chats(path, chats):
 def test_learnt_is_what_the_model_generates(tokenizer):
     ids, mask = tokenize_chat(tokenizer, [QUESTION, ANSWER])
     prompt = render_prompt(tokenizer, [QUESTION])
-    assert ids[: len(prompt)] == prompt  # what a rollout is started with
+    assert ids[: len(prompt)] == prompt  # the prompt that a rollout is started with
     assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     assert tokenizer.decode(ids[len(prompt) :]) == "#### 3<|im_end|>"
     assert ids[-1] == tokenizer.eos_token_id
 
 
 def test_keywords_of_the_chat_template(tokenizer, tmp_path):
-    """As templates of models that think have it; every rendering of the chat is given them."""
+    """Templates of models that think read such keywords; every rendering of the chat gets them."""
     thinking = copy.deepcopy(tokenizer)
     thinking.chat_template = (
         "{% for message in messages %}{{ who + message.role + ':\\n' + message.content + eos_token }}{% endfor %}"
@@ -180,7 +180,7 @@ def test_empty_response_is_named(tokenizer, tmp_path):
 
 @pytest.fixture
 def own_tokenizer(tokenizer, tmp_path):
-    """A copy whose template may be changed."""
+    """A copy of the tokenizer whose template may be changed."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     return load_tokenizer(tmp_path / "tokenizer")
 
@@ -309,7 +309,7 @@ def test_all_tokens_and_the_end_are_learnt(tokenizer, tmp_path, name):
 
 
 def test_a_start_token_is_the_tokenizers(tmp_path):
-    """A Llama tokenizer puts <s> before a text, as in pretraining; an end that is there is not put twice."""
+    """A Llama tokenizer puts <s> before a text, as in pretraining; an end token that is there is not added again."""
     with pytest.warns(UserWarning, match="no chat template"):
         tokenizer = load_tokenizer(shared_data("stories260k"))
     path = write(tmp_path / "x.jsonl", ["Once upon a time"])

@@ -28,7 +28,7 @@ def files(tmp_path_factory):
         row_group_size=5,
     )
     lines = [json.dumps(prompt_row(truth=f"b{row}")) for row in range(6)]
-    (folder / "b.jsonl").write_text("\n" + "\n\n".join(lines))  # empty lines count for nothing
+    (folder / "b.jsonl").write_text("\n" + "\n\n".join(lines))  # empty lines are no rows
     pq.write_table(
         pa.Table.from_pylist([prompt_row(truth=f"c{row}") for row in range(3)]), folder / "c.parquet"
     )
@@ -136,7 +136,7 @@ def test_a_resumed_stream_continues_where_it_stopped(
 
 
 def test_a_mixture_may_draw_nothing_of_a_stream(files, tokenizer):
-    """Of ten prompts one is of b: it is not in both batches, and all of a come in their order."""
+    """Of ten prompts one is of stream b: one of the two batches has none of b, and all prompts of a come in their order."""
     feeds = {
         name: make_feed([file], tokenizer, shuffle=False) for name, file in zip("ab", files, strict=False)
     }
@@ -175,7 +175,7 @@ def test_an_epoch_without_a_batch_is_an_error(tokenizer):
 
 
 def test_no_more_than_a_window_and_a_piece_is_read_ahead(files, tokenizer, monkeypatch):
-    """Nor is what was read before read again: resuming reads one window."""
+    """Rows that were read before are not read again: resuming reads one window."""
     read = []
 
     def counting(piece, columns):
@@ -185,7 +185,7 @@ def test_no_more_than_a_window_and_a_piece_is_read_ahead(files, tokenizer, monke
 
     monkeypatch.setattr(stream, "read_piece", counting)
     feed = make_feed(files, tokenizer, piece=2, window=5)
-    assert read == []  # nothing before it is needed
+    assert read == []  # no row is read before it is needed
     for taken in range(1, 18):
         feed.take(1)
         assert sum(read) <= taken + 5 + 2 - 1

@@ -35,7 +35,7 @@ def make_generation(uid, length, **changes):
         "log_probs": -np.arange(1, length + 1, dtype=np.float32),
         "finish_reason": "stop",
         "weight_version": 3,
-        "environment_score": 0.5,  # NaN, where there is none, equals nothing
+        "environment_score": 0.5,  # NaN, which stands for no score, equals nothing
     }
     return tr.Generation(**{**values, **changes})
 
@@ -184,7 +184,7 @@ def test_take():
     ["int32", "int64", "float32", "double", "bool", "string", "with nulls", "in chunks", "element", "large"],
 )
 def test_take_is_arrows(kind, tmp_path):
-    """Whatever the lists are of: values that are copied row by row, and those that are left to Arrow."""
+    """Lists of every type: those whose values are copied row by row, and those that are left to Arrow."""
     lists = [[1, 0], [], [3, 4, 5], [6], [0]]
     types = {"string": pa.string(), "with nulls": pa.int32(), "in chunks": pa.int32(), "large": pa.int32()}
     value = types.get(kind) or (pa.int32() if kind == "element" else pa.type_for_alias(kind))
@@ -244,7 +244,7 @@ def test_wrong_types_are_named():
 
 
 def test_what_an_environment_took_part_in():
-    """Masks, the prompt that it added to, its score and its notes; rows without one are as ever."""
+    """Masks, the prompt with the environment's additions, its score and its notes; rows without an environment are unchanged."""
     requests = tr.expand_prompts(make_prompts(2), 1)
     played = make_generation(
         "train:1/0",

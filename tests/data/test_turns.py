@@ -1,4 +1,4 @@
-"""Turns on small templates, each with one habit of a family."""
+"""Turns in small templates, each of which has one peculiarity of a model family."""
 
 import copy
 import random
@@ -72,7 +72,7 @@ def test_turns_of_a_template_that_drops_earlier_reasoning(own):
 
 
 def test_random_chats_are_learnt_whole(own):
-    """Every turn's texts, and nothing of any other message, whatever they repeat of each other."""
+    """The texts of every turn are learnt, and nothing of any other message, whatever messages repeat of each other."""
     own.chat_template = DROPS_REASONING
     numbers = random.Random(0)
     words = ["a", "b", " b\n", "assistant", "<b>", "user\n", "a b", "é", "漢", "\n\n", "3"]

@@ -1,4 +1,4 @@
-"""`megarl doctor`: what is judged of machines, from facts made by hand; and a real look at this one."""
+"""`megarl doctor`: findings about machines, from facts made by hand, and a real examination of this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def bad(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 
 def judged(needed: dict[str, int] | None = None, **changes: object) -> list[Finding]:
-    """What is told of one node that differs from a good one."""
+    """The findings about one node that differs from a good one."""
     return check_nodes([replace(NODE, **changes)], 8, needed or {})
 
 
@@ -87,7 +87,7 @@ def test_room_is_judged_by_what_the_job_needs() -> None:
 def test_drivers_are_judged_by_the_cuda_that_torch_is_built_for(
     cuda: str, driver: str, found: list[str]
 ) -> None:
-    """As NVIDIA's release notes of CUDA 13 have it: 12.x runs on driver 525 and newer, 13.x on 580."""
+    """NVIDIA's release notes of CUDA 13: 12.x runs on driver 525 and newer, 13.x on 580."""
     gpus = (replace(NODE.gpus[0], driver=driver),) * 8
     assert [finding.what for finding in judged(cuda=cuda, gpus=gpus) if finding.level != OK] == found
 
@@ -136,12 +136,12 @@ def test_nodes_are_compared(changes: dict[str, object], expected: list[tuple[str
 
 
 def test_bus_bandwidth() -> None:
-    """As nccl-tests' PERFORMANCE.md: of an all-reduce, bytes / seconds x 2 (n - 1) / n."""
+    """nccl-tests' PERFORMANCE.md: for an all-reduce it is bytes / seconds x 2 (n - 1) / n."""
     assert bus_bandwidth(1000, 4, 0.5) == 3000.0
 
 
 def test_this_machine(task: Path, tmp_path: Path) -> None:
-    """A real look, with four ranks that talk to each other; nothing is left behind."""
+    """A real examination, with four ranks that talk to each other; nothing is left behind."""
     result = megarl("doctor", *PPO, *on(task, tmp_path / "new" / "run"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "0 failures" in result.stdout and "64 prompts, 40 steps" in result.stdout
@@ -154,7 +154,7 @@ def test_this_machine(task: Path, tmp_path: Path) -> None:
 def doctor(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """doctor(arguments...): exit code and output of a command that ends before it starts anything, in this process."""
+    """doctor(arguments...): runs a command that ends before it starts anything, in this process; returns its exit code and output."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def doctor(*arguments: object) -> tuple[int, str, str]:

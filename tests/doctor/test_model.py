@@ -1,4 +1,4 @@
-"""`megarl doctor model`, and what is told of a model of an unknown type before a run."""
+"""`megarl doctor model`, and what megarl reports before a run about a model of an unknown type."""
 
 import json
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def test_one_folder_is_asked_for(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_same_fields_and_weights_may_compute_something_else(tmp_path: Path, family: str) -> None:
-    """Helium rotates neighbouring dimensions, with Llama's fields and weights; Mistral has no biases, whatever the files have."""
+    """Helium has Llama's fields and weights but rotates neighbouring dimensions; Mistral has no biases, whatever the files have."""
     folder = make_tiny_model(tmp_path / "model", ["two words"], hidden_size=64, num_layers=2, family=family)
     kind, told = (
         ("helium", "computes something else")

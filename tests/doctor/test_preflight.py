@@ -1,4 +1,4 @@
-"""What is told of a run before any of its processes starts, all at once."""
+"""The problems of a run, all reported at once before any of its processes starts."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ TUNING = ("data.max_length=64", "data.train_batch_size=4", "optim.lr=1e-3", "max
 
 
 def problems(command: str, recipe: str | None, *overrides: str) -> list[str]:
-    """The lines of what is told, none where the run may start."""
+    """The lines of the report; none if the run may start."""
     config = load_config(SCHEMAS[command], None if recipe is None else REPOSITORY / recipe, overrides)
     try:
         preflight(config)
@@ -42,7 +42,7 @@ def train(task: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def wrong_file(task: Path, path: Path, change: Callable[[dict], None], first: int = 0) -> Path:
-    """The task's prompts, those from `first` on changed."""
+    """A copy of the task's prompts in which all rows from number `first` on are changed."""
     rows = pq.read_table(task / "data/train.parquet").to_pylist()
     for row in rows[first:]:
         change(row)
@@ -141,7 +141,7 @@ def test_sizes_that_are_none_are_told_once(train: Callable[..., list[str]]) -> N
 def test_engines_on_gpus_have_equal_shares_of_the_vocabulary(
     task: Path, tmp_path: Path, train: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As SGLang's VocabParallelEmbedding divides it; on a CPU it pads further."""
+    """SGLang's VocabParallelEmbedding divides it so on GPUs; on a CPU it pads further."""
     heads = with_facts(
         task,
         tmp_path / "six",
@@ -155,7 +155,7 @@ def test_engines_on_gpus_have_equal_shares_of_the_vocabulary(
     monkeypatch.setattr("megarl.doctor.preflight.gpus_here", lambda: (Gpu("H100", "550", 80 << 30, 0),))
     (line,) = train(*keys)
     assert line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 does not divide the model's ")
-    # The head of a group of one rank is whole.
+    # A group of one rank has an unsharded head.
     groups = (f"{ROLLOUT}.attention_data_parallel_size=3", f"{ROLLOUT}.data_parallel_lm_head=true")
     assert not [line for line in train(*keys, *groups) if "does not divide the model's" in line]
     assert train() == []
@@ -223,7 +223,7 @@ def test_a_model_of_the_hub_is_asked_for_once_all_keys_are_right(
 
 
 def saved(config_of: list[str], folder: Path, model: Path, step: int = 1) -> Path:
-    """A checkpoint as a run with these overrides leaves it, as far as it is looked at before a start."""
+    """A checkpoint of a run with these overrides, with only the parts that are read before a start."""
     recipe, *keys = PPO
     config = resolve(load_config(SCHEMAS["train"], REPOSITORY / recipe, [*keys, *config_of]))
     with CheckpointStore(folder / "run/checkpoints", Keep(1)) as store, store.building(step) as partial:
@@ -279,7 +279,7 @@ def test_what_a_checkpoint_cannot_go_on_with_is_told_with_the_rest(
         if line.startswith(f"the run cannot go on from {folder}: data.seed was 1, is 17")
     ]
     assert any(line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 ") for line in found)
-    (folder / "manifest.json").unlink()  # it is no checkpoint any more
+    (folder / "manifest.json").unlink()  # it is not a checkpoint any more
     assert train("data.seed=17") == []
 
 
@@ -319,7 +319,7 @@ def test_context_parallelism_on_gpus_needs_transformer_engine(
     )
     before = train(*keys)
     monkeypatch.setattr("megarl.doctor.preflight.gpus_here", lambda: (Gpu("H100", "580", 80 << 30, 0),))
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as if it were not installed
     (line,) = [problem for problem in train(*keys) if problem not in before]
     assert line.startswith(
         f"{key}: context parallelism on GPUs needs Transformer Engine, which is not installed"

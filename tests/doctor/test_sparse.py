@@ -33,7 +33,7 @@ def test_stages_begin_with_a_layer_that_has_an_indexer() -> None:
 
 
 def test_experts_may_be_split_over_data_parallel_ranks() -> None:
-    """So that the ranks that share one copy of the other weights cannot hold all experts."""
+    """In this layout the ranks that share one copy of the other weights cannot hold all experts."""
     sizes = (
         f"{ACTOR}.tensor_model_parallel_size=4",
         f"{ACTOR}.expert_model_parallel_size=6",

@@ -19,7 +19,7 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def dry_run(
     in_root: None, capsys: pytest.CaptureFixture, request: pytest.FixtureRequest
 ) -> Callable[..., str]:
-    """dry_run(arguments...): the printed text."""
+    """dry_run(arguments...): the text that the command prints."""
 
     def dry_run(*arguments: str, recipe: str = request.module.RECIPE) -> str:
         assert main(["launch", request.module.TARGET, recipe, "--dry-run", *arguments]) == 0
@@ -32,7 +32,7 @@ def dry_run(
 def refused(
     in_root: None, capsys: pytest.CaptureFixture, request: pytest.FixtureRequest
 ) -> Callable[..., str]:
-    """refused(arguments...): the message with which they are refused."""
+    """refused(arguments...): the message with which the command refuses them."""
 
     def refused(*arguments: str) -> str:
         assert main(["launch", request.module.TARGET, request.module.RECIPE, "--dry-run", *arguments]) == 2

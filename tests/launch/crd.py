@@ -1,4 +1,4 @@
-"""KubeRay's schema, closed, and the rules that its operator has beyond it."""
+"""KubeRay's schema, closed to unknown fields, and the rules that its operator has in addition."""
 
 import json
 import re
@@ -10,17 +10,17 @@ from jsonschema import Draft202012Validator
 
 HERE = Path(__file__).parent
 TRIMMED = HERE / "rayjob_schema.json"
-# The whole schema, where it lies next to a checkout of the project.
+# The complete schema, if it lies next to a checkout of the project.
 WHOLE = HERE.parents[2] / "shared/data/kuberay_crds/ray.io_rayjobs.yaml"
 
 
 def trimmed_schema() -> dict[str, Any]:
-    """Of a RayJob, with the fields that megarl writes and their neighbours."""
+    """The schema of a RayJob with the fields that megarl writes and their neighbours."""
     return _closed(json.loads(TRIMMED.read_text())["schema"])
 
 
 def whole_schema() -> dict[str, Any]:
-    """Of a RayJob, as its custom resource definition has it."""
+    """The complete schema of a RayJob, from its custom resource definition."""
     definition = yaml.load(WHOLE.read_text(), Loader=yaml.CSafeLoader)
     (version,) = (one for one in definition["spec"]["versions"] if one["name"] == "v1")
     return _closed(version["schema"]["openAPIV3Schema"])
@@ -39,7 +39,7 @@ def schema_problems(resource: dict[str, Any], schema: dict[str, Any]) -> list[st
 
 
 def operator_problems(resource: dict[str, Any]) -> list[str]:
-    """What the operator refuses (its ray-operator/controllers/ray/utils/validation.go), and what Kubernetes does."""
+    """The rules that a resource breaks: the operator's (its ray-operator/controllers/ray/utils/validation.go) and Kubernetes' own."""
     spec, name = resource["spec"], resource["metadata"]["name"]
     cluster = spec if resource["kind"] == "RayCluster" else spec["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]

@@ -1,8 +1,8 @@
 """A stand-in for a Kubernetes API server that knows KubeRay's RayJobs: no pod runs, but kubectl talks to it as to a real one.
 
-It keeps ConfigMaps and RayJobs, of which it refuses what the API server or the operator would (crd.py), and plays the part of the
-operator's that kubectl sees: a RayJob has a Job of its name, that has a pod, which has printed something. Paths, kinds and answers are those
-of https://kubernetes.io/docs/reference/using-api/api-concepts/.
+It keeps ConfigMaps and RayJobs, and refuses those that the API server or the operator would refuse (crd.py). It also does the part of the
+operator's work that kubectl sees: a RayJob has a Job of its name, the Job has a pod, and the pod has printed something. Paths, kinds and answers
+follow https://kubernetes.io/docs/reference/using-api/api-concepts/.
 """
 
 import json
@@ -123,11 +123,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on the screen."""
+        """Print nothing."""
 
 
 def discovery(path: str) -> dict[str, Any] | None:
-    """A server's description of itself at a path; None: not a path of descriptions."""
+    """A server's description of itself at a path; None: the path has no description."""
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
@@ -164,7 +164,7 @@ def discovery(path: str) -> dict[str, Any] | None:
 
 
 def _patches(api: str) -> Iterator[tuple[str, Any]]:
-    """That the server itself checks fields: kubectl asks whether patches can be told to."""
+    """The declaration that the server itself checks fields: kubectl asks whether patches accept that option."""
     group = "" if api == "/api/v1" else api.split("/")[2]
     for plural, (kind, _) in RESOURCES[api].items():
         operation = {
@@ -176,7 +176,7 @@ def _patches(api: str) -> Iterator[tuple[str, Any]]:
 
 
 def problems_of(resource: dict[str, Any], namespace: str) -> list[str]:
-    """For which a server refuses a manifest."""
+    """The problems for which a server refuses a manifest."""
     found = [] if resource["metadata"]["namespace"] == namespace else ["the namespace is not the request's"]
     if resource["kind"] == "RayJob":
         return found + schema_problems(resource, trimmed_schema()) + operator_problems(resource)
@@ -188,7 +188,7 @@ def problems_of(resource: dict[str, Any], namespace: str) -> list[str]:
 
 
 def operator_makes(namespace: str, name: str) -> Store:
-    """KubeRay's submitter of a RayJob: a Job of its name, and its pod."""
+    """The submitter that KubeRay makes for a RayJob: a Job of its name, and the Job's pod."""
     labels = {"batch.kubernetes.io/job-name": name, "job-name": name}
     job = {
         "kind": "Job", "apiVersion": "batch/v1", "metadata": {"name": name, "namespace": namespace, "labels": labels},
@@ -203,7 +203,7 @@ def operator_makes(namespace: str, name: str) -> Store:
 
 
 def merged(old: Any, patch: Any) -> Any:
-    """JSON merge patch, RFC 7396; a strategic one of a ConfigMap is the same."""
+    """JSON merge patch, RFC 7396; a strategic merge patch of a ConfigMap gives the same result."""
     if not isinstance(patch, dict):
         return patch
     new = dict(old) if isinstance(old, dict) else {}
@@ -221,7 +221,7 @@ def _version(api: str) -> str:
 
 @contextmanager
 def serving(kubeconfig: Path) -> Iterator[tuple[Store, list[str]]]:
-    """A server on a port of this machine, that `kubeconfig` names; its objects, and the changes that were made."""
+    """A server on a port of this machine, which `kubeconfig` names; yields its objects, and the changes that were made."""
     handler = type("Handler", (_Handler,), {"store": {}, "changes": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

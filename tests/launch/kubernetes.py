@@ -1,8 +1,8 @@
 """A real Kubernetes control plane on this machine's loopback: etcd, kube-apiserver and kube-controller-manager, with KubeRay's resources.
 
 Kubernetes is 1.20.2, which kubernetes_build.sh builds. The API server validates, admits and keeps objects; the controller
-manager makes the pods of a Job and deletes what belonged to a thing that is gone. KubeRay's definitions are whole, less what 1.20 does not
-know and drops: seven groups of CEL rules, on fields that megarl does not write. What cannot be real here is in played.py.
+manager makes the pods of a Job and deletes objects whose owner is gone. KubeRay's definitions are complete, except for what 1.20 does not
+know and drops: seven groups of CEL rules, on fields that megarl does not write. played.py simulates the parts that cannot be real.
 """
 
 import json
@@ -26,15 +26,15 @@ PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "ope
 DEFINITIONS = [WHOLE, WHOLE.with_name("ray.io_rayclusters.yaml")]
 NAMESPACES = ("default", "team")
 _TOKEN = "administrator"
-_SECONDS = 90  # for a server to be ready; here it takes less than ten where nothing else runs
+_SECONDS = 90  # for a server to be ready; on an idle machine it takes less than ten
 
 
 class RefusedError(Exception):
-    """What the API server answered instead of doing it."""
+    """The API server's answer to a request that it refused."""
 
 
 class Api:
-    """The API server, as its administrator speaks to it."""
+    """The API server, called as its administrator."""
 
     def __init__(self, url: str, certificate: Path) -> None:
         self.url, self._session = url, requests.Session()
@@ -43,10 +43,10 @@ class Api:
         self._session.headers["Authorization"] = f"Bearer {_TOKEN}"
 
     def __call__(self, method: str, path: str, body: Any = None, type: str = "application/json") -> Any:
-        """Its answer.
+        """Send a request and return the server's answer.
 
         Raises:
-            RefusedError: it says no, and why.
+            RefusedError: the server refuses the request; the message has its reason.
         """
         data = None if body is None else json.dumps(body)
         answer = self._session.request(
@@ -65,16 +65,16 @@ class Api:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What runs."""
+    """The running control plane, and what it answered to the simulated parts."""
 
     api: Api
     kubeconfig: Path
-    refused: list[str]  # what the API server did not take from the played operator
-    logs_asked: list[str]  # which logs it asked the played kubelet for
+    refused: list[str]  # requests of the simulated operator that the API server refused
+    logs_asked: list[str]  # the logs it asked the simulated kubelet for
 
 
 def obstacle() -> str | None:
-    """Why no control plane can be started here; None: it can."""
+    """Why no control plane can be started here; None: it can be started."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return (
@@ -91,10 +91,10 @@ def obstacle() -> str | None:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """A control plane whose data and logs are in `folder`, with the namespace `team`; all of it ends with the context.
+    """A control plane whose data and logs are in `folder`, with the namespace `team`; all its programs end with the context.
 
     Raises:
-        RuntimeError: a part of it ended or did not get ready; has the end of its log.
+        RuntimeError: a program ended or was not ready in time; the message has the end of its log.
     """
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     _openssl(key, certificate)
@@ -122,14 +122,14 @@ def running(folder: Path) -> Iterator[Cluster]:
         _wait(lambda: api("GET", "/readyz") == "ok", "the API server", [etcd, server])
         # Before the controller manager, which looks for new kinds twice a minute only.
         _define(api, [etcd, server])
-        # The node is played: nothing renews its lease.
+        # The node is simulated: nothing renews its lease.
         manager = _start(
             stack, folder, "kube-controller-manager", f"--kubeconfig={kubeconfig}", f"--secure-port={other}", "--port=0",
             "--bind-address=127.0.0.1", f"--cert-dir={folder}", f"--service-account-private-key-file={key}",
             "--leader-elect=false", "--controllers=*,-nodelifecycle",
         )  # fmt: skip
         api("POST", "/api/v1/namespaces", {"metadata": {"name": "team"}})
-        for name in NAMESPACES:  # pods are not admitted before
+        for name in NAMESPACES:  # pods are refused before that
             path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
             _wait(lambda path=path: "secrets" in api("GET", path), path, [etcd, server, manager])
         played = stack.enter_context(playing(Api(api.url, certificate), key, certificate))
@@ -144,13 +144,13 @@ def _define(api: Api, processes: list[tuple[subprocess.Popen, Path]]) -> None:
         lambda: {one["name"] for one in api("GET", "/apis/ray.io/v1")["resources"]} >= {"rayjobs", "rayclusters"},
         "KubeRay's resources", processes,
     )  # fmt: skip
-    # From there kubectl has the fields; until then it would take any.
+    # From now on kubectl has the fields; before, it would accept any.
     schemas = ('"io.ray.v1.RayJob"', '"io.ray.v1.RayCluster"')
     _wait(lambda: all(one in api("GET", "/openapi/v2") for one in schemas), "KubeRay's schemas", processes)
 
 
 def _start(stack: ExitStack, folder: Path, *command: str) -> tuple[subprocess.Popen, Path]:
-    """Starts a program that ends with the context, and with this process, however that ends; returns its log, too."""
+    """Start a program that ends with the context, and with this process, however that ends; returns the process and its log."""
     log = folder / f"{command[0]}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -186,12 +186,12 @@ def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         held = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]  # all at once, so that they differ
+        ]  # all at once, so that the ports differ
         return [one.getsockname()[1] for one in held]
 
 
 def _openssl(key: Path, certificate: Path) -> None:
-    """One key for both servers, which also signs the tokens of service accounts."""
+    """Make one key for both servers; it also signs the tokens of service accounts."""
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=test", "-days", "2",
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],

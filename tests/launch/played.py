@@ -1,8 +1,8 @@
-"""The parts of a cluster that kubernetes.py has not: KubeRay's operator, a scheduler, and a kubelet whose pods run nothing.
+"""Simulations of the parts of a cluster that kubernetes.py lacks: KubeRay's operator, a scheduler, and a kubelet whose pods run nothing.
 
-The operator makes what its user sees, through the API server: of a RayJob a RayCluster and a Job of its name, of a RayCluster its pods,
-each belonging to the object it was made of. Pods are the templates with labels: the real operator adds commands, probes, an init container and
-the token, makes the Job once the cluster is up, and refuses some objects that are accepted here (crd.py has those rules).
+The operator makes the objects that its user sees, through the API server: for a RayJob a RayCluster and a Job of its name, for a RayCluster its pods.
+Each object belongs to the object that it was made for. Pods are the templates with labels: the real operator adds commands, probes, an init container
+and the token, makes the Job once the cluster is up, and refuses some objects that are accepted here (crd.py has those rules).
 """
 
 import ssl
@@ -14,14 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-Api = Any  # of kubernetes.py, which imports this
+Api = Any  # kubernetes.Api; that module imports this one
 LOG = "step 1 of 8\n"
 NODE = "played"
 
 
 @contextmanager
 def playing(api: Api, key: Path, certificate: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """All of it, until the context ends: (what the API server refused, which logs it asked for)."""
+    """Simulate all parts until the context ends: (the API server's refusals, the logs that it asked for)."""
     refused: list[str] = []
     stop = threading.Event()
     with _kubelet(key, certificate) as (port, logs_asked), ThreadPoolExecutor(1) as pool:
@@ -31,7 +31,7 @@ def playing(api: Api, key: Path, certificate: Path) -> Iterator[tuple[list[str],
             yield refused, logs_asked
         finally:
             stop.set()
-            future.result()  # raises what ended it
+            future.result()  # raises the error that ended the simulation
 
 
 def _play(api: Api, stop: threading.Event, refused: list[str]) -> None:
@@ -101,7 +101,7 @@ def _owner(one: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _run(api: Api, pod: dict[str, Any]) -> None:
-    """The scheduler's and the kubelet's part: new pods run, pods that are to end are gone."""
+    """The work of the scheduler and the kubelet: new pods run, and pods that should end are removed."""
     meta = pod["metadata"]
     path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
     try:
@@ -122,7 +122,7 @@ def _run(api: Api, pod: dict[str, Any]) -> None:
             state = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
             api.patch(f"{path}/status", {"status": {**state, "containerStatuses": containers}})
     except Exception as error:
-        if not str(error).startswith(("404", "409")):  # deleted or changed since: the next look tells
+        if not str(error).startswith(("404", "409")):  # deleted or changed since: the next round tells
             raise
 
 
@@ -139,7 +139,7 @@ def _node(port: int) -> dict[str, Any]:
 
 @contextmanager
 def _kubelet(key: Path, certificate: Path) -> Iterator[tuple[int, list[str]]]:
-    """Has a line of every container's output; (its port, the paths that it was asked for)."""
+    """A kubelet that has one line of output for every container: (its port, the paths that were requested)."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -151,7 +151,7 @@ def _kubelet(key: Path, certificate: Path) -> Iterator[tuple[int, list[str]]]:
             self.wfile.write(LOG.encode())
 
         def log_message(self, *_: Any) -> None:
-            """Nothing on the screen."""
+            """Print nothing."""
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)

@@ -1,5 +1,5 @@
-"""Reads tasks from standard input as SkyPilot does, each as JSON in a line, and prints for each in a line how SkyPilot has understood
-it, or {"error": ...}. It runs with SkyPilot installed.
+"""Reads tasks from standard input as SkyPilot does, each as JSON in a line, and prints a line for each: how SkyPilot has understood the task, or
+{"error": ...}. It runs with SkyPilot installed.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A Slurm cluster of three nodes that lie on this machine (slurm_cluster.sh): its jobs and their ends."""
+"""A Slurm cluster whose three nodes are on this machine (slurm_cluster.sh): it submits jobs and waits for their ends."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshar
 
 
 def obstacle() -> str | None:
-    """Why no cluster can be started here; None: it can."""
+    """Why no cluster can be started here; None: it can be started."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if os.geteuid() != 0 or missing:
         return (
@@ -73,7 +73,7 @@ class Slurm:
         return self.run("megarl", "launch", "slurm", "--logs", self.logs, *arguments).split()[-1]
 
     def output(self, job: str) -> str:
-        """Of the batch script."""
+        """The output of the batch script."""
         path = self.logs / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
@@ -91,7 +91,7 @@ class Slurm:
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
     def nodes(self, job: str) -> list[str]:
-        """Of a job that runs."""
+        """The nodes of a running job."""
         return self.run("scontrol", "show", "hostnames", self.facts(job)["NodeList"]).split()
 
     def end(self, job: str, seconds: float = 240) -> tuple[str, int]:
@@ -102,16 +102,16 @@ class Slurm:
         return facts["JobState"], int(facts["ExitCode"].split(":")[0])
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """All that runs on a node."""
+        """All processes on a node."""
         pids = self.run("ip", "netns", "pids", f"megarl-n{node}").split()
         return [psutil.Process(int(pid)) for pid in pids]
 
     def names(self) -> set[str]:
-        """Of the processes on both nodes."""
+        """The names of all processes on nodes 1 and 2."""
         names = set()
         for node in (1, 2):
             for pid in self.run("ip", "netns", "pids", f"megarl-n{node}").split():
-                with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                with suppress(psutil.NoSuchProcess):  # it has ended since
                     names.add(psutil.Process(int(pid)).name())
         return names
 
@@ -123,7 +123,7 @@ class Slurm:
 
 @contextmanager
 def slurm_cluster() -> Iterator[Slurm]:
-    """A cluster, until the end of the block; another process that wants one waits until then."""
+    """A cluster that lasts until the end of the block; another process that wants a cluster waits until then."""
     # munge wants a folder that everybody can enter, which pytest's are not.
     folder = Path(tempfile.mkdtemp(prefix="megarl-slurm-", dir="/tmp"))
     folder.chmod(0o711)

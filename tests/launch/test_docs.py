@@ -1,4 +1,4 @@
-"""The commands and the job's file of docs/launch.md, as they stand there."""
+"""The commands and the job's file of docs/launch.md, exactly as the page has them."""
 
 import os
 import re
@@ -38,12 +38,12 @@ def test_the_page_has_commands_of_each_kind() -> None:
 
 @pytest.fixture
 def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[str]]]:
-    """A server that kubectl finds; its objects, and the changes that were made."""
+    """A server that kubectl finds; yields its objects, and the changes that were made."""
     if shutil.which("kubectl") is None:
         pytest.skip("there is no kubectl on this machine")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    monkeypatch.setenv("HOME", str(tmp_path))  # where kubectl keeps facts about servers
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # megarl
+    monkeypatch.setenv("HOME", str(tmp_path))  # kubectl keeps facts about servers there
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # has megarl
     with serving(tmp_path / "kubeconfig") as server:
         yield server
 
@@ -70,7 +70,7 @@ def test_the_commands_of_kubernetes_run_as_they_stand(kubernetes: tuple[Store, l
 
 
 def test_what_kubernetes_refuses_is_said_and_the_exit_code_tells(kubernetes: tuple[Store, list[str]]) -> None:
-    """A number that the operator does not take, written by hand: megarl itself would not make it."""
+    """A number that the operator refuses, written by hand, since megarl itself would not write it."""
     manifest = run(f"{KUBERAY[-1]} --dry-run").stdout
     bad = manifest.replace("backoffLimit: 3", "backoffLimit: -1")
     assert bad != manifest

@@ -127,7 +127,7 @@ def test_without_gpus_a_device_is_one_of_rays_cpus(launch: Any) -> None:
 
 
 def test_a_second_start_is_a_new_cluster_with_the_same_recipe(launch: Any, tmp_path: Path) -> None:
-    """The entry point has no argument of the user's: it is read by the shells of two pods."""
+    """The entry point has none of the user's arguments, because the shells of two pods read it."""
     awkward = 'actor_rollout_ref.model.path=/models/it\'s "$HOME" 72b'
     config, job = launch(*FULL, awkward, "trainer.save_freq=5")
     spec = job["spec"]

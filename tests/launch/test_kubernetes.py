@@ -1,4 +1,4 @@
-"""megarl on a real Kubernetes API server: docs/launch.md's commands as they stand, all manifests, and what the server refuses."""
+"""megarl on a real Kubernetes API server: docs/launch.md's commands as the page has them, all manifests, and manifests that the server refuses."""
 
 import json
 import os
@@ -37,11 +37,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(server: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The control plane, which kubectl finds; after the test nothing is left of the objects made in it."""
+    """The control plane, which kubectl finds; after the test all objects that were made in it are deleted."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-    monkeypatch.setenv("HOME", str(server.kubeconfig.parent))  # where kubectl keeps facts about servers
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # megarl
+    monkeypatch.setenv("HOME", str(server.kubeconfig.parent))  # kubectl keeps facts about servers there
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # has megarl
     yield server
     for name in NAMESPACES:
         run(f"kubectl -n {name} delete --all rayjobs,rayclusters,configmaps")
@@ -61,7 +61,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def left(cluster: Cluster) -> list[str]:
-    """All that there is of the kinds that a run is made of, but for what Kubernetes itself makes."""
+    """All objects of the kinds that a run is made of, except those that Kubernetes itself makes."""
     kinds = {"ConfigMap": "/api/v1/configmaps", "Pod": "/api/v1/pods", "Job": "/apis/batch/v1/jobs",
              "RayJob": "/apis/ray.io/v1/rayjobs", "RayCluster": "/apis/ray.io/v1/rayclusters"}  # fmt: skip
     found = [
@@ -79,7 +79,7 @@ def pods(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def wait_for_pods(cluster: Cluster, count: int) -> None:
-    """Until so many run, and no more."""
+    """Wait until exactly `count` pods run."""
 
     def there() -> bool:
         assert cluster.refused == []
@@ -141,7 +141,7 @@ def test_the_pods_of_an_example_run(path: Path, cluster: Cluster) -> None:
         pod for pod in pods(cluster) if pod["metadata"]["labels"].get("ray.io/group") == "workers"
     )
     template = resource["spec"].get("rayClusterSpec", resource["spec"])["workerGroupSpecs"][0]["template"]
-    # Nothing that megarl wrote is lost on the way, nor changed.
+    # All fields that megarl wrote arrive unchanged.
     asked, found = template["spec"]["containers"][0], worker["spec"]["containers"][0]
     assert {key: found[key] for key in asked} == asked
     assert worker["spec"]["securityContext"] == template["spec"]["securityContext"]
@@ -158,13 +158,13 @@ def test_the_pods_of_all_options_run(more: list[str], cluster: Cluster) -> None:
     wait_for_pods(cluster, 2 if "RayCluster" in more else 3)
     assert {pod["spec"]["priority"] for pod in pods(cluster)} == {1000}
     assert {pod["spec"]["serviceAccountName"] for pod in pods(cluster)} == {"runner"}
-    # No token of Kubernetes': the server would have added a volume of one.
+    # The pods have no token of Kubernetes, for which the server would have added a volume.
     names = {volume["name"] for pod in pods(cluster) for volume in pod["spec"].get("volumes", [])}
     assert names == {"recipe", "shared-memory", "claim-shared", "claim-models-v2"}
 
 
 def test_every_recipe_is_taken(cluster: Cluster, capsys: pytest.CaptureFixture) -> None:
-    """Its RayJob and its pods, which are not kept."""
+    """The server accepts the recipe's RayJob and its pods, without keeping them."""
     assert len(RECIPES) > 30
     for recipe in RECIPES:
         [command] = re.findall(r"Run: +megarl (\w+) ", recipe.read_text().replace("\n#", " "))
@@ -184,7 +184,7 @@ def test_every_recipe_is_taken(cluster: Cluster, capsys: pytest.CaptureFixture) 
 
 
 def pod_specs(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the submitter, the head and the workers."""
+    """The specifications of the pods: submitter, head and workers."""
     spec = job["spec"]
     groups = [spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]]
     return [one["template"]["spec"] for one in groups] + [spec["submitterPodTemplate"]["spec"]]
@@ -197,11 +197,11 @@ def manifest() -> str:
 
 
 WRONG = {
-    # kubectl says it, from the schema that it has of the server: this server would drop the field (later ones refuse it, too).
+    # kubectl reports these from the server's schema: this server would drop the field (later ones refuse it, too).
     "a misspelt field": ("backoffLimit: 3", "backofLimit: 3", 'unknown field "backofLimit" in io.ray.v1.RayJob.spec'),
     "a misspelt field of a pod": ("volumeMounts:", "volumeMount:", 'unknown field "volumeMount"'),
     "a text for a number": ("backoffLimit: 3", "backoffLimit: three", 'got "string", expected "integer"'),
-    # The server says these.
+    # The server reports these.
     "a number for a text": ("mountPath: /dev/shm", "mountPath: 7", "in body must be of type string"),
     "a number below its bound": ("backoffLimit: 3", "preRunningDeadlineSeconds: -1", "should be greater than or equal to 1"),
     "no value of these": ("mode: token", "mode: tokens", 'Unsupported value: "tokens"'),

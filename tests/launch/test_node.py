@@ -1,4 +1,4 @@
-"""A node's part of a Slurm job by itself, with stand-ins for Ray that go wrong at will, as a real one does not (test_slurm.py)."""
+"""One node's part of a Slurm job, with stand-ins for Ray that fail when a test wants it; test_slurm.py has a real Ray."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.waiting import wait_for
 
 NODE = Path(__file__).resolve().parents[2] / "launch/slurm/node.sh"
-# Its servers answer; the first starts are given up after that, when its devices are waited for, as on a machine that stands still.
+# Its servers answer; the first starts are given up later, during the wait for the head's devices, as on a machine that hangs.
 RAY = """#!{python}
 import os, pathlib, socket, sys, time
 starts = pathlib.Path("{folder}/starts")
@@ -25,7 +25,7 @@ if sys.argv[1] == "start":
         time.sleep(0.05)
     sys.exit(1)
 """
-# In place of what asks Ray for the job's devices: they are there, but for those of a head that is given up, which never come.
+# Replaces the program that asks Ray for the job's devices. They are there, except those of a head that is given up, which never come.
 PYTHON = """#!{python}
 import os, pathlib, socket, sys, time
 if not sys.argv[1].endswith("wait_for_devices.py"):
@@ -36,7 +36,7 @@ pathlib.Path(f"{folder}/asked-{{port}}").touch()
 time.sleep(1000 if given_up else 0)
 socket.create_connection((host, int(port)))
 """
-# Never joins: the head that it was told of is gone.
+# Never joins, because the head whose address it has is gone.
 WAITING_RAY = """#!{python}
 import pathlib, sys, time
 if sys.argv[1] == "start":
@@ -54,7 +54,7 @@ else:
 
 
 def start_node(folder: Path, node: str, nodes: int, **programs: str) -> subprocess.Popen:
-    """node.sh for one device on `node` of a job whose head is on localhost; its output is in the file `said`."""
+    """Run node.sh for one device on `node` of a job whose head is on localhost; its output is in the file `said`."""
     own = Path(sys.executable).parent
     for name, text in programs.items():
         path = folder / "bin" / name
@@ -76,7 +76,7 @@ def start_node(folder: Path, node: str, nodes: int, **programs: str) -> subproce
 
 
 def run_head(folder: Path, bad: int) -> tuple[int, str]:
-    """The head of a job of one node, whose first `bad` starts of Ray are given up: its exit code and its output."""
+    """Run the head of a job of one node, whose first `bad` starts of Ray are given up; returns its exit code and its output."""
     facts = {"python": sys.executable, "folder": folder, "bad": bad}
     stubs = {"ray": RAY, "python3": PYTHON, "megarl": MEGARL}
     process = start_node(

@@ -33,8 +33,8 @@ def launch(dry_run: Callable[..., str]) -> Any:
 
 @pytest.fixture(scope="session")
 def sky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """sky(task): what tests/launch/sky_task.py, one process for all tasks, says of it. SkyPilot lies in a folder of its own, outside the
-    tests' environment."""
+    """sky(task): the answer of tests/launch/sky_task.py, one process for all tasks. SkyPilot is installed in a folder of its own, outside the tests'
+    environment."""
     packages, home = tmp_path_factory.mktemp("skypilot"), tmp_path_factory.mktemp("home")
     installed = subprocess.run(
         [
@@ -125,7 +125,7 @@ def test_skypilot_refuses_what_it_does_not_know(wrong: dict[str, Any], launch: A
 
 
 def test_the_whole_recipe_is_in_the_task(launch: Any, tmp_path: Path) -> None:
-    """Bases and overrides included, whatever characters they have: the shell that writes it reads none of them."""
+    """The recipe includes bases and overrides, with any characters: the shell that writes the file interprets none of them."""
     run = launch(*NEEDED, 'trainer.project_name=it\'s "$HOME" `x` \\n')["run"]
     script = run.replace("/tmp/megarl-recipe.yaml", str(tmp_path / "recipe.yaml"))
     subprocess.run(["bash", "-c", script.rpartition("bash /opt")[0]], check=True)

@@ -1,5 +1,5 @@
-"""The script that a SkyPilot task runs on its nodes, on two addresses of this machine: with the environment that SkyPilot gives, a real Ray,
-and a program that stands in for megarl. What SkyPilot does when a node fails (it ends the others) is left to it.
+"""The script that a SkyPilot task runs on its nodes, on two addresses of this machine: with the environment that SkyPilot gives, a real Ray, and a
+program that stands in for megarl. The tests do not cover what SkyPilot itself does when a node fails (it ends the other nodes).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from megarl.launch.skypilot import TOKEN
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PORT = 6400  # of the script's Ray
+PORT = 6400  # the port of the script's Ray
 IPS = ("127.0.0.1", "127.0.0.2")
 
 
@@ -38,13 +38,13 @@ pytestmark = [
 
 
 class Nodes:
-    """Two nodes of one task: starts its run script on each, as SkyPilot does."""
+    """Two nodes of one task; the task's run script is started on each, as SkyPilot does it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         bin = folder / "bin"
         bin.mkdir()
-        # Writes down its arguments, waits for the file `go`, and ends as that says.
+        # Writes down its arguments, waits for the file `go`, and exits with the code in that file.
         (bin / "megarl").write_text(f"""#!{sys.executable}
 import json, os, pathlib, sys, time
 import ray
@@ -75,14 +75,14 @@ sys.exit(int((folder / "go").read_text()))
     def start(self, rank: int, **more: str) -> subprocess.Popen:
         environment = {
             **os.environ,
-            # Two "machines" are one: the venv's Python and Ray, and the stand-in before them.
+            # The two "machines" are one: PATH has the stand-in, then the venv's Python and Ray.
             "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NODE_IPS": "\n".join(IPS),
             "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NUM_GPUS_PER_NODE": "0",
             "SKYPILOT_INTERNAL_JOB_ID": "1",
-            # Of SkyPilot's own Ray (sky/skylet/log_lib.py add_ray_env_vars).
+            # Variables of SkyPilot's own Ray (sky/skylet/log_lib.py add_ray_env_vars).
             "RAY_JOB_ID": "01000000",
             "RAY_CLIENT_MODE": "0",
             TOKEN: "a" * 64,
@@ -90,7 +90,7 @@ sys.exit(int((folder / "go").read_text()))
             **more,
         }
         log = (self.folder / f"node{rank}.log").open("w")
-        # SkyPilot adds lines behind the task's, which use the last exit code (sky/backends/task_codegen.py).
+        # SkyPilot adds lines behind the task's lines, which use the last exit code (sky/backends/task_codegen.py).
         script = self.task["run"] + "\n__skypilot_user_exit_code=$?\nexit $__skypilot_user_exit_code"
         process = subprocess.Popen(
             ["bash", "-c", script], cwd=self.task["workdir"], env=environment, stdout=log, stderr=log, start_new_session=True
@@ -102,7 +102,7 @@ sys.exit(int((folder / "go").read_text()))
         return (self.folder / f"node{rank}.log").read_text()
 
     def up(self) -> dict:
-        """What megarl was given, once it runs."""
+        """Wait until megarl runs; returns the facts that it has written down."""
         facts = self.folder / "facts.json"
 
         def there() -> bool:
@@ -113,7 +113,7 @@ sys.exit(int((folder / "go").read_text()))
         return json.loads(facts.read_text())
 
     def own(self) -> list[psutil.Process]:
-        """Every process that is of these nodes."""
+        """Every process of these nodes."""
         mark = str(self.folder / "bin")
         found = []
         for process in psutil.process_iter():
@@ -123,7 +123,7 @@ sys.exit(int((folder / "go").read_text()))
         return found
 
     def end(self) -> None:
-        """As SkyPilot does it: all processes of the task's tree are told, and killed where that does not help."""
+        """End the nodes as SkyPilot does: signal all processes of the task's tree, and kill those that remain."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self.own():
                 with contextlib.suppress(psutil.Error):
@@ -148,20 +148,20 @@ def test_the_head_runs_megarl_over_all_nodes_and_all_end_with_it(nodes: Nodes) -
     assert (command, address) == ("train", f"trainer.ray_address={IPS[0]}:{PORT}")
     written = yaml.safe_load(Path(recipe).read_text())["trainer"]
     assert (written["nnodes"], written["n_gpus_per_node"]) == (2, 2)
-    assert written["project_name"] == 'it\'s "$HOME" `x`'  # no shell has read it
+    assert written["project_name"] == 'it\'s "$HOME" `x`'  # no shell has interpreted it
     # Ray may give the head's node the machine's own address instead of the loopback's.
     assert facts["nodes"][IPS[1]] == 2.0 and list(facts["nodes"].values()) == [2.0, 2.0]
     assert (facts["cwd"], facts["note"]) == (str(nodes.folder / "work"), "kept")
     (nodes.folder / "go").write_text("75")
-    assert head.wait(100) == 75  # what asks SkyPilot for another start
-    assert worker.wait(100) == 0  # whatever became of the run: the head's exit code counts
+    assert head.wait(100) == 75  # the code with which SkyPilot starts the task again
+    assert worker.wait(100) == 0  # whatever the run's result: the head's exit code counts
     assert "megarl ended with exit code 75" in nodes.log(0) and "the head has ended" in nodes.log(1)
     assert nodes.own() == []
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_lost_fails(nodes: Nodes) -> None:
-    """SkyPilot then ends the other nodes; the head by itself lasts as long as megarl does."""
+    """SkyPilot would then end the other nodes; here the head lasts as long as megarl does."""
     head, worker = nodes.start(0), nodes.start(1)
     nodes.up()
     [raylet] = [

@@ -1,4 +1,4 @@
-"""Real Slurm jobs, on a cluster of nodes that lie on this machine (tests/launch/slurm_cluster.sh)."""
+"""Real Slurm jobs, on a cluster whose nodes are on this machine (tests/launch/slurm_cluster.sh)."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ TRAIN, SWEEP, ATTACH = (
     ROOT / "launch/slurm" / name for name in ("train.sbatch", "sweep.sbatch", "attach.sh")
 )
 SFT = str(ROOT / "recipes/quickstart_sft.yaml")
-STEPS = 120  # of the runs that are disturbed
+STEPS = 120  # steps of the runs that are disturbed
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")
 OBSTACLE = obstacle()
 
@@ -46,8 +46,8 @@ def task(slurm: Slurm) -> Path:
 
 @pytest.fixture(scope="module")
 def stub(slurm: Slurm) -> Path:
-    """A folder with bin/megarl, which stands in for megarl: it writes down its arguments, waits for the file `hold`, and ends
-    as it is told; when it is started again, well.
+    """A folder with bin/megarl, which stands in for megarl: it writes down its arguments, waits for the file `hold`, and ends as its arguments say;
+    when it is started again, it succeeds.
     """
     program = slurm.work / "stub/bin/megarl"
     program.parent.mkdir(parents=True)
@@ -92,7 +92,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_what_cannot_run_says_why(slurm: Slurm, tmp_path: Path) -> None:
-    """Each within seconds, with exit code 2, and before anything is started on the nodes."""
+    """Each job ends within seconds, with exit code 2, before anything is started on the nodes."""
     two = ["--nodes=2", TRAIN]
     mistakes = {
         "the recipe /tmp/none.yaml is not there (on n1": [*two, "--cpu", "--devices", "1", "--", "/tmp/none.yaml"],
@@ -118,7 +118,7 @@ def test_what_cannot_run_says_why(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_job_of_the_wrong_size_says_so(slurm: Slurm, stub: Path) -> None:
-    """Before Ray is started; the node that failed takes the other one along."""
+    """The job fails before Ray is started; the node that failed ends the other one, too."""
     job = slurm.submit(
         "--nodes=2", TRAIN, "--cpu", "--devices", "2", "--venv", stub, "--logs", slurm.logs, "--",
         SFT, "trainer.nnodes=3", "trainer.n_gpus_per_node=2",
@@ -134,17 +134,17 @@ def test_a_job_of_the_wrong_size_says_so(slurm: Slurm, stub: Path) -> None:
         SFT, "trainer.nnodes=2", "trainer.n_gpus_per_node=1",
     )  # fmt: skip
     assert slurm.end(other)[0] == "FAILED"
-    # Of whichever node came first: it takes the other one along, at times before that could speak.
+    # Whichever node failed first: it ends the other one, sometimes before that node could report anything.
     said = next(line for line in slurm.output(other).splitlines() if line.startswith("node.sh: n"))
     assert "the interface ib7 has no address" in said and "eth0" in said
 
 
 @pytest.fixture(scope="module")
 def sweep(slurm: Slurm, stub: Path) -> list[str]:
-    """An array of two runs, with a look at both while they go on: the first fails, the second asks to be started again. The
-    numbers of its tasks.
+    """An array of two runs, which are inspected while they go on: the first fails, the second asks to be started again.
+    Returns: the numbers of its tasks.
 
-    In containers, as far as that goes here: what stands in for Apptainer runs the command without one.
+    They run in containers as far as possible here: the stand-in for Apptainer runs the command without a container.
     """
     lines, runs, image, go = (slurm.work / name for name in ("sweep.txt", "sweep", "megarl.sif", "go"))
     lines.write_text(f"trainer.seed=3 hold={go} trainer.nnodes=1\ntrainer.seed=75 hold={go}\n")
@@ -174,7 +174,7 @@ def sweep(slurm: Slurm, stub: Path) -> list[str]:
     }
     assert hosts == {"n1\n", "n2\n"}
     go.touch()
-    assert slurm.end(f"{job}_1") == ("FAILED", 3), slurm.everything(job)  # as megarl has ended
+    assert slurm.end(f"{job}_1") == ("FAILED", 3), slurm.everything(job)  # megarl's exit code
     assert slurm.end(f"{job}_2") == ("COMPLETED", 0), slurm.everything(job)
     return tasks
 
@@ -234,13 +234,13 @@ def test_the_quickstart_runs_across_both_nodes(slurm: Slurm, trained: tuple[str,
 
 
 def test_nothing_of_a_job_outlives_it(slurm: Slurm, trained: tuple[str, Path]) -> None:
-    """Ray's agents end when they see that their raylet has, within seconds."""
+    """Ray's agents end within seconds after their raylet."""
     wait_for(lambda: not slurm.names() - {"unshare", "slurmd", "slurmstepd"}, 30, slurm.names, apart=0.2)
 
 
 @pytest.mark.slow
 def test_an_engine_spans_both_nodes(slurm: Slurm, task: Path) -> None:
-    """They have a network, /tmp and shared memory of their own: what its ranks tell each other goes over the network."""
+    """The nodes have separate networks, /tmp and shared memory: the engine's ranks communicate over the network."""
     run = slurm.work / "spanning"
     job = slurm.launch(
         PPO, "--cpu", "--nodes", "2", "--interface", "eth0", "trainer.n_gpus_per_node=1", "data.train_batch_size=8",
@@ -269,7 +269,7 @@ def test_an_engine_spans_both_nodes(slurm: Slurm, task: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
 def test_a_lost_part_of_the_cluster_is_no_error_of_the_run(slurm: Slurm, stub: Path, silent: bool) -> None:
-    """Though megarl, which lost ranks, ends with an error before the lost part's own script or Slurm knows."""
+    """Even though megarl loses ranks, and ends with an error before Slurm or the lost node's own script notices the loss."""
     run, go = slurm.work / f"lost-{silent}", slurm.work / f"go-{silent}"
     job = slurm.submit(
         "--nodes=2", TRAIN, "--cpu", "--devices", "1", "--venv", stub, "--logs", slurm.logs, "--", SFT,
@@ -306,7 +306,7 @@ def test_a_lost_part_of_the_cluster_is_no_error_of_the_run(slurm: Slurm, stub: P
 
 @pytest.fixture(scope="module")
 def preempted(slurm: Slurm, task: Path) -> tuple[str, Path]:
-    """A run that a job of higher priority takes a node from, to its end: (the job, the run folder)."""
+    """A run that loses a node to a job of higher priority, up to the run's end: (the job, the run folder)."""
     job, run = sft(slurm, task, "preempted")
     slurm.wait(job, lambda: "\nstep 2/" in slurm.log(job), 200)
     urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
@@ -317,7 +317,7 @@ def preempted(slurm: Slurm, task: Path) -> tuple[str, Path]:
 
 @pytest.mark.slow
 def test_a_preempted_job_saves_and_goes_on(slurm: Slurm, preempted: tuple[str, Path]) -> None:
-    """It saves when it is told to end: no step is made again."""
+    """The run saves when it is asked to end, so that no step is made again."""
     job, run = preempted
     last = steps_in(slurm.log(job))[-1]
     assert "SIGUSR1: the run ends after this step" in slurm.log(job)
@@ -328,7 +328,7 @@ def test_a_preempted_job_saves_and_goes_on(slurm: Slurm, preempted: tuple[str, P
 
 
 def end_all_but_slurmd(namespace: str) -> None:
-    """Of a node; without its slurmd it could not come back."""
+    """Kill all processes of a node except slurmd, without which the node could not come back."""
     found = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True)
     for pid in map(int, found.stdout.split()):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
@@ -341,10 +341,10 @@ def end_all_but_slurmd(namespace: str) -> None:
 def test_a_job_whose_node_is_cut_off_goes_on_with_another_node(
     slurm: Slurm, task: Path, preempted: tuple[str, Path], number: int
 ) -> None:
-    """From its last checkpoint; what comes out is what came out of the run that was disturbed elsewhere and by other means.
+    """The job resumes from its last checkpoint, and its results are those of the run that was disturbed elsewhere and by other means.
 
-    The first node has Ray's head, the controller and the job's own script. It loses its power, too: one that lives on, and still
-    reaches the checkpoints, is not taken for lost by the job's next start.
+    The first node has Ray's head, the controller and the job's own script. It also loses its power: the job's next start
+    does not take a node for lost that runs on and still reaches the checkpoints.
     """
     job, run = sft(slurm, task, f"cut-{number}")
     slurm.wait(job, lambda: "\nstep 30/" in slurm.log(job), 200)

@@ -1,5 +1,5 @@
-"""The kernel of `float8.dequantise`, interpreted on a CPU: `python -m tests.models.interpreted_float8` (with TRITON_INTERPRET=1) prints
-{case: whether it has torch's numbers} as JSON. It has a process of its own: Triton reads the variable when it is imported."""
+"""Runs the kernel of `float8.dequantise` in Triton's interpreter on a CPU: `python -m tests.models.interpreted_float8` (with TRITON_INTERPRET=1)
+prints {case: whether its numbers are torch's} as JSON. It needs a process of its own, since Triton reads the variable when it is imported."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Configs as published with some models' weights: the fields that are facts of the model, as transformers 4 wrote them.
 
-`PARAMETERS`: how many elements the headers of the weight files add up to (as the model pages show), multi-token prediction
-layers and what they repeat included; of float8 files, the weights without their scales.
+`PARAMETERS`: the number of elements in the headers of the weight files (as the model pages show), with multi-token prediction
+layers and the tensors that these repeat; for float8 files without scales.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of a type that megarl has no family for."""
+"""Models of a type for which megarl has no family."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from tests.fixtures.tiny_models import as_type
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[str], Path]:
-    """A tiny model of a family that says it is Mistral's."""
+    """A tiny model of a family, with a config that calls it Mistral's."""
 
     def make(family: str) -> Path:
         folder = make_tiny_model(
@@ -30,7 +30,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
 def test_it_has_the_facts_of_the_architecture_whose_weights_it_has(
     folder_of: Callable[[str], Path], family: str
 ) -> None:
-    """Biases and norms of queries and keys as the files have them; its own name stays in what is exported."""
+    """Biases and norms of queries and keys are as in the files; exported files keep the model's own type."""
     folder = folder_of(family)
     config = read_model_config(str(folder))
     assert config.hf["model_type"] == "mistral" and config.architecture == "MistralForCausalLM"
@@ -88,7 +88,7 @@ def test_a_classifiers_folder_has_the_same_facts(folder_of: Callable[[str], Path
 
 
 def test_other_weights_are_named(folder_of: Callable[[str], Path]) -> None:
-    """A norm more, as in OLMo 2; a part that is missing; none at all."""
+    """An additional norm, as in OLMo 2; a missing projection; no weights at all."""
     folder = folder_of("llama")
     weights, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     norm = "model.layers.0.post_feedforward_layernorm.weight"

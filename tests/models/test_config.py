@@ -100,7 +100,7 @@ def test_published_numbers_of_parameters(tmp_path, name):
     [("gpt-oss-20b", "20.9"), ("gpt-oss-120b", "116.8"), ("DeepSeek-V3.2", "671.9"), ("GLM-5", "743.9")],
 )
 def test_some_have_the_parameters_of_transformers_class(tmp_path, name, billions):
-    """Headers of gpt-oss's files in MXFP4 count bytes of packed values. In billions: arXiv:2508.10925, section 2."""
+    """The headers of gpt-oss's files in MXFP4 count bytes of packed values. Its billions are from arXiv:2508.10925, section 2."""
     config = read_published(tmp_path, name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -208,7 +208,7 @@ def test_facts_of_sparse_attention(tmp_path):
     ids=lambda fields: next(iter(fields)),
 )
 def test_layers_share_the_choice_of_an_indexer_as_in_transformers_and_sglang(tmp_path, fields):
-    """GLM-5.2's three ways to say it."""
+    """GLM-5.2's config can say it in three ways."""
     found = read_published(tmp_path, "GLM-5", **fields).indexer.layers
     config = AutoConfig.from_pretrained(tmp_path)
     assert found == tuple(layer for layer, kind in enumerate(config.indexer_types) if kind == "full")
@@ -225,7 +225,7 @@ def test_facts_of_gated_delta_nets(tmp_path):
     assert (net.keys, net.values, net.conv) == (2048, 4096, 4)
     assert (config.rotary_percent, config.output_gate, config.zero_centered_norms) == (0.25, True, True)
     assert (config.moe.shared_ffn_hidden_size, config.moe.shared_gate) == (512, True)
-    assert config.num_mtp_layers == 1  # of which the published config does not say a word
+    assert config.num_mtp_layers == 1  # the published config does not mention it
     assert (
         read_published(tmp_path, "Qwen3-Next-80B-A3B-Instruct", num_nextn_predict_layers=0).num_mtp_layers
         == 0
@@ -401,7 +401,7 @@ def test_a_changed_fact_is_refused_by_name(tmp_path, name, changes, message):
 
 @pytest.mark.parametrize("cls", [Qwen3Config, Qwen3MoeConfig, DeepseekV3Config, Glm4MoeConfig])
 def test_what_transformers_makes_by_itself_is_accepted(tmp_path, cls):
-    """Its own defaults, but for the fields that some class has none of."""
+    """The classes' own defaults, except fields for which some class has no default."""
     folder = write(tmp_path, cls(num_hidden_layers=2, head_dim=128))
     assert read_model_config(folder).family == cls.model_type
 

@@ -1,4 +1,4 @@
-"""Fields of a user's JSON files that are not what they have to be: one line that names file, field and value."""
+"""Wrong fields of a user's JSON files: one line names the file, the field and the value."""
 
 import json
 
@@ -63,7 +63,7 @@ def test_a_config_that_is_no_object_is_named(tmp_path, text):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("value", ["x", -1, [2], {"a": 1}, True, 1e40, float("nan"), 10**40])
 def test_no_value_of_any_field_is_taken_for_what_it_is_not(name, value):
-    """Each field in turn: refused with its name, or of no meaning to the model."""
+    """Each field in turn: a wrong value is refused with the field's name, or the field has no meaning for the model."""
     plain = FAMILIES[CONFIGS[name]["model_type"]](Fields(CONFIGS[name], "config.json"))
     for field in CONFIGS[name]:
         changed = Fields({**CONFIGS[name], field: value}, "config.json")

@@ -1,4 +1,4 @@
-"""Blocks that share a scale, and which layouts cut none."""
+"""Blocks that share a scale, and layouts that cut no blocks."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from megarl.models.lora import linear_weights
 
 
 def in_float8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales, made by the code under test."""
+    """Values and scales as the code under test makes them."""
     values = torch.empty(weight.shape, dtype=FP8)
     scales = torch.empty(in_blocks(weight.shape, block))
     quantise(weight, block, values, scales)
@@ -52,7 +52,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_values_become_the_model_type_after_the_product() -> None:
-    """bfloat16 scales would have been rounded before."""
+    """Scales in bfloat16 would be rounded before the product."""
     weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(2))
     values, scales = in_float8(weight, (4, 4))
     exact = dequantise(values, scales, (4, 4), torch.float32)
@@ -85,7 +85,7 @@ def test_deepseek_v3_has_its_own_blocks_in_usual_layouts() -> None:
 
 
 def test_all_linear_weights_of_a_rank(folder: str) -> None:
-    """One matrix a layer, whatever projections are in it."""
+    """Projections that a layer fuses are one matrix."""
     config, layout = read_model_config(folder), ParallelLayout(world=2, tp=2, sp=True, ep=2)
     pieces = megatron_pieces(
         config,
@@ -95,7 +95,7 @@ def test_all_linear_weights_of_a_rank(folder: str) -> None:
         last_stage=True,
     )
     found = base_weights(pieces, linear_weights(config))
-    assert found["0:decoder.layers.0.mlp.linear_fc1.weight"] == (96, 64)  # half of gate and of up
+    assert found["0:decoder.layers.0.mlp.linear_fc1.weight"] == (96, 64)  # half of gate and half of up
     assert found["0:decoder.layers.1.mlp.experts.linear_fc1.weight3"] == (48, 64)
     assert found["0:decoder.layers.1.self_attention.linear_proj.weight"] == (64, 48)
     assert not [name for name in found if "router" in name or "embedding" in name or "output_layer" in name]
@@ -105,7 +105,7 @@ def test_all_linear_weights_of_a_rank(folder: str) -> None:
 def test_a_weight_that_is_not_on_a_cpu_is_made_in_few_kernels(
     device: str, strips: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors on torch's device "meta" stand for a GPU's: a kernel over a small strip is done before the next one is started."""
+    """Tensors on torch's device "meta" stand for a GPU's, where a kernel over a small strip is done before the next one is started."""
     seen = []
     spread = float8._spread
 

@@ -1,4 +1,4 @@
-"""Weights made of blocks in float8 by a kernel: those of torch."""
+"""A kernel makes weights from blocks in float8; they equal torch's."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from megarl.shadow import device
     not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
 )
 def test_interpreted_the_kernel_writes_what_torch_does() -> None:
-    """In every type of a model, tiles and blocks cut by the weight's edges, blocks of no power of two; one weight, and several at once."""
+    """Every type of a model, tiles and blocks cut by the weight's edges, blocks of no power of two; one weight, and several at once."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.models.interpreted_float8"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Which weights have adapters, where a rank has them, and which adapters SGLang is given to serve."""
+"""The weights that have adapters, the ranks that hold them, and the adapters that SGLang is given to serve."""
 
 import re
 import time
@@ -52,7 +52,7 @@ def pieces_of(config: ModelConfig, layout: ParallelLayout, rank: int) -> list[Pi
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """gpt-oss: experts that are parameters of a layer in its files, with biases."""
+    """gpt-oss, whose files have all experts of a layer in one parameter, with biases."""
     folder = tmp_path_factory.mktemp("biased")
     make_tiny_model(folder, ["a"], vocab_size=300, hidden_size=64, num_layers=2, family="gpt_oss")
     return read_model_config(str(folder))
@@ -107,7 +107,7 @@ def test_patterns(
 
 
 def test_one_pattern_need_be_no_list(dense: ModelConfig) -> None:
-    """As PEFT and other trainers write it."""
+    """PEFT and other trainers write it so."""
     for one in ("all-linear", "q_proj", "model.layers.1.*"):
         text, listed = LoraConfig(rank=2, target_modules=one), LoraConfig(rank=2, target_modules=(one,))
         assert text == listed and adapted_weights(dense, text) == adapted_weights(dense, listed)
@@ -191,7 +191,7 @@ def test_names_and_shapes_are_pefts(dense: ModelConfig) -> None:
 
 
 def test_rows_of_a_fused_layer(dense: ModelConfig) -> None:
-    """Rank 1 of 2 has query group 1: heads 2 and 3 of q, head 1 of k (rows 8 to 16), the same of v."""
+    """Rank 1 of 2 has query group 1: heads 2 and 3 of q, head 1 of k (rows 8 to 16), and head 1 of v."""
     lora = LoraConfig(rank=2, target_modules=("q_proj", "v_proj"))
     weights = adapted_weights(dense, lora)
     pieces = pieces_of(dense, ParallelLayout(world=2, tp=2), 1)
@@ -244,7 +244,7 @@ def test_ranks_together_have_every_element(
 
 @pytest.mark.parametrize("lora", [LoraConfig(rank=32, use_dora=True), LoraConfig(rank=32, expert_groups=32)])
 def test_a_model_of_671_billion_takes_no_time(lora: LoraConfig) -> None:
-    """45,000 weights; a rank of 512. Time of the process, on a machine that may do other things."""
+    """45,000 weights; one rank of 512. Only the time of the process counts, since the machine may do other things."""
     config = read_model_config("recipes/models/deepseek-v3")
     layout = ParallelLayout(world=512, tp=8, sp=True, pp=4, ep=32, first_layers=16, last_layers=15)
     start = time.process_time()

@@ -1,4 +1,4 @@
-"""What the tables say beyond the tensors' places, which tests/checkpoints/hf/test_round_trips.py compares with both sides."""
+"""The tables' facts beyond the tensors' places; tests/checkpoints/hf/test_round_trips.py compares the places with both sides."""
 
 from math import prod
 
@@ -23,7 +23,7 @@ def published(name):
 
 
 def elements(layout):
-    """Logical tensor -> elements of it that all shards together hold."""
+    """Logical tensor -> the number of its elements that all shards hold together."""
     found = {}
     for shard in layout.shards:
         for piece in shard.pieces:
@@ -32,7 +32,7 @@ def elements(layout):
 
 
 def test_deepseek_v3_at_its_own_size():
-    """Over 512 training ranks, and over 32 ranks of an engine: each expert once; the rest cut or repeated evenly."""
+    """Over 512 training ranks, and over 32 ranks of an engine: each expert is held once; other weights are cut or repeated evenly."""
     config = published("DeepSeek-V3")
     shapes = logical_tensors(config)
     training = ParallelLayout(world=512, tp=8, pp=16, ep=8, sp=True, first_layers=3, last_layers=2)
@@ -63,11 +63,11 @@ def test_deepseek_v3_at_its_own_size():
         (SGLangPlace(tp=2, tp_rank=0), {}),
         (SGLangPlace(tp=2, tp_rank=1), {"model.embed_tokens.weight": 28, "lm_head.weight": 28}),
         (SGLangPlace(tp=8, tp_rank=7), {"model.embed_tokens.weight": 16, "lm_head.weight": 16}),
-        # the embedding is cut by the ranks of one part of attention, the head by all
+        # the ranks of one attention group share out the embedding, all ranks share out the head
         (SGLangPlace(tp=4, tp_rank=1, dp=2), {"model.embed_tokens.weight": 28}),
         (SGLangPlace(tp=4, tp_rank=2, dp=2), {}),
         (SGLangPlace(tp=4, tp_rank=3, dp=2), {"model.embed_tokens.weight": 28, "lm_head.weight": 28}),
-        # 128 rows do not divide by 3, 192 do
+        # 128 rows are not divisible by 3, 192 rows are
         (SGLangPlace(tp=3, tp_rank=1), {"model.embed_tokens.weight": 28, "lm_head.weight": 28}),
         (SGLangPlace(tp=3, tp_rank=2), {"model.embed_tokens.weight": 64, "lm_head.weight": 64}),
     ],
@@ -102,7 +102,7 @@ def test_what_prediction_layers_repeat():
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5-Air"])
 def test_shared_experts_are_complete_on_each_rank_where_deepep_sends_tokens(name):
-    """SGLang 0.5.21 then makes them with one tensor parallel rank (models/deepseek_v2.py, glm4_moe.py)."""
+    """SGLang 0.5.21 then builds them for a single tensor parallel rank (models/deepseek_v2.py, glm4_moe.py)."""
     config = published(name)
     cut = elements(sglang_layout(config, EngineLayout(tp=8, ep=8)))
     whole = elements(sglang_layout(config, EngineLayout(tp=8, ep=8, whole_shared=True)))

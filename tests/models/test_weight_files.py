@@ -160,8 +160,8 @@ def test_a_folder_without_weights(tmp_path):
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_accepted_is_what_safetensors_opens(tmp_path, data):
-    """Any byte of the header changed, or any part of the file cut: never another error, and never more than safetensors
-    takes."""
+    """Bytes of the header are changed, or a part of the file is cut off: megarl raises no other error, and accepts no file that safetensors
+    refuses."""
     file = tmp_path / "model.safetensors"
     save_file(TENSORS, file)
     content = bytearray(file.read_bytes())

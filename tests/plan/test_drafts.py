@@ -1,4 +1,4 @@
-"""Speculative decoding in plans: memory of a draft, and seconds by an assumed number of accepted tokens."""
+"""Speculative decoding in plans: the memory of a draft, and seconds for an assumed number of accepted tokens."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ RECIPE, GLM = (str(ROOT / f"recipes/{name}.yaml") for name in ("deepseek_v3_grpo
 SMALL = str(ROOT / "recipes/bases/math_grpo.yaml")
 DRAFTING = "actor_rollout_ref.rollout.speculative"
 MTP = f"{DRAFTING}.algorithm=mtp"
-# Of DeepSeek-V3's module without the embedding and the head that it shares, as its README_WEIGHTS.md has it.
+# The parameters of DeepSeek-V3's module without the embedding and head that it shares, from its README_WEIGHTS.md.
 UNIQUE = 11.5e9
 
 
@@ -52,7 +52,7 @@ def test_the_layer_that_drafts_is_planned_with_its_cache() -> None:
     assert found / 2 == pytest.approx(UNIQUE, rel=0.02)
     without, drafting = memory(), memory(MTP)
     assert drafting.kv_token_bytes == pytest.approx(without.kv_token_bytes * 62 / 61)
-    # 32 ranks have the experts' parts, and each the projection of 14336 x 7168.
+    # Each of 32 ranks has its part of the experts, and the complete projection of 14336 x 7168.
     replicated = 31 * 2 * 7168 * 7168
     assert 16 * (weights(drafting) - weights(without)) == pytest.approx(UNIQUE + replicated, rel=0.05)
     assert memory(f"{DRAFTING}.algorithm=ngram").owners == without.owners
@@ -67,7 +67,7 @@ def test_a_pass_has_logits_of_all_tokens_that_it_checks() -> None:
 
 
 def test_tokens_that_are_left_out_are_sorted_out() -> None:
-    """SGLang's sampler, which does so, has more memory and takes longer than megarl's kernels."""
+    """SGLang's sampler does this; it takes more memory and more time than megarl's kernels."""
     cut = "actor_rollout_ref.rollout.top_p=0.9"
     config, inputs = read_inputs(RECIPE, [cut], check=False)
     found = dict(plan_memory(config, inputs, 80 * GIB, None).reserved)["sampling"]
@@ -84,13 +84,13 @@ def seconds(*keys: str) -> float:
 
 def test_generation_is_as_fast_as_is_assumed_of_accepted_tokens() -> None:
     without = seconds()
-    assert seconds(MTP) == pytest.approx(without, rel=0.03)  # nothing is said of accepted tokens: no gain
+    assert seconds(MTP) == pytest.approx(without, rel=0.03)  # no accept length is given: no gain
     three = [MTP, f"{DRAFTING}.num_draft_tokens=3"]
     found = [seconds(*three, f"{DRAFTING}.accept_length={length}") for length in (1.0, 2.0, 3.0)]
     assert found[0] > without and found[2] < without
     assert found[1] == pytest.approx(found[0] / 2) and found[2] == pytest.approx(found[0] / 3)
     drafted = [f"{DRAFTING}.num_draft_tokens=3", f"{DRAFTING}.accept_length=2"]
-    assert seconds(f"{DRAFTING}.algorithm=ngram", *drafted) < found[1]  # which reads no weights for it
+    assert seconds(f"{DRAFTING}.algorithm=ngram", *drafted) < found[1]  # n-grams read no weights
 
 
 def test_a_draft_model_is_planned_from_its_folder(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_draft_model_is_planned_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     found = draft_folder(rollout)
     whole = 50 * 150 + 50
-    assert found.weights == 2 * (whole + 100 * 50 // 2)  # bfloat16, in which engines serve it
+    assert found.weights == 2 * (whole + 100 * 50 // 2)  # engines serve it in bfloat16
     assert found.token == 2 * 2 * 8  # keys and values of two heads of 8
     (tmp_path / "model.safetensors").unlink()
     torch.save({name: torch.zeros(shape) for name, shape in parts.items()}, tmp_path / "pytorch_model.bin")
@@ -133,7 +133,7 @@ def test_a_trained_layer_reaches_the_engines_that_draft_with_it() -> None:
 def test_a_sync_says_what_it_only_verifies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    """A layer that is kept, whose bytes are those of the memory plan, or a draft's folder; nothing of a layer that is trained."""
+    """These are a layer that is kept, with the bytes of the memory plan, or a draft's folder; never a layer that is trained."""
 
     def verified(*keys: str, recipe: str = GLM) -> int:
         config, inputs = read_inputs(recipe, [*keys], check=False)

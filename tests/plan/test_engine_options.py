@@ -31,5 +31,5 @@ def test_shared_experts_are_on_each_rank_with_deepep(monkeypatch: pytest.MonkeyP
         assert engine_layout(config.actor_rollout_ref.rollout).whole_shared == bool(keys)
         plan = plan_memory(config, inputs, 140 * GIB, 0)
         plans.append(next(owner for owner in plan.owners if owner.name == "rollout_weights").stages[0])
-    # Three matrices [7168, 2048] in float8 in each of 58 layers, of which an eighth is there already.
+    # 58 layers have three matrices [7168, 2048] in float8, an eighth of which is there already.
     assert plans[1] - plans[0] == pytest.approx(58 * 3 * 7168 * 2048 * 7 / 8, rel=0.01)

@@ -1,4 +1,4 @@
-"""A teacher that engines serve in the plans of memory and seconds: on devices of its own, all the time."""
+"""A teacher that engines serve, in the plans of memory and seconds: it is on devices of its own, all the time."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ SERVED = [
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe's paths are relative to it."""
+    """The working directory is the repository's root: the recipe's paths are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -32,7 +32,7 @@ def machine() -> Machine:
 
 
 def test_its_weights_and_its_cache_stay_on_its_pool() -> None:
-    """30.5 G parameters x 2 bytes over 4 devices, and a cache in what is left of 0.8 of a device."""
+    """30.5 G parameters x 2 bytes over 4 devices; the cache takes the rest of 0.8 of a device."""
     config, inputs = read_inputs(RECIPE, SERVED)
     plan = plan_memory(config, inputs, 79 * GIB)
     assert plan.fits and not plan.problems()
@@ -54,7 +54,7 @@ def test_its_seconds_are_those_of_prompts_that_are_computed_once() -> None:
     (found,) = judge_seconds(config, inputs, machine(), 100.0, 900.0)
     assert (found.name, found.pool) == ("reference prefill", "teacher")
     flops = inputs.flops_of(inputs.teachers["ref"], "lm")
-    # 1024 trajectories of 128 prompts: 1024 times all 1000 tokens, less 896 times the first 100.
+    # 1024 trajectories of 128 prompts: 1024 times all 1000 tokens, minus 896 times the first 100.
     all_tokens = 1024 * 1000 * flops.forward(causal_pairs(1000.0))
     again = 896 * 100 * flops.forward(causal_pairs(100.0))
     assert found.floor == pytest.approx((all_tokens - again) / 4 / TABLE["H100"].bf16)

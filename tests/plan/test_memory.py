@@ -1,4 +1,5 @@
-"""`megarl plan memory`: the recipes that come with megarl fit, the terms are what formulas say, and a search finds layouts; also for `megarl sft`, `rm` and `dpo`."""
+"""`megarl plan memory`: the recipes that come with megarl fit, the terms agree with formulas, and a search finds layouts; also for `megarl sft`, `rm`
+and `dpo`."""
 
 import json
 from collections import Counter
@@ -29,7 +30,7 @@ LORA, ROLLOUT = "actor_rollout_ref.model.lora", "actor_rollout_ref.rollout"
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes' paths are relative to it."""
+    """The working directory is the repository's root: the recipes' paths are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -39,7 +40,7 @@ def planned(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
 
 
 def test_72b_with_adapters_fits_eight_gpus_of_80_gb(capsys) -> None:
-    """Its 72.7 G parameters over 8 devices, twice while they are sent; no copy for the reference policy."""
+    """The model's 72.7 G parameters over 8 devices, held twice while they are sent; the reference policy has no copy."""
     plan = planned(capsys, QWEN)
     assert plan["fits"] and not plan["problems"]
     update, sync = plan["phases"]["update_actor"], plan["phases"]["sync"]
@@ -49,11 +50,11 @@ def test_72b_with_adapters_fits_eight_gpus_of_80_gb(capsys) -> None:
     assert update["actor_optimizer"] == 6 * update["actor_adapters"]  # one data parallel rank
     assert not any(name.startswith("ref_") for phase in plan["phases"].values() for name in phase)
     layers = planned(capsys, QWEN, *LAYERS_AGAIN)["phases"]["update_actor"]
-    # 80 layers' inputs of 16384 / 8 tokens, computed again layer by layer
+    # the inputs of 80 layers, 16384 / 8 tokens each; layers are recomputed one by one
     assert layers["actor_activations"] == pytest.approx(80 * 2048 * 8192 * 2, rel=0.3)
-    # With MLPs alone computed again, as `megarl plan memory --dry-run` of this recipe found on 2026-11-26: a shadow of rank 0.
+    # With only MLPs recomputed, `megarl plan memory --dry-run` of this recipe found this size on 2026-11-26, in a shadow run of rank 0.
     assert update["actor_activations"] + update["actor_working"] == pytest.approx(20_970_146_304, rel=1e-3)
-    # Slots of what is packed, and of what other GPUs send; a rank that is alone has all that it serves on its own.
+    # Slots for packed slices, and for slices that other GPUs send; a single rank has all slices that it serves.
     assert sync["actor_sync_buffers"] == 4 * 256 << 20
     alone = planned(capsys, str(ROOT / "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"))["phases"]["sync"]
     assert alone["actor_sync_buffers"] == 2 * 256 << 20
@@ -105,14 +106,15 @@ def test_a_critic_and_its_base() -> None:
     assert {name: apart[name] for name in ALL_OF["critic"][2:]} == {
         name: shared[name] for name in ALL_OF["critic"][2:]
     }
-    head = 2 * inputs.model.hidden_size  # goes with the weights where these are the critic's
+    head = 2 * inputs.model.hidden_size  # counts as weights where these are the critic's
     assert shared["critic_adapters"] == apart["critic_adapters"] + head
 
 
 def test_each_of_several_teachers_has_its_weights_while_it_judges(
     capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    """All at once, in the phase of log-probs alone, where they share GPUs with the engines; each in processes of its own."""
+    """All teachers hold their weights at the same time, but only in the phase of log-probs, since they share GPUs with the engines; each is in its
+    own processes."""
     recipe = str(ROOT / "recipes/qwen3_4b_distillation.yaml")
     one = planned(capsys, recipe)
     keys = yaml.safe_load(Path(recipe).read_text())
@@ -132,21 +134,21 @@ def test_each_of_several_teachers_has_its_weights_while_it_judges(
 
 
 def test_671b_in_bf16_is_served_by_engines_over_four_nodes_of_80_gb(capsys) -> None:
-    """671 G parameters x 2 bytes over 32 devices are 41 GB on each; over 16 they would leave nothing for a cache."""
+    """671 G parameters x 2 bytes over 32 devices are 41 GB on each; over 16 devices they would leave no memory for a cache."""
     arguments = [FULL, "--gpu-memory", "79"]
     plan = planned(capsys, *arguments)
     assert plan["fits"] and not plan["problems"]
     whole = plan["phases"]["generate"]["rollout_weights"]
     assert whole == pytest.approx(
         671e9 * 2 / 32, rel=0.06
-    )  # latent attention's down projections are on every rank
+    )  # every rank has latent attention's down projections
     half = [f"{ROLLOUT}.tensor_model_parallel_size=16", f"{ROLLOUT}.expert_parallel_size=16"]
     assert not planned(capsys, *arguments, *half)["fits"]
 
 
 def test_groups_of_data_parallel_attention_have_caches_of_their_own(capsys) -> None:
-    """DeepSeek-V3 over 32 devices, attention within each node: heads' projections and embedding are cut in 8, not 32 parts, and four nodes
-    cache different texts."""
+    """DeepSeek-V3 over 32 devices, attention within each node: the heads' projections and the embedding are cut into 8 instead of 32 parts, and the
+    four nodes cache different texts."""
     arguments, groups = [FULL, "--gpu-memory", "79"], f"{ROLLOUT}.attention_data_parallel_size"
     one, four = planned(capsys, *arguments), planned(capsys, *arguments, f"{groups}=4")
     weights = [plan["phases"]["generate"]["rollout_weights"] for plan in (one, four)]
@@ -164,7 +166,7 @@ def test_groups_of_data_parallel_attention_have_caches_of_their_own(capsys) -> N
 
 
 def test_the_search_spreads_engines_that_fit_no_node() -> None:
-    """Of 72.7 G parameters in bf16 half of eight GPUs of 20 GB hold 18.2, all of them 9.1."""
+    """In bf16 72.7 G parameters take 18.2 GB on each of 8 devices and 9.1 GB on each of 16: more than the 8 GiB that are free for them."""
     config, inputs = read_inputs(QWEN, [])
     room = 8 * GIB
     sizes = _engine_sizes(config, inputs, room, 4)
@@ -191,7 +193,7 @@ def test_uneven_stages_hold_all_layers() -> None:
 
 
 def test_micro_batches_that_wait_for_their_backward_pass() -> None:
-    """As in Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: at most as many as there are stages from here on."""
+    """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: as many as there are stages from this one on, at most."""
     layout = ParallelLayout(world=4, pp=4)
     assert [_in_flight(layout, stage, None) for stage in range(4)] == [[4], [3], [2], [1]]
     assert _in_flight(layout, 0, 2) == [2]
@@ -201,7 +203,7 @@ def test_micro_batches_that_wait_for_their_backward_pass() -> None:
 
 
 def test_what_is_beside_the_owners_follows_from_the_processes_of_a_gpu(capsys) -> None:
-    """PPO has a critic's process more than GRPO; a reward model is another. --reserve says otherwise."""
+    """PPO has one process more than GRPO, the critic's, and a reward model adds another. --reserve replaces the sum."""
     gsm8k, reward = (
         f"recipes/{name}.yaml" for name in ("qwen2.5_7b_ppo_gsm8k", "llama3_8b_ppo_reward_model")
     )
@@ -220,7 +222,7 @@ def test_its_causes_are_rows_of_the_table(capsys) -> None:
     text = capsys.readouterr().out
     for name in (
         "CUDA contexts: 2",
-        "NCCL communicators: 5",  # one of them of the weight sync
+        "NCCL communicators: 5",  # one for the weight sync
         "CUDA graphs",
         "sampling",
         "workspaces",
@@ -261,7 +263,7 @@ def owners(recipe: str, command: str, *keys: str) -> dict[str, int]:
 
 
 def test_one_model_holds_all_it_has_all_the_time(recipe: str, capsys: pytest.CaptureFixture) -> None:
-    """Qwen2.5-7B has 7.6 G weights; of four data parallel ranks each has a fourth of 12 bytes of optimizer states."""
+    """Qwen2.5-7B has 7.6 G weights; each of four data parallel ranks has a fourth of the 12 bytes of optimizer states."""
     arguments = ["plan", "memory", recipe, *KEYS, "--command", "sft", "--json", "--gpu-memory", "139"]
     assert main(arguments) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -276,7 +278,7 @@ def test_one_model_holds_all_it_has_all_the_time(recipe: str, capsys: pytest.Cap
 
 def test_a_reward_model_has_a_head_of_one_row(recipe: str) -> None:
     sft, rm = owners(recipe, "sft"), owners(recipe, "rm")
-    head = 2 * 152064 // 2 * 3584  # bytes of the half of the language model's, which is not tied
+    head = 2 * 152064 // 2 * 3584  # bytes of half of the language model's head, which is not tied
     assert sft["sft_weights"] - rm["rm_weights"] == head - 2 * 3584
     assert {"rm_evaluating", "rm_activations", "rm_working"} <= rm.keys()
     assert owners(recipe, "dpo").keys() == {name.replace("rm_", "dpo_") for name in rm}

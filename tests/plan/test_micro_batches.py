@@ -1,4 +1,4 @@
-"""The size of a micro-batch that no key gives: from lengths, from the memory of GPUs, from the checkpoint that a run goes on from."""
+"""The size of a micro-batch that no key gives: from lengths, from the memory of GPUs, or from the checkpoint that a run resumes from."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ LARGE = REPOSITORY / "recipes/qwen2.5_7b_ppo_gsm8k.yaml"
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes' paths are relative to it."""
+    """The working directory is the repository's root: the recipes' paths are relative to it."""
     monkeypatch.chdir(REPOSITORY)
 
 
@@ -56,10 +56,10 @@ def test_without_gpus_it_is_that_of_the_configuration_alone(monkeypatch: pytest.
 
 
 def test_gpus_hold_what_is_chosen_and_not_twice_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the plan of the whole run, whose phases of the engines do not count."""
+    """The size follows from the plan of the complete run, without the phases of the engines."""
     chosen = {}
     for memory in (24, 60, 80, 140, 1000):
-        gpus(monkeypatch, 1000, memory)  # the smallest counts
+        gpus(monkeypatch, 1000, memory)  # the smallest memory counts
         config, (line,) = with_chosen_size(large())
         tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         assert f"{ACTOR}.ppo_max_token_len_per_gpu={tokens} is chosen: " in line and f"({memory} GiB)" in line
@@ -93,7 +93,7 @@ def test_fine_tuning_has_what_its_model_alone_leaves(
     gpus(monkeypatch, 80)
     sized, (line,) = with_chosen_size(config)
     assert line.startswith(f"max_token_len_per_gpu={sized.max_token_len_per_gpu} is chosen: ")
-    least = least_tokens(config)  # of rankings a pair of texts
+    least = least_tokens(config)  # for rankings a pair of texts
     assert least == (1024 if schema is SFTConfig else 2048)
     found = [fitting_tokens(config, least, memory * GIB) for memory in (10, 50, 64, 80, 1000)]
     assert found == sorted(found) and (found[0], found[-1]) == (least, 16 * least)

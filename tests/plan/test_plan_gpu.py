@@ -1,4 +1,4 @@
-"""The plan's seconds beside those of a real GPU."""
+"""The plan's seconds compared with those of a real GPU."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPE = "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"
 
 
-SECONDS = 400  # with the first imports and compilations of a machine
+SECONDS = 400  # with a machine's first imports and compilations
 
 
 @pytest.mark.gpu
@@ -24,7 +24,7 @@ SECONDS = 400  # with the first imports and compilations of a machine
 def test_planned_seconds_are_those_of_a_gpu_within_a_factor_of_two(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the phases that train: SGLang's kernels may not be there."""
+    """Only the phases that train are compared: SGLang's kernels may not be there."""
     monkeypatch.chdir(ROOT)
     out = tmp_path / "figures.json"
     command = [sys.executable, "benchmarks/gpu_single.py", "--train-only", "--steps", "3", "--out", str(out)]

@@ -1,4 +1,4 @@
-"""`megarl plan step`: what it says of memory, sync and seconds hangs together; its page is one whole file; its advice holds."""
+"""`megarl plan step`: its figures of memory, sync and seconds agree with each other; its page is one complete file; its advice holds."""
 
 import json
 import re
@@ -23,7 +23,7 @@ PPO, LORA, MOE, DEEPSEEK = (
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes' paths are relative to it."""
+    """The working directory is the repository's root: the recipes' paths are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -39,21 +39,21 @@ def test_a_report_hangs_together(capsys) -> None:
     assert memory["fits"] and not plan["advice"]
     assert main(["plan", "memory", PPO, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == memory
-    for phase, fullest in plan["fullest"].items():  # one stage: all ranks hold the same
+    for phase, fullest in plan["fullest"].items():  # one stage: all ranks have equal memory
         assert fullest["bytes"] == memory["phases"][phase]["total"] and fullest["number"] == 0
     for link, cost in plan["sync"]["links"].items():
         rate = {"local": 3.35e12 * 0.8 / 2, "intra_node": 450e9 * 0.5, "inter_node": 50e9 * 0.8}[link]
         assert cost["seconds"] == pytest.approx(max(cost["max_received"], cost["max_sent"]) / rate)
     phases = plan["phases"]
     assert list(phases) == ["sync", "generate", "evaluate_models", "update"]
-    # Two tensor parallel parts, one of which lies on the engine's own device: a round with the other's rank.
+    # There are two tensor parallel parts. One is on the engine's own device; the other takes a round with the other part's rank.
     assert phases["sync"]["parts"]["weights"] == pytest.approx(plan["sync"]["seconds"] + 0.025)
-    for phase in phases.values():  # all on the same devices
+    for phase in phases.values():  # all phases use the same devices
         assert phase["seconds"] == pytest.approx(sum(phase["parts"].values()))
     step = plan["step"]
     assert step["seconds"] == pytest.approx(sum(phase["seconds"] for phase in phases.values()))
     assert (step["seconds_low"], step["seconds_high"]) == likely(step["seconds"])
-    for phase in (*phases.values(), step):  # what the GPUs allow at their peaks
+    for phase in (*phases.values(), step):  # what the GPUs' peak rates allow
         assert 0 < phase["floor"] < phase["seconds"]
     for phase in phases.values():
         assert phase["floor"] == pytest.approx(sum(phase["floors"].values()))
@@ -64,15 +64,15 @@ def test_a_report_hangs_together(capsys) -> None:
         max(cost["max_received"], cost["max_sent"]) / rate for cost, rate in zip(links, rates, strict=True)
     )
     assert phases["sync"]["floors"]["weights"] == pytest.approx(least)
-    assert step["tokens"] == 1024 * (256 + 128)  # trajectories, half of the longest prompts and responses
+    assert step["tokens"] == 1024 * (256 + 128)  # trajectories x half of the longest lengths
     assert step["tokens_per_s_per_device"] == pytest.approx(step["tokens"] / step["seconds"] / 8)
     assert phases["generate"]["tokens"] == 1024 * 128
     assert plan["passes"]["critic updates"]["updates"] == 4
 
 
 def test_what_moves_is_what_leaves(capsys) -> None:
-    """Weights leave for the engines to generate and come for log-probs, optimizer states come for updates and leave for the
-    sync; gradients are dropped."""
+    """Weights leave the devices when the engines generate and come back for log-probs; optimizer states come back for updates and leave for the sync;
+    gradients are dropped."""
     plan = planned(capsys, MOE, "--without-sync", "--assume", "host=0.5")
     held, phases = plan["memory"]["phases"]["update_actor"], plan["phases"]
     moved, rate = "moved to and from the host", 64e9 / 2
@@ -92,7 +92,7 @@ def test_what_moves_is_what_leaves(capsys) -> None:
 
 
 def test_a_batch_that_is_one_update_has_no_log_probs_before_it(capsys) -> None:
-    """Weights then come for the update; with a KL in the loss the reference's log-probs are a phase, too."""
+    """The weights then come back for the update; with a KL in the loss, the reference's log-probs are a phase, too."""
     single = ("actor_rollout_ref.actor.ppo_mini_batch_size=512", "data.train_batch_size=512")
     plan = planned(capsys, MOE, "--without-sync", *single, "actor_rollout_ref.actor.use_kl_loss=false")
     assert list(plan["phases"]) == ["sync", "generate", "update"]
@@ -108,7 +108,7 @@ def test_a_batch_that_is_one_update_has_no_log_probs_before_it(capsys) -> None:
 
 
 def test_weights_that_come_for_nothing_are_counted(capsys) -> None:
-    """With the engines' log-probs in place of the policy's, its weights come a phase before the update."""
+    """With the engines' log-probs in place of the policy's, the policy's weights come back one phase before the update."""
     bypass = ("algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.actor.use_kl_loss=false")
     phases = planned(capsys, MOE, "--without-sync", *bypass)["phases"]
     assert list(phases["evaluate_models"]["parts"]) == [
@@ -124,18 +124,18 @@ def test_muon_takes_its_products_and_has_one_state_less(capsys) -> None:
         for name in ("adam", "muon")
     )
     held, states = (plan["memory"]["phases"]["update_actor"]["actor_optimizer"] for plan in (found, usual))
-    assert 0.65 < held / states < 0.75  # 8 bytes of 12, but for the embedding and the head
+    assert 0.65 < held / states < 0.75  # 8 bytes of 12, except for the embedding and the head
     assert found["phases"]["update"]["seconds"] > usual["phases"]["update"]["seconds"]
 
 
 def test_states_on_the_host_leave_the_devices_slots(capsys) -> None:
-    """Three buckets of 8 Mi weights, 12 bytes each; all else is on the host, and passes the link in each update."""
+    """These hold three buckets of 8 Mi weights, 12 bytes each; the rest is on the host, and passes the link in each update."""
     usual = planned(capsys, MOE, "--without-sync")
     found = planned(capsys, MOE, "--without-sync", "actor_rollout_ref.actor.optim.optimizer_cpu_offload=true")
     held, states = (plan["memory"]["phases"]["update_actor"] for plan in (found, usual))
     assert held["actor_optimizer"] == 3 * (8 << 20) * 12 < states["actor_optimizer"] / 50
     assert held["total"] == states["total"] - states["actor_optimizer"] + held["actor_optimizer"]
-    # Weights and states that leave have a copy there; states that stay there are no more.
+    # Weights and states that leave the devices have a copy on the host; states that stay on the host take no more.
     assert found["memory"]["host"] == usual["memory"]["host"]
     host = usual["memory"]["host"]["global"]
     assert (
@@ -155,7 +155,7 @@ def test_better_hardware_and_parts_are_faster(capsys) -> None:
         return {name: phase["seconds"] for name, phase in phases.items()}
 
     h100, h200, h20 = (seconds("--hardware", name) for name in ("H100", "h200", "H20"))
-    assert h200["generate"] < h100["generate"]  # memory alone differs
+    assert h200["generate"] < h100["generate"]  # only their memory differs
     assert h200["update"] < h100["update"] < h20["update"]
     halves = ("matmul=0.325", "attention=0.275", "nvlink=0.35", "nic=0.4", "hbm=0.4", "host=0.35")
     doubled = ("latency=2e-5", "hop=3e-5", "dispatch=3.6e-5", "phase=2")
@@ -165,7 +165,7 @@ def test_better_hardware_and_parts_are_faster(capsys) -> None:
 
 
 def test_the_fullest_device_of_uneven_stages_is_named() -> None:
-    """Summed device by device; the sum of each role's fullest stage is as much, or more where these are not the same."""
+    """The sum is taken for each device; the sum of each role's fullest stage is equal, or larger where the roles' fullest stages differ."""
     config, inputs = read_inputs(DEEPSEEK, [])
     memory = plan_memory(config, inputs, 140 * GIB, 6 * GIB)
     machine = Machine(TABLE["H200"], Assumptions(), 8)
@@ -206,11 +206,11 @@ def test_the_page_is_one_whole_file(tmp_path: Path, capsys) -> None:
     assert all(address.startswith("#") for address in page.addresses)
     for kind in ("tensor parallel, 8", "pipeline stage, 16", "expert parallel, 8", "engine, 16"):
         assert f"Pool global: {kind}" in text
-    assert "context parallel" not in text and "data parallel," not in text  # of one
+    assert "context parallel" not in text and "data parallel," not in text  # groups of one rank
     assert len(re.findall(r'<span class="gpu', text)) == 128 * 5  # four kinds of groups, and the memory
     assert (
         len(re.findall(r'<span class="gpu[^>]*>15</span>', text)) == 8 + 8
-    )  # of the last stage, of the last engine
+    )  # the last stage's, the last engine's
     (step,) = re.findall(r"^ +step +([\d.]+)", table, re.MULTILINE)
     assert f"<td>step</td><td>{step}</td>" in text
     (likely_range,) = re.findall(r"^likely (from [\d,.]+ to [\d,.]+ s) a step", table, re.MULTILINE)
@@ -245,7 +245,7 @@ def test_what_is_wrong_is_named(arguments, message, capsys) -> None:
 
 
 def test_collecting_and_learning_at_the_same_time(capsys) -> None:
-    """Engines in a pool of their own: with one_step_off a step is the sync and the longer half."""
+    """The engines have a pool of their own: with one_step_off a step takes the sync and the longer of the two concurrent views."""
     pools = [
         "trainer.nnodes=2",
         "resource_pools={train: {n_gpus_per_node: 8}, serve: {n_gpus_per_node: 4}}",
@@ -257,7 +257,7 @@ def test_collecting_and_learning_at_the_same_time(capsys) -> None:
     assert apart["devices"] == 12
     seconds = {name: phase["seconds"] for name, phase in apart["phases"].items()}
     assert apart["step"]["seconds"] == pytest.approx(sum(seconds.values()))
-    # Actor and critic share GPUs: they take turns, though nothing leaves these for the engines.
+    # Actor and critic share GPUs: they take turns, though nothing leaves these GPUs for the engines.
     for name, critics in (("evaluate_models", "critic forward"), ("update", "critic updates")):
         parts = apart["phases"][name]["parts"]
         assert critics in parts and seconds[name] == pytest.approx(sum(parts.values()))
@@ -268,7 +268,7 @@ def test_collecting_and_learning_at_the_same_time(capsys) -> None:
 
 
 def test_engines_of_concurrent_validation(capsys) -> None:
-    """They are on devices of their own, where they hold in every phase what the rollouts' engines hold when they generate."""
+    """The engines are on devices of their own, where they always hold what the rollouts' engines hold during generation."""
     pools = "resource_pools={train: {n_gpus_per_node: 8}, eval: {n_gpus_per_node: 2}}"
     own = [
         pools,
@@ -281,7 +281,7 @@ def test_engines_of_concurrent_validation(capsys) -> None:
     assert (alone["devices"], found["devices"]) == (8, 10)
     assert found["step"]["seconds"] == pytest.approx(
         alone["step"]["seconds"]
-    )  # a validation is no part of it
+    )  # a validation is not part of a step
     phases = found["memory"]["phases"]
     for part in ("weights", "kv_cache"):
         assert {phase[f"eval_{part}"] for phase in phases.values()} == {phases["generate"][f"rollout_{part}"]}
@@ -289,7 +289,7 @@ def test_engines_of_concurrent_validation(capsys) -> None:
 
 
 def test_engines_that_serve_adapters_get_these_alone(capsys) -> None:
-    """Of rank 32 on every linear layer of Qwen2.5-72B, cut over 8 devices."""
+    """The adapters have rank 32 on every linear layer of Qwen2.5-72B, sharded over 8 devices."""
     pools = [
         "trainer.nnodes=2",
         "resource_pools={train: {n_gpus_per_node: 8}, serve: {n_gpus_per_node: 8}}",
@@ -300,6 +300,6 @@ def test_engines_that_serve_adapters_get_these_alone(capsys) -> None:
     assert plan["sync"] is None
     merged = planned(capsys, LORA, *pools, "actor_rollout_ref.rollout.lora_sync=merged", "--without-sync")
     weights = 72.7e9 * 2 / 8 / (50e9 * 0.8)
-    rounds = 0.025 * 8  # with each of the trainer's tensor parallel ranks
+    rounds = 0.025 * 8  # one with each of the trainer's tensor parallel ranks
     assert merged["phases"]["sync"]["parts"]["weights"] == pytest.approx(weights + rounds, rel=0.02)
     assert 0 < plan["phases"]["sync"]["parts"]["weights"] < 0.05 * weights

@@ -1,4 +1,4 @@
-"""The floors in a run's report: those of its own configuration and lengths, or why there are none."""
+"""The floors in a run's report: computed from the run's own configuration and lengths; if there are none, the report says why."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def configured(run: Path, model: Path) -> Path:
-    """With the configuration of a run on eight GPUs."""
+    """The run with a configuration for eight GPUs."""
     keys = [f"actor_rollout_ref.model.path={model}", "data.max_response_length=1024"]
     config = load_config(TrainConfig, str(ROOT / "recipes" / "qwen2.5_7b_dapo.yaml"), keys)
     save_config(resolve(config), run / "config.yaml")
@@ -32,7 +32,7 @@ def configured(run: Path, model: Path) -> Path:
 
 
 def report(capsys: pytest.CaptureFixture, folder: Path, *options: str) -> tuple[int, str, str]:
-    """Exit code, text of the page, what was said."""
+    """Exit code, text of the page, text on standard error."""
     code = main(["report", str(folder), *options])
     page = folder / "report.html"
     text = re.sub(r"\s+", " ", Page(page.read_text(encoding="utf-8")).text) if code == 0 else ""
@@ -44,7 +44,7 @@ def test_a_phase_is_so_many_floors(folder: Path, capsys: pytest.CaptureFixture) 
     assert set(floors.seconds) >= {"sync", "generate", "update"} and min(floors.seconds.values()) > 0
     code, text, _ = report(capsys, folder, "--hardware", "h100")
     assert code == 0 and floors.words in text and "peaks of 8 H100" in floors.words
-    for phase, took in (("generate", 6.0), ("update", 3.0), ("sync", 0.5)):  # of each step
+    for phase, took in (("generate", 6.0), ("update", 3.0), ("sync", 0.5)):  # seconds of each step
         assert f"{5 * took:.2f} s {took / floors.seconds[phase]:.1f} floors" in text
 
 

@@ -1,4 +1,4 @@
-"""`megarl plan step --search`: what it proposes is legal, fits, and is the best that there is."""
+"""`megarl plan step --search`: its proposals are legal, fit, and are the best that there are."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ FOUR = ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.gpu_memory_utilization=0.5"]
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes' paths are relative to it."""
+    """The working directory is the repository's root: the recipes' paths are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -53,13 +53,13 @@ def searched(recipe: str, overrides: list[str], memory: float, gpu: str = "H100"
     return Search(given, inputs, machine, round(memory * GIB), 2 * GIB)
 
 
-@lru_cache(maxsize=200)  # the layouts of a small space, which are looked at with one memory after the other
+@lru_cache(maxsize=200)  # a small space's layouts, read again for each memory
 def read(recipe: str, overrides: tuple[str, ...]) -> tuple[TrainConfig, PlanInputs]:
     return read_inputs(recipe, list(overrides))
 
 
 def seconds_of(search: Search, recipe: str, overrides: list[str]) -> float | None:
-    """Of a step, worked out from the recipe and its overrides alone; None: it cannot be, or does not fit."""
+    """The seconds of a step, computed only from the recipe and its overrides; None: the configuration is refused or does not fit."""
     try:
         config, inputs = read(recipe, tuple(overrides))
         check_models(config, inputs.model, inputs.critic, inputs.reward)
@@ -71,7 +71,7 @@ def seconds_of(search: Search, recipe: str, overrides: list[str]) -> float | Non
 
 @pytest.mark.parametrize("memory", [8.5, 24.0])
 def test_the_best_of_a_small_space_is_found(memory: float) -> None:
-    """All layouts of four GPUs, one by one: with little memory, where something must leave, and with enough."""
+    """The search is compared with all layouts of four GPUs: with little memory, where something must leave the devices, and with enough memory."""
     search, known = searched(SMALL, FOUR, memory), {}
     for tp, pp, cp, serve in itertools.product((1, 2, 4), repeat=4):
         for recompute, stays in itertools.product(AGAIN, ("null", "false")):
@@ -119,7 +119,7 @@ def test_parts_that_are_computed_again_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("memory", [60, 46])
 def test_no_more_is_computed_again_than_memory_asks_for(memory: int) -> None:
-    """Qwen3-30B-A3B on two nodes: of the fastest layout what is fastest of nothing, parts and layers, of those that fit."""
+    """Qwen3-30B-A3B on two nodes: the fastest layout recomputes nothing, parts or layers, whichever is fastest among those that fit."""
     search = searched(MOE, [], memory)
     (best,) = search.run(1)
     keys = [key for key in best.keys if ".recompute_" not in key]
@@ -154,7 +154,7 @@ def test_671b_on_512_devices_takes_less_than_a_minute(capsys) -> None:
 
 
 def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None:
-    """Of 32 devices and more: half as many would hold 82 GB of weights each. 256 devices cut 128 heads in groups alone."""
+    """Engines have 32 devices or more: half as many would hold 82 GB of weights each. 256 devices can cut 128 heads only in groups."""
     rollouts = [engine.rollout for engine in searched(FULL, [], 79)._engines()]
     groups = {(each.tensor_model_parallel_size, each.attention_data_parallel_size) for each in rollouts}
     assert {tp for tp, dp in groups if dp == 1} == {32, 64, 128}
@@ -168,7 +168,7 @@ def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None
 
 
 def test_the_recipes_own_layout_need_not_be_legal(capsys) -> None:
-    """DeepSeek-V3's, of multiples of 128 devices, on 96; what else is wrong is still named."""
+    """DeepSeek-V3's layout takes multiples of 128 devices, and there are 96; other mistakes are still named."""
     arguments = [DEEPSEEK, "trainer.nnodes=12", "--hardware", "H200", "--search", "--top", "1", "--json"]
     assert main(["plan", "step", *arguments]) == 0
     (best,) = json.loads(capsys.readouterr().out)["proposals"]
@@ -181,7 +181,7 @@ def test_the_recipes_own_layout_need_not_be_legal(capsys) -> None:
 
 
 def test_engines_with_devices_of_their_own() -> None:
-    """What leaves is as the recipe has it; a step is as long as the longer half."""
+    """The recipe decides what leaves the devices; a step is as long as the longer of the two concurrent views."""
     pools = [
         "trainer.nnodes=2",
         "resource_pools={train: {n_gpus_per_node: 4}, serve: {n_gpus_per_node: 2}}",

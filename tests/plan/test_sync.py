@@ -1,4 +1,5 @@
-"""`megarl plan`: the plan's own figures and those of the full-gather way by its formula; from a recipe and from options, as a table and as JSON; mistakes are named."""
+"""`megarl plan`: the plan's own figures, and a full gather's figures by its formula; from a recipe and from options, as a table and as JSON; mistakes
+are named."""
 
 import json
 import re
@@ -22,7 +23,7 @@ GB = {"local": 1e9, "intra_node": 1e9, "inter_node": 1e9}
 
 
 def dense(layers: int = 4) -> ModelConfig:
-    """Its vocabulary is cut alike by Megatron (multiples of 128 x tp) and by SGLang (of 64)."""
+    """A dense model whose vocabulary is cut alike by Megatron (multiples of 128 x tp) and by SGLang (multiples of 64)."""
     return ModelConfig(
         family="qwen2", architecture="", num_layers=layers, hidden_size=16, num_attention_heads=8,
         num_query_groups=8, head_dim=2, ffn_hidden_size=32, vocab_size=1024, norm_epsilon=1e-6, rope_theta=1e4,
@@ -50,7 +51,7 @@ def test_the_tables_have_as_many_parameters_as_was_published(model: str, paramet
 
 
 def cut_bytes(config: ModelConfig) -> tuple[int, int, int]:
-    """Bytes (2 an element) of the layers' cut tensors, of their norms, and of what first and last stage have."""
+    """Bytes (2 an element) of the layers' cut tensors, of their norms, and of the tensors that only the first or last stage has."""
     sizes = {name: 2 * prod(shape) for name, shape in logical_tensors(config).items()}
     norms = sum(size for name, size in sizes.items() if "layers" in name and "norm" in name)
     layers = sum(size for name, size in sizes.items() if "layers" in name)
@@ -62,7 +63,7 @@ def cut_bytes(config: ModelConfig) -> tuple[int, int, int]:
     [(4, 1, 2, 2), (8, 1, 1, 2), (8, 1, 1, 4), (4, 2, 1, 4), (2, 2, 2, 1), (2, 4, 1, 2)],
 )
 def test_bytes_of_a_real_table_are_the_papers_but_for_what_is_not_cut(tp, pp, dp, engine_tp) -> None:
-    """arXiv 2409.19256, section 5.4: (t p - t_g p_g) / (t_g p_g t p) M, here with p_g = 1, of what is cut evenly."""
+    """arXiv 2409.19256, section 5.4: (t p - t_g p_g) / (t_g p_g t p) M, here with p_g = 1, for the tensors that are cut evenly."""
     config = dense()
     sync = sync_of(
         config,
@@ -72,7 +73,7 @@ def test_bytes_of_a_real_table_are_the_papers_but_for_what_is_not_cut(tp, pp, dp
     cut, norms, ends = cut_bytes(config)
     share = Fraction(tp * pp - engine_tp, engine_tp * tp * pp)
     received = sync.plan.account().received_from_others
-    if pp == 1:  # norms are on every device already, and the ends are cut as layers are
+    if pp == 1:  # norms are on every device already; the ends are cut like layers
         final_norm = 2 * config.hidden_size
         assert set(received) == {share * (cut + ends - final_norm)}
     else:
@@ -82,7 +83,7 @@ def test_bytes_of_a_real_table_are_the_papers_but_for_what_is_not_cut(tp, pp, dp
 
 
 def test_the_full_gather_receives_all_but_what_the_device_holds() -> None:
-    config, parallel = dense(), ParallelLayout(8, 2, 2)  # DP2; nodes of 4 are the stages
+    config, parallel = dense(), ParallelLayout(8, 2, 2)  # DP2; each stage is a node of 4
     sync = sync_of(config, parallel, EngineLayout(2, num_engines=4), per_node=4)
     sizes = {name: 2 * prod(shape) for name, shape in logical_tensors(config).items()}
     total = sum(sizes.values())
@@ -95,9 +96,7 @@ def test_the_full_gather_receives_all_but_what_the_device_holds() -> None:
         held = sum(size if "norm" in name else size // 2 for name, size in mine.items())
         assert received["local"] == held, (rank, tp_rank)
         assert gathered.received_from_others[rank] == total - held
-        assert (
-            received["inter_node"] == (total - sum(mine.values())) // 4
-        )  # each a quarter of what the node lacks
+        assert received["inter_node"] == (total - sum(mine.values())) // 4  # a quarter of what the node lacks
     separate = sync_of(config, parallel, EngineLayout(2, num_engines=1), 4, pool_places(2, 4, first=8))
     assert full_gather(separate).received_from_others == (total, total)
     assert full_gather(separate).received[0]["inter_node"] == total // 2
@@ -213,7 +212,7 @@ def test_in_float8_projections_are_a_byte_and_have_scales(model, capsys) -> None
     config = TINY | {"hidden_size": 512, "intermediate_size": 1024}
     Path(model, "config.json").write_text(json.dumps(config))
     report = plan(capsys, "--model", model, *sizes(rollout="tp1"), "--fp8")
-    keys = 2 * 128  # two heads of keys, and of values
+    keys = 2 * 128  # two heads of keys, and two of values
     projections = 2 * 512 * 512 + 2 * keys * 512 + 3 * 512 * 1024
     others = 2 * 512 + 512 + 2 * keys  # norms, biases
     scales = 4 * projections // (128 * 128)
@@ -232,7 +231,7 @@ def test_in_float8_projections_are_a_byte_and_have_scales(model, capsys) -> None
     )
     assert again["model_bytes"] == report["model_bytes"]
     with_scales = sum(link["total"] for link in report["reshard"]["links"].values())
-    assert with_scales == 8 * report["model_bytes"]  # TP1 engines: each rank serves the whole model
+    assert with_scales == 8 * report["model_bytes"]  # TP1 engines: each rank serves the complete model
 
 
 def test_the_table_has_both_ways(model, capsys) -> None:

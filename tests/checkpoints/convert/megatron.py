@@ -44,7 +44,7 @@ def save(
     folder: str,
     stacked: bool | None = None,
 ) -> None:
-    """Load the model's weights into the layout and save them with Megatron; `stacked` layers or not: its choice or ours."""
+    """Load the model's weights into the layout and save them with Megatron; `stacked`: whether layers are stacked; None: Megatron's default."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -52,10 +52,10 @@ def save(
     config = read_model_config(model)
     load_hf_weights(model, config, ParallelLayout(world=world, **layout), rank, local_parameters(chunks))
     metadata = {} if stacked is None else {"non_homogeneous_layers": not stacked}
-    if stacked and config.moe is not None:  # so Megatron-LM sets it where all layers have experts
+    if stacked and config.moe is not None:  # the value that Megatron-LM sets where all layers have experts
         for chunk in chunks:
             chunk.config.moe_layer_freq = 1
-    # 0.19.2 starts a process for a queue even where it saves in the same process
+    # Megatron-core 0.19.2 starts a process for a queue even where it saves in the same process.
     filesystem_async._results_queue = queue.Queue()
     states = sharded_states(chunks, metadata)
     if rank == 0:
@@ -97,7 +97,7 @@ def load_with_mtp(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Load a checkpoint into a model with its multi-token prediction layers, on one rank.
 
-    Returns: its parameters, and what the checkpoint holds beyond them.
+    Returns: the model's parameters, and the names of further entries of the checkpoint.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling

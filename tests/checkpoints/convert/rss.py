@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def peak_growth_mb(source: str, target: str, shard_bytes: int, adapter: str | None = None) -> float:
-    """By how much the resident memory of a process grows at most while it converts, or merges an adapter."""
+    """The largest growth of a process's resident memory while it converts a model or merges an adapter."""
     command = [sys.executable, "-m", "tests.checkpoints.convert.rss", source, target, str(shard_bytes)]
     command += [adapter] if adapter else []
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=200)
@@ -25,7 +25,7 @@ def _main(source: str, target: str, shard_bytes: int, adapter: str | None = None
 
     convert(
         source, target + "-first", shard_bytes=shard_bytes, adapter=adapter
-    )  # what is loaded or started once
+    )  # loads everything that is loaded once
     before, peak, done = _resident_mb(), 0.0, threading.Event()
 
     def watch() -> None:

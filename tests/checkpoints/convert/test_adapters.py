@@ -34,7 +34,7 @@ from tests.ranks import RankPool
 
 
 def _items(rank: int, chunks: list[Any], model: str, layout: ParallelLayout, lora: LoraConfig) -> list[Item]:
-    """The rank's weights, and adapters that are attached to them."""
+    """The rank's weights, and the adapters that are attached to them."""
     config = read_model_config(model)
     items = weight_items(model_places(chunks, config.vocab_size), local_parameters(chunks))
     attach_adapters(chunks, config, layout, lora)
@@ -45,7 +45,7 @@ def _items(rank: int, chunks: list[Any], model: str, layout: ParallelLayout, lor
 def _parts(
     rank: int, world: int, sizes: dict[str, Any], model: str, adapter: str, lora: LoraConfig
 ) -> list[Item]:
-    """What a rank has of a model and of adapters in PEFT's format."""
+    """A rank's part of a model and of adapters in PEFT's format."""
     layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
     chunks = megatron.build(rank, world, sizes, model)
     load_hf_weights(model, config, layout, rank, local_parameters(chunks))
@@ -63,7 +63,7 @@ def _save(
     lora: LoraConfig,
     folder: str,
 ) -> None:
-    """Write a checkpoint of both."""
+    """Write a checkpoint of the model and the adapters."""
     parts = {}
     for items in ranks.run(_parts, sizes, model, adapter, lora, world=world):
         parts |= {(item.key, item.box): item for item in items}
@@ -82,7 +82,7 @@ def _save(
 def _load(
     rank: int, world: int, sizes: dict[str, Any], model: str, lora: LoraConfig, folder: str
 ) -> tuple[list[str], Bundle]:
-    """Load a checkpoint into new adapters; returns the weights that are not the model's, and the adapters packed."""
+    """Load a checkpoint into new adapters; returns the weights that differ from the model's, and the adapters packed."""
     layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
     chunks = megatron.build(rank, world, sizes, model)
     expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in local_parameters(chunks).items()}
@@ -142,7 +142,7 @@ def test_adapters_saved_in_one_layout_are_loaded_in_another(ranks, tmp_path, fam
 
 
 def check_mistakes(tmp_path: Path, folder: str, model: str) -> None:
-    """What cannot be converted to adapters is named, and leaves nothing."""
+    """Errors name what cannot be converted to adapters, and a refused conversion leaves no files."""
     out = str(tmp_path / "out")
     assert main(["convert", folder, out, "--to", "peft", "--hf", model, "--dtype", "bfloat16"]) == 0
     tensors = compare(str(tmp_path / "adapter"), out)

@@ -1,5 +1,5 @@
-"""Conversions without ranks: what is refused, values that a type does not hold among it, what is kept, what a failed one leaves, and the
-memory it takes."""
+"""Conversions without ranks: refused inputs (such as values that a type cannot hold), contents that are kept, what a failed conversion leaves, and
+its memory."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def change(model: Path, folder: Path, **tensors: torch.Tensor | None) -> Path:
-    """A copy of the model with other tensors; None: without that one. "__" stands for "."."""
+    """A copy of the model with other tensors ("__" stands for "."); None: without that tensor."""
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -135,7 +135,7 @@ def test_multi_token_prediction_layers_are_kept_or_dropped(tmp_path):
     assert set(found.only_in_a) == weights.keys() - ordinary and found.only_in_b == found.different == ()
     convert(str(tmp_path / "kept"), str(tmp_path / "dropped_later"), mtp=False)
     assert compare(str(tmp_path / "dropped_hf"), str(tmp_path / "dropped_later")).equal
-    # a model that was trained without them cannot be told from one that lost them
+    # a model that was trained without these layers cannot be told from one that lost them
     with pytest.raises(ValueError, match=r"mtp\.layers\.0\.enorm\.weight is missing.*mtp drop"):
         convert(str(tmp_path / "dropped"), str(tmp_path / "back"), companions=str(model))
 
@@ -207,7 +207,7 @@ def test_a_folder_that_does_not_fit_its_config_is_refused(tmp_path, model, tenso
 
 
 def rewrite(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
-    """A copy of a distributed checkpoint with other tensors ("__" stands for "."), each whole in one chunk."""
+    """A copy of a distributed checkpoint with other tensors ("__" stands for "."), each complete in one chunk."""
     reader = DCPReader(source)
     target.mkdir()
     writer = DCPWriter(target)
@@ -307,7 +307,7 @@ def test_an_older_folder_gives_way_to_a_whole_one_only(tmp_path):
 
 @pytest.mark.parametrize("direction", ["there", "back"])
 def test_memory_does_not_grow_with_the_model(tmp_path, direction):
-    """Peak below twice the largest tensor and one file, of a model many times that."""
+    """The peak is below twice the largest tensor plus one file; the model is many times larger."""
     model = make_tiny_model(
         tmp_path / "hf", ["one"], vocab_size=6000, hidden_size=256, num_layers=24, ffn_hidden_size=768
     )
@@ -356,7 +356,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def with_value(folder: Path, value: float) -> str:
-    """A model whose up projection has the value at one place."""
+    """A model whose up projection has the value in one place."""
     make_tiny_model(folder, ["one two"], vocab_size=300, hidden_size=64)
     tensors = load_file(folder / "model.safetensors")
     tensors[UP][3, 5] = value
@@ -388,7 +388,7 @@ def test_what_rounds_to_the_largest_value_and_what_was_infinite_before_is_kept(t
 
 
 def test_a_vision_tower_comes_from_the_folder_that_is_named(tmp_path: Path) -> None:
-    """A Megatron checkpoint holds the language model alone."""
+    """A Megatron checkpoint holds only the language model."""
     model, back = tmp_path / "model", tmp_path / "back"
     make_tiny_model(model, ["one two"], family="qwen3_5_moe", vision=True, num_mtp_layers=1, vocab_size=300)
     convert(str(model), str(tmp_path / "megatron"))

@@ -1,6 +1,6 @@
-"""Random changes of every file that a user supplies: a conversion writes what the source says, or names the file that is wrong.
+"""Random changes of every file that a user supplies: a conversion writes what the source says, or its error names the wrong file.
 
-Nothing else is raised, and nothing is left half-written.
+It raises no other error, and it leaves no incomplete output.
 """
 
 import copy
@@ -40,7 +40,7 @@ JUNK = [None, True, False, 0, -1, 3, 2**31, 10**30, -(10**400), 0.5, 1e308, math
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A sharded model, a mixture of experts, its Megatron checkpoint, and adapters of the first."""
+    """A sharded model, a mixture of experts, the Megatron checkpoint of the latter, and adapters of the former."""
     root = tmp_path_factory.mktemp("fuzz")
     plain = make_tiny_model(root / "plain", ["one two"], **SIZES)
     convert(str(plain), str(root / "sharded"), to="hf", shard_bytes=20_000)
@@ -52,13 +52,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def paths(value: Any, prefix: tuple = ()) -> list[tuple]:
-    """Where the values within a JSON value are."""
+    """The paths to all values within a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [prefix] * bool(prefix) + [path for key, inner in items for path in paths(inner, (*prefix, key))]
 
 
 def change_json(file: Path, draw: random.Random) -> None:
-    """Another value in one place or two, another key, one key less; or no JSON at all."""
+    """Change one or two values or keys, or remove them; sometimes make the file invalid JSON."""
     document = json.loads(file.read_text())
     if draw.random() < 0.15:
         return change_bytes(file, draw, len(file.read_bytes()))
@@ -83,7 +83,7 @@ def change_json(file: Path, draw: random.Random) -> None:
 
 
 def change_bytes(file: Path, draw: random.Random, within: int) -> None:
-    """Some of the first bytes are others, or the end is cut off."""
+    """Change some of the first bytes, or cut off the end."""
     content = bytearray(file.read_bytes())
     for _ in range(draw.randint(0, 3)):
         content[draw.randrange(min(within, len(content)))] = draw.randrange(256)
@@ -97,7 +97,7 @@ def change_header(file: Path, draw: random.Random) -> None:
 
 
 def attempt(changed: Path, tmp_path: Path, source: str, **options: Any) -> bool:
-    """Whether the conversion succeeds; otherwise it named the file, or the checkpoint that it is in, and left nothing."""
+    """Whether the conversion succeeds; if not, its error must name the file or the file's checkpoint, and no output may be left."""
     out = tmp_path / "out"
     shutil.rmtree(out, ignore_errors=True)
     try:
@@ -118,7 +118,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def facts(folder: Path) -> Any:
-    """Of the config, whatever type the weights have."""
+    """The config's facts without the type of the weights."""
     return dataclasses.replace(read_model_config(str(folder)), dtype="")
 
 

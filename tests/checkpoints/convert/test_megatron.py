@@ -82,7 +82,7 @@ def test_megatron_loads_what_was_converted(ranks, tmp_path, family, layout):
 
 
 def round_trip(ranks, folder: Path, family: str, layout: str, stacked: bool | None = None) -> DCPReader:
-    """Megatron saves the model, which is converted back and compared; returns what was saved."""
+    """Save the model with Megatron, convert the checkpoint back and compare the models; returns a reader of the checkpoint."""
     model = make(folder / "hf", family)
     world, sizes = LAYOUTS[layout]
     ranks.run(megatron.save, sizes, model, str(folder / "saved"), stacked, world=world)
@@ -122,7 +122,7 @@ def test_a_converted_checkpoint_has_the_tensors_and_objects_of_megatrons_own(ran
     ]
     assert facts[0] == facts[1]
     assert set(saved.objects) <= set(ours.objects)
-    # what Transformer Engine's modules have an extra state of, and their doubles in torch have none
+    # extra states of Transformer Engine's modules, which their stand-ins in torch do not have
     theirs = re.compile(
         r".*(norm|core_attention|experts\.linear_fc[12]|linear_(q|kv)_down_proj)\._extra_state/shard_[\d.]+_[\d.]+"
     )
@@ -141,7 +141,7 @@ def test_megatron_finds_the_common_state_in_its_old_and_its_new_place(tmp_path):
     assert states[0]["content_metadata"]["non_homogeneous_layers"] is True
     assert (
         states[0]["checkpoint_version"] == 3.0
-    )  # Megatron-LM reorders rows of linear_qkv in what is older than 2
+    )  # Megatron-LM reorders the rows of linear_qkv of versions below 2
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_float8_model_is_merged_in_float32_and_rounded_once(tmp_path):
     for name, tensor in wide.items():
         if not name.endswith("e_score_correction_bias"):
             assert found[name].dtype == torch.bfloat16
-            # half a unit in the last place of 8 bits; the sum itself is right to float32's rounding
+            # half a unit in the last place of 8 bits; the sum itself is correct to float32's rounding
             torch.testing.assert_close(found[name].float(), tensor.float(), rtol=2**-8, atol=1e-6)
 
 
@@ -112,7 +112,7 @@ def test_value_heads_are_taken_from_the_adapter(tmp_path):
 
 
 def test_memory_is_bounded_by_a_file_and_twice_the_largest_tensor(tmp_path):
-    """A file has 10 MB, or the embedding, the largest tensor, alone."""
+    """A file has 10 MB, or only the embedding, which is the largest tensor."""
     model = str(
         make_tiny_model(
             tmp_path / "base", ["one"], vocab_size=8000, hidden_size=512, ffn_hidden_size=2048, num_layers=8
@@ -157,7 +157,7 @@ def test_the_command_merges_and_verifies(tmp_path, capsys):
     model, adapter, out = make(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "merged")
     write_random(model, LORA, adapter)
     assert main(["convert", model, out, "--merge", adapter, "--dtype", "bfloat16"]) == 0
-    assert main(["convert", "--verify", model, out, "--merge", adapter]) == 1  # of another type
+    assert main(["convert", "--verify", model, out, "--merge", adapter]) == 1  # its tensors have another type
     shutil.rmtree(out)
     assert main(["convert", model, out, "--merge", adapter]) == 0
     assert main(["convert", "--verify", model, out, "--merge", adapter]) == 0

@@ -1,4 +1,4 @@
-"""Files beside the weights that are not what they should be: one line that names them, and nothing is left."""
+"""Wrong files next to the weights: one line names the file, and no output is left."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def copied(tmp_path, model) -> Path:
 
 
 def refused(capsys, *arguments: str) -> str:
-    """What the command says of them: one line."""
+    """The one line with which the command refuses the folder."""
     out = Path(arguments[0]).parent / "out"
     assert main(["convert", *arguments[:1], str(out), *arguments[1:]]) == 2
     assert not out.exists() and not [name for name in os.listdir(out.parent) if name.startswith(".")]
@@ -88,7 +88,7 @@ def test_the_files_around_a_distributed_checkpoint(tmp_path, model, capsys):
 
 
 def _metadata(folder: Path):
-    """What a checkpoint's metadata holds, to be changed and written again."""
+    """The metadata of a checkpoint, to be changed and written again."""
     with (folder / ".metadata").open("rb") as file:
         return pickle.load(file)
 

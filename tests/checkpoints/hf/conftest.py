@@ -1,4 +1,4 @@
-"""What tests of adapters' folders share."""
+"""A fixture for tests of adapters' folders."""
 
 import pytest
 from peft import PeftModel
@@ -6,5 +6,5 @@ from peft import PeftModel
 
 @pytest.fixture(autouse=True)
 def no_model_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT writes a README.md beside adapters, which takes longer than these, and which nothing here reads."""
+    """Keep PEFT from writing a README.md next to adapters: it takes longer than the adapters themselves, and no test reads it."""
     monkeypatch.setattr(PeftModel, "create_or_update_model_card", lambda self, folder: None)

@@ -1,4 +1,4 @@
-"""Folders of adapters as PEFT writes them, and what PEFT makes of a folder."""
+"""Folders of adapters as PEFT writes them, and models as PEFT loads them from such a folder."""
 
 from copy import deepcopy
 from functools import lru_cache
@@ -27,14 +27,14 @@ PREFIX = "base_model.model."
 
 
 def base_model(folder: str | Path, head: str = "lm") -> Any:
-    """The model of a folder; one of its own for each caller."""
+    """The model of a folder; each caller gets a copy."""
     changed = tuple(file.stat().st_mtime_ns for file in sorted(Path(folder).iterdir()))
     return deepcopy(_read_model(str(folder), head, changed))
 
 
 @lru_cache(maxsize=16)
 def _read_model(folder: str, head: str, changed: tuple[int, ...]) -> Any:
-    """Read once: transformers takes a tenth of a second for a tiny model. `changed`: when its files were."""
+    """Cached: transformers takes a tenth of a second for a tiny model. `changed`: when the files were last changed."""
     kind = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
@@ -61,7 +61,7 @@ def save_with_peft(folder: str | Path, lora: LoraConfig, target: Path, head: str
 
 
 def load_with_peft(folder: str | Path, adapter: str | Path, head: str = "lm") -> Any:
-    """The model with the adapters of a folder, all of whose tensors have found their place."""
+    """The model with the adapters of a folder; no tensor may be missing or left over."""
     config = PeftConfig.from_pretrained(adapter)
     model = PeftModel(base_model(folder, head), config)
     result = model.load_adapter(str(adapter), adapter_name="default")
@@ -113,7 +113,7 @@ def write(
 def load(
     adapter: str | Path, model: str | Path, lora: LoraConfig, layout: ParallelLayout, head: str = "lm"
 ) -> list[dict[str, torch.Tensor]]:
-    """What each rank of a layout holds after it read the folder."""
+    """The adapters of each rank of a layout after it has read the folder."""
     config = read_model_config(str(model))
     ranks = empty_shards(adapter_layout(config, layout, lora, head=head))
     for rank, tensors in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Adapters between Megatron shards and PEFT's folders."""
+"""Adapters in Megatron's shards and in PEFT's folders."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ WIDE = ParallelLayout(world=8, tp=2, pp=2, vpp=2)
 EXPERTS = ParallelLayout(world=8, tp=2, pp=2, ep=2, etp=2, sp=True)
 
 
-# Every family with every layout, each with both kinds of adapters in turn.
+# Every family with every layout; the two kinds of adapters alternate.
 @pytest.mark.parametrize(
     ("family", "lora", "layout"),
     [
@@ -51,7 +51,7 @@ def test_what_peft_wrote_comes_back_bit_for_bit(tmp_path, tiny_model, family, lo
 
 
 def test_all_linear_layers_of_gpt_oss_are_those_of_peft(tmp_path, tiny_model):
-    """Attention's projections: to PEFT experts are parameters."""
+    """Only attention's projections have adapters: to PEFT, experts are parameters."""
     model = tiny_model("gpt_oss").folder
     save_with_peft(model, LORA, tmp_path / "peft")
     write_random(model, LORA, tmp_path / "ours")
@@ -65,7 +65,7 @@ def test_all_linear_layers_of_gpt_oss_are_those_of_peft(tmp_path, tiny_model):
 
 @pytest.fixture
 def reads(monkeypatch) -> list[int]:
-    """Of each read of a tensor in a folder how many elements it has."""
+    """The number of elements of each read of a tensor in a folder."""
     found, read = [], PeftReader.read
 
     def counted(self, name, box=None):
@@ -85,7 +85,7 @@ def test_each_rank_reads_its_slices_alone(tmp_path, tiny_model, reads, layout):
     assert sum(reads) == sum(tensor.numel() for tensors in ranks for tensor in tensors.values())
     per_rank = [sum(tensor.numel() for tensor in tensors.values()) for tensors in ranks]
     whole = sum(tensor.numel() for tensor in tensors_in(tmp_path / "a").values())
-    assert max(per_rank) < 0.8 * whole  # of each weight A or B is whole
+    assert max(per_rank) < 0.8 * whole  # a rank reads either A or B of a weight unsharded
 
 
 def test_a_folder_that_does_not_fit_is_refused_before_it_is_read(tmp_path, tiny_model, reads):
@@ -108,7 +108,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_it_is_read(tmp_path, tiny_
     ids=["lora", "dora", "rslora", "patterns", "shared_a"],
 )
 def test_peft_computes_what_the_formulas_say(tmp_path, tiny_model, lora):
-    """With the adapters as PEFT sees them; what Megatron computes is compared with PEFT in tests/megatron/lora/test_lora.py."""
+    """PEFT loads the adapters that megarl wrote; tests/megatron/lora/test_lora.py compares Megatron's computation with PEFT's."""
     model = tiny_model("qwen2").folder
     write_random(model, lora, tmp_path / "ours")
     found = load_with_peft(model, tmp_path / "ours")
@@ -129,7 +129,7 @@ KINDS = {
 OF_EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2")
 
 
-# Every kind with every family; each of both with both layouts, in turn.
+# Every kind with every family; the two layouts alternate.
 @pytest.mark.parametrize(
     ("lora", "family", "layout"),
     [
@@ -178,7 +178,7 @@ def test_adapters_that_differ_are_not_loaded_as_shared_ones(tmp_path, tiny_model
         ("deepseek_v3", LoraConfig(rank=2, target_modules=("model.layers.[02].mlp.*", "q_b_proj"))),
         ("minimax_m2", LoraConfig(rank=2, alpha=3, use_rslora=True)),
         ("glm_moe_dsa", LoraConfig(rank=2, alpha=6)),
-        # of other families PEFT 0.21 wraps routers so that their models cannot read the router's bias
+        # PEFT 0.21 wraps the routers of other families such that their models cannot read the router's bias
         ("qwen3_moe", LoraConfig(rank=2, target_modules=("all-linear", "gate"))),
     ],
     ids=[
@@ -257,7 +257,7 @@ def test_value_heads_are_saved_whole(tmp_path, tiny_model):
     ours = load_with_peft(model, tmp_path / "ours", "value")
     with torch.no_grad():
         assert torch.equal(ours(TOKENS).logits, peft(TOKENS).logits)
-    load(tmp_path / "ours", model, LORA, ONE)  # a policy does not read it
+    load(tmp_path / "ours", model, LORA, ONE)  # a policy does not read the head
     file = tmp_path / "ours" / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors["base_model.model.score.weight"] = torch.zeros(3, 32)
@@ -279,7 +279,7 @@ def test_a_damaged_slice_is_named_and_nothing_is_written(tmp_path, tiny_model):
 
 
 def test_sglang_serves_what_was_written(tmp_path, tiny_model):
-    """All linear layers with rsLoRA, whose scaling SGLang works out without it, and a part of the layers."""
+    """One folder has all linear layers with rsLoRA, whose scaling factor SGLang computes without it; the other has some of the layers."""
     model = tiny_model("qwen2").folder
     kinds = {
         "all": LoraConfig(rank=4, alpha=16, use_rslora=True),

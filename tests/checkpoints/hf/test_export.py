@@ -1,4 +1,4 @@
-"""Megatron shards as a Hugging Face folder."""
+"""Megatron shards written as a Hugging Face folder."""
 
 import json
 import shutil
@@ -76,7 +76,7 @@ def test_what_was_loaded_comes_back_bit_for_bit(tmp_path, tiny_model, family, la
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_vision_tower_comes_along_as_it_is(tmp_path, tiny_model, family):
-    """Beside it the language model's tensors have another prefix, and all experts of a layer one tensor."""
+    """In a folder with a vision tower the language model's tensors have another prefix, and all experts of a layer are one tensor."""
     model = tiny_model(family, vision=True)
     (model.folder / "preprocessor_config.json").write_text("{}")
     ranks = load_all(model.folder, TWO)

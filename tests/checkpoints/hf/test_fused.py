@@ -21,7 +21,7 @@ LAYOUTS = {"one": ParallelLayout(world=1), "tp2ep4": ParallelLayout(world=4, tp=
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, tiny_model) -> tuple[Path, Path]:
-    """A folder whose experts are in MXFP4, and one with the values that transformers makes of them. Widths of 64: two scales a row."""
+    """A folder whose experts are in MXFP4, and a folder with the values that transformers makes of them. Widths of 64: two scales a row."""
     model = tiny_model("gpt_oss", fields={"hidden_size": 64, "intermediate_size": 64})
     folder, plain = (tmp_path_factory.mktemp("mxfp4") / name for name in ("packed", "plain"))
     for copy in (folder, plain):
@@ -67,7 +67,7 @@ def test_slices_begin_anywhere_in_a_group_of_values(published):
 
 
 def test_export_of_mxfp4_is_bfloat16_in_files_of_whole_layers(published, tmp_path):
-    """A file has all experts of a tensor, though it may have fewer bytes than they take."""
+    """A file has all experts of a tensor, even where they exceed the allowed size of a file."""
     folder, plain = published
     plan = ExportPlan(read_model_config(str(folder)), LAYOUTS["one"], torch.bfloat16, shard_bytes=20_000)
     (rank,) = load_all(folder, LAYOUTS["one"])

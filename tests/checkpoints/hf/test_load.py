@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is refused, value heads, float8, layers that are dropped."""
+"""Reading checkpoints: folders that are refused, value heads, float8, layers that are dropped."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
     ],
 )
 def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, family, block, layout):
-    """Blocks that no shard's edge meets, blocks that most shards' edges cut, and blocks larger than tensors."""
+    """Three block sizes: no shard's edge cuts a block, most shards' edges cut blocks, and blocks are larger than tensors."""
     folder = shutil.copytree(tiny_model(family, dtype="bfloat16").folder, tmp_path / "hf")
     torch.manual_seed(0)
     means = quantise(folder, block)
@@ -121,7 +121,7 @@ def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, fa
     assert (zero == 0).all()
 
 
-COMPRESSED = {  # as GLM-4.5-FP8 has it
+COMPRESSED = {  # as in GLM-4.5-FP8
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
     "quantization_status": "compressed",
@@ -142,7 +142,7 @@ COMPRESSED = {  # as GLM-4.5-FP8 has it
 
 
 def compress(folder: Path) -> dict[str, torch.Tensor]:
-    """Have compressed-tensors write a checkpoint's projections in float8 with a scale for each row; returns what it then makes of all."""
+    """Have compressed-tensors write a checkpoint's projections in float8 with a scale for each row; returns all weights as it decompresses them."""
     group = COMPRESSED["config_groups"]["group_0"]
     scheme = QuantizationScheme.model_validate({**group, "format": "float-quantized"})
     written, means = {}, {}
@@ -150,7 +150,7 @@ def compress(folder: Path) -> dict[str, torch.Tensor]:
         if not name.endswith(PROJECTIONS):
             written[name] = means[name] = tensor
             continue
-        tensor[0] *= 50  # scales differ
+        tensor[0] *= 50  # makes the scales differ
         scales = tensor.float().abs().amax(1, keepdim=True).div(448).to(tensor.dtype)
         compressed = FloatQuantizationCompressor.compress({"weight": tensor, "weight_scale": scales}, scheme)
         written[name], written[name + "_scale"] = compressed["weight"], compressed["weight_scale"]
@@ -171,7 +171,7 @@ def compress(folder: Path) -> dict[str, torch.Tensor]:
 def test_float8_weights_with_a_scale_for_each_row_are_what_compressed_tensors_makes_of_them(
     tmp_path: Path, tiny_model: Callable[..., TinyModel], layout: ParallelLayout
 ) -> None:
-    """Of GLM-4.7's family, in bfloat16: rounded once, as the library does."""
+    """A model of GLM-4.7's family in bfloat16: values are rounded once, as in the library."""
     folder = shutil.copytree(tiny_model("glm4_moe", dtype="bfloat16").folder, tmp_path / "hf")
     means, config = compress(folder), read_model_config(str(folder))
     assert config.scaled_channels and config.fp8_block is None
@@ -279,7 +279,7 @@ def test_what_prediction_layers_repeat_must_be_the_models_own(tmp_path, tiny_mod
         reader.check(config, "lm", mtp=True)
         with pytest.raises(ValueError, match=rf"{name} should be equal to lm_head\.weight, but is not"):
             reader.check_mtp_copies(config)
-    check_hf_weights(str(folder), config, mtp=True)  # which reads no values
+    check_hf_weights(str(folder), config, mtp=True)  # this check reads no values
     with pytest.raises(ValueError, match="should be equal to"):
         check_hf_weights(str(folder), config, mtp=True, copies=True)
     change_tensors(folder, lambda tensors: tensors.pop(name))

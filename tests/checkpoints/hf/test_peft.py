@@ -1,4 +1,4 @@
-"""Folders of adapters in PEFT's format: what PEFT itself saves is read, and what does not fit is refused by name."""
+"""Folders of adapters in PEFT's format: folders that PEFT saves are read, and adapters that do not fit are refused by name."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ ONE, WIDE = ParallelLayout(world=1), ParallelLayout(world=8, tp=2, pp=2, ep=2, e
 
 @pytest.fixture
 def adapter(tmp_path, tiny_model) -> tuple[Path, Path]:
-    """A folder of adapters, and the model that it is of."""
+    """A folder of adapters, and the folder of the model that they belong to."""
     model = tiny_model("llama").folder
     write_random(model, LORA, tmp_path / "a")
     return tmp_path / "a", model
@@ -136,7 +136,7 @@ def test_files_that_are_missing_or_damaged_are_named(adapter):
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# no two of a layer's sizes are equal: hidden 32, experts' width 24
+# All sizes of a layer differ: hidden 32, experts' width 24.
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 96}
 KINDS = {
     "parameters": {"target_modules": [], "target_parameters": EXPERTS},
@@ -164,7 +164,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 
 def save(model: Path, target: Path, rank: int = 4, **keys: Any) -> Any:
-    """Random adapters, saved by PEFT; returns its model."""
+    """Save random adapters with PEFT; returns PEFT's model."""
     torch.manual_seed(5)
     peft = get_peft_model(base_model(model), PeftConfig(r=rank, lora_alpha=12, task_type="CAUSAL_LM", **keys))
     with torch.no_grad():
@@ -179,7 +179,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-# Every kind with a family whose experts are in one tensor and with one of the others, which have every second one in turn.
+# Every kind with qwen3_moe, and with qwen3_5_moe, whose experts are in one tensor; the other families have every second kind.
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -199,7 +199,7 @@ def test_a_merged_model_is_what_peft_makes_of_both(tmp_path, models, family, kin
     assert found.keys() == expected.keys()
     changed = {name for name, tensor in expected.items() if not torch.equal(tensor, base[name])}
     every = "all-linear" in KINDS[kind].values()
-    # Experts that a file has in one tensor PEFT (0.21.2) adapts as parameters alone, and their router not at all. The names of
+    # Where a file has all experts in one tensor, PEFT (0.21.2) adapts them only as parameters, and never their router. The names of
     # projections are not those of MiniMax-M2's experts (w1, w2, w3).
     fused = family == "qwen3_5_moe"
     named = "target_parameters" in KINDS[kind] or not (fused or (family, kind) == ("minimax_m2", "names"))
@@ -224,7 +224,7 @@ SECTIONS = {
 def fill(
     adapter: Path, model: Path, lora: LoraConfig, layout: ParallelLayout
 ) -> list[dict[str, torch.Tensor]]:
-    """What each rank holds after it read the folder into adapters that are new."""
+    """The adapters of each rank after it has read the folder into new adapters."""
     config = read_model_config(str(model))
     ranks = empty_shards(adapter_layout(config, layout, lora))
     for rank, tensors in enumerate(ranks):
@@ -237,7 +237,7 @@ def fill(
 @pytest.mark.parametrize("layout", [ONE, WIDE], ids=["one", "tp2pp2ep2etp2"])
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_what_training_begins_with_is_what_peft_saved(tmp_path, models, kind, layout):
-    """Ranks read single experts' adapters from the parameters' ones; what they then write computes the same."""
+    """Ranks read the adapters of single experts from PEFT's adapters of parameters; the adapters that they then write compute the same."""
     model, lora = models["qwen3_moe"], SECTIONS[kind]
     peft = save(model, tmp_path / "adapter", **KINDS[kind])
     ranks = fill(tmp_path / "adapter", model, lora, layout)
@@ -255,7 +255,7 @@ def test_adapters_of_one_rank_are_the_saved_ones_bit_for_bit(tmp_path, models):
     write(model, lora, tmp_path / "ours", fill(tmp_path / "adapter", model, lora, WIDE), WIDE)
     ours, theirs = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "adapter")
     layer, count = "model.layers.2.mlp.experts.", read_model_config(str(model)).moe.num_experts
-    # PEFT's own layout: A expert by expert, B's columns of all experts side by side
+    # PEFT's own layout: A has the experts one after another, B has the columns of all experts next to each other.
     a, b = (theirs[f"{layer}base_layer.lora_{kind}.weight"] for kind in "AB")
     assert b.shape == (48, 4 * count)
     for expert in (0, 3, count - 1):
@@ -264,12 +264,12 @@ def test_adapters_of_one_rank_are_the_saved_ones_bit_for_bit(tmp_path, models):
         assert torch.equal(ours[up + "A.weight"], ours[gate + "A.weight"])
         assert torch.equal(ours[gate + "B.weight"], b[:24, expert::count])
         assert torch.equal(ours[up + "B.weight"], b[24:, expert::count])
-    shared = dataclasses.replace(lora, shared_a=True)  # which they can be
+    shared = dataclasses.replace(lora, shared_a=True)  # these adapters can share A
     fill(tmp_path / "adapter", model, shared, WIDE)
 
 
 def test_megatron_computes_what_peft_does(ranks, tmp_path, models):
-    """Gate and up of twice the rank of the others, and routers."""
+    """Gate and up have twice the rank of the other projections, and routers have adapters."""
     model, lora = models["qwen3_moe"], SECTIONS["rslora"]
     peft = save(model, tmp_path / "adapter", **KINDS["rslora"])
     sizes = {"tp": 2, "sp": True, "ep": 2}

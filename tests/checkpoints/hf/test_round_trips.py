@@ -56,7 +56,7 @@ CASES = [
     for family in FAMILIES
     if family not in DENSE_FAMILIES or (layout.ep, layout.etp) == (1, 1)
 ]
-# Every third case of each layout and of each family; the others run with --slow.
+# Every third case of each layout and of each family; the other cases run with --slow.
 OFTEN = [
     (name, family)
     for name, family in CASES
@@ -65,7 +65,7 @@ OFTEN = [
 MARKED = [
     pytest.param(case, id="-".join(case), marks=() if case in OFTEN else pytest.mark.slow) for case in CASES
 ]
-ENGINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 1), (8, 4, 1), (4, 2, 2))  # tp, ep, dp attention
+ENGINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 1), (8, 4, 1), (4, 2, 2))  # tp, ep, dp of attention
 
 
 def engines_of(family):
@@ -73,7 +73,7 @@ def engines_of(family):
 
 
 def engines_with(layout, family):
-    """Two of them: with each layout and with each family all come to their turn."""
+    """Two of the engine layouts; over all cases, every engine layout meets every layout and every family."""
     engines, turn = engines_of(family), (list(LAYOUTS).index(layout) + FAMILIES.index(family)) // 3
     return [engines[(turn + step) % len(engines)] for step in (0, len(engines) // 2)]
 
@@ -88,13 +88,13 @@ def test_each_engine_meets_each_layout_and_each_family():
 
 @lru_cache(maxsize=4)
 def loaded(folder, layout):
-    """What each rank holds after it read the checkpoint."""
+    """The tensors of each rank after it has read the checkpoint."""
     return load_all(folder, LAYOUTS[layout])
 
 
 @pytest.fixture(scope="module", params=MARKED)
 def case(request):
-    """Of the module, so that all tests of a case follow each other, for which its ranks are loaded once."""
+    """The fixture has module scope: all tests of a case follow each other, and its ranks are loaded once."""
     return request.param
 
 
@@ -112,7 +112,7 @@ def test_hugging_face_to_megatron_and_back(tiny_model, case):
 
 
 def test_hugging_face_to_megatron_to_sglang(tiny_model, case):
-    """The first of its two engines comes with another one like it."""
+    """The first of the case's two engine layouts is tested with two engines of it."""
     name, family = case
     model = tiny_model(family)
     source = megatron_layout(model.config, LAYOUTS[name])
@@ -165,7 +165,7 @@ def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
     [(family, mtp) for family in FAMILIES for mtp in (False, True) if not mtp or family in MTP_FAMILIES],
 )
 def test_pieces_fill_their_tensors_once(tiny_model, family, mtp):
-    """No element of a rank's parameters is left out or meant for two weights, but for the vocabulary's padding."""
+    """Each element of a rank's parameters belongs to one weight, except the vocabulary's padding."""
     config = tiny_model(family).config
     layouts = [megatron_layout(config, LAYOUTS[name], mtp=mtp) for name, other in CASES if other == family]
     layouts += [sglang_layout(config, EngineLayout(*engine)) for engine in engines_of(family)]
@@ -179,7 +179,7 @@ def test_pieces_fill_their_tensors_once(tiny_model, family, mtp):
             for piece in pieces:
                 tensors[piece.local][piece.local_box.slices].zero_()
             assert num_empty(tensors) == 0, (layout.name, rank)
-            # More elements than there are would be written if one of them were meant for two weights.
+            # If an element belonged to two weights, the pieces would have more elements than there are.
             elements = sum(tensor.numel() for tensor in tensors.values())
             assert elements == sum(piece.local_box.numel for piece in pieces), (layout.name, rank)
 

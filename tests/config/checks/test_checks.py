@@ -1,4 +1,4 @@
-"""What is refused of every command; fine-tuning and reward models in particular."""
+"""Configurations that every command refuses; those of fine-tuning and reward models in particular."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -478,7 +478,7 @@ def test_reward_models(rm: Callable[..., RMConfig], overrides: list[str], proble
 
 
 def test_preferences_train_no_prediction_layers(examples: list[str]) -> None:
-    """Of either response: one of them is not to be predicted."""
+    """A preference has two responses, and the model must not learn to predict one of them."""
     config = load_config(DPOConfig, None, [*examples, "model.mtp=train"])
     assert problems(config) == [
         "model.mtp=train: preferences have responses that are not to be predicted; give keep, and train the layers by megarl sft"

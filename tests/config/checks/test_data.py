@@ -1,4 +1,4 @@
-"""Section data: where prompts come from, in which order, and what fits together."""
+"""Section data: the sources of prompts, their order, and keys that contradict each other."""
 
 import importlib
 from collections.abc import Callable
@@ -153,7 +153,7 @@ def test_the_other_commands_check_the_template_too(
 
 
 def test_free_keys_are_kept_as_they_are(train: Train, folder: Path) -> None:
-    """With overrides merged in, and written and read again."""
+    """Free keys stay as they are when overrides are merged into them, and when the configuration is written and read again."""
     config = train(
         "data.apply_chat_template_kwargs={enable_thinking: true, style: {kind: short, lines: [1, 2.5, null]}}",
         "data.apply_chat_template_kwargs.enable_thinking=false",

@@ -1,4 +1,4 @@
-"""What training in float8 is refused with."""
+"""Configurations of float8 training that are refused."""
 
 from collections.abc import Callable
 
@@ -74,7 +74,8 @@ def test_other_recipes_are_refused_by_name(train: Train, recipe: str, words: str
 
 
 def test_tokens_of_a_rank() -> None:
-    """128 where ranks gather their inputs in float8 (`Float8BlockQuantizer.is_quantizable`), else 16 (`get_fp8_align_size`)."""
+    """With float8 the tokens of a rank are a multiple of 128 where ranks gather their inputs (`Float8BlockQuantizer.is_quantizable`), else of 16
+    (`get_fp8_align_size`)."""
     assert MegatronConfig(tensor_model_parallel_size=2).token_multiple == 1
     assert MegatronConfig(fp8="e4m3").token_multiple == 16
     assert MegatronConfig(fp8="e4m3", tensor_model_parallel_size=2).token_multiple == 128

@@ -1,4 +1,4 @@
-"""Where the devices of an engine are."""
+"""Which devices and nodes the ranks of an engine are on."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def test_an_engine_has_equally_many_devices_on_each_of_its_nodes(
 ) -> None:
     two = ("trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=8")
     check_config(train(*two))
-    check_config(train(f"{ROLLOUT}.nodes_per_engine=2"))  # of one machine
+    check_config(train(f"{ROLLOUT}.nodes_per_engine=2"))  # both on one machine
     check_config(
         evaluation("trainer={nnodes: 2, n_gpus_per_node: 1}", "rollout.tensor_model_parallel_size=2")
     )
@@ -60,7 +60,7 @@ CRITIC = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-5")
 
 
 def test_fsdp_of_a_critic_next_to_an_actor_in_stages(train: Train) -> None:
-    """The layout of the articles, in megarl's keys."""
+    """The layout of the articles, written with megarl's keys."""
     actor = (
         "actor_rollout_ref.actor.megatron={tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}",
     )

@@ -1,4 +1,4 @@
-"""What may be sampled how, the section multi_turn, where scores come from, and the Scorer that a configuration describes."""
+"""Checks of sampling options, of section multi_turn and of the sources of scores, and the Scorer that a configuration describes."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ROLLOUT, LORA = "actor_rollout_ref.rollout", ["actor_rollout_ref.model.lora.rank
 
 
 def recipe_problems(*overrides, schema=TrainConfig, recipe=RECIPE):
-    """What is wrong with a recipe under overrides, but for files that are not there."""
+    """The problems of a recipe under overrides, except missing files."""
     config = load_config(schema, recipe, overrides)
     try:
         check_config(config, data_files=False)
@@ -166,7 +166,7 @@ def test_evaluation_needs_problems():
 
 def test_sets_alone_are_enough_to_validate():
     assert recipe_problems("data.val_files=null", "data.val_sets.hard.files=x.parquet") == []
-    assert recipe_problems("data.val_files=null")  # test_freq needs something
+    assert recipe_problems("data.val_files=null")  # test_freq needs validation data
 
 
 OTHERS = {
@@ -254,7 +254,7 @@ def test_an_environment_is_named(train, evaluation, tmp_path):
     (line,) = problems(train(*slow, f"{ROLLOUT}.multi_turn.step_timeout=600"))
     assert "step_timeout=600 must be less than" in line
     (tmp_path / "mine.py").write_text("")
-    check_config(evaluation(*unknown, f"plugins=[{tmp_path}/mine.py]"))  # it may be that file's
+    check_config(evaluation(*unknown, f"plugins=[{tmp_path}/mine.py]"))  # the file may define it
 
 
 GATEWAY = f"{ROLLOUT}.gateway"
@@ -434,7 +434,7 @@ def rewarded(train: Train, folder: Path) -> Train:
 
 
 def test_without_enable_nothing_is_derived_or_asked_for(train: Train) -> None:
-    """As the second article prints it: a folder that is not there, beside enable: false."""
+    """As the second article prints it: the model's folder does not exist, and enable is false."""
     config = train("reward_model.model.path=~/models/none", "reward_model.micro_batch_size_per_gpu=16")
     check_config(config)
     assert resolve(config).reward_model == config.reward_model

@@ -1,4 +1,4 @@
-"""Checks of trainer.mode, and what is said of a run whose trajectories are of older weights."""
+"""Checks of trainer.mode, and messages about runs that train on trajectories of older weights."""
 
 import re
 from pathlib import Path
@@ -145,7 +145,7 @@ def test_advice_where_nothing_corrects(train, given: str) -> None:
 
 
 def test_a_run_goes_on_in_its_own_mode(train, tmp_path: Path) -> None:
-    """A checkpoint from before there were modes is of a synchronous run."""
+    """A checkpoint that was saved before trainer.mode existed belongs to a synchronous run."""
     saved = save_config(resolve(train(*APART)), tmp_path / "config.yaml")
     assert refused_changes(changed_keys(resolve(train(*APART)), saved)) == []
     now = resolve(train(*APART, "trainer.mode=sync"))
@@ -188,7 +188,7 @@ def test_violations_of_runs_that_only_generate_or_only_train(
 
 
 def test_what_is_told_to_be_set_over_a_recipe_is_enough(train, tmp_path: Path) -> None:
-    """Whatever the recipe has: all that generation alone does not do."""
+    """Whatever the recipe has, the errors name a new value for each key that has no meaning in a run that only generates."""
     given = [ONLY, "trainer.test_freq=2", "trainer.val_before_train=true", "trainer.save_freq=2", "trainer.save_minutes=5",
              "trainer.best_metric=reward/mean", "trainer.max_run_minutes=9", "trainer.checkpoint_url=s3://bucket/run",
              f"trainer.resume_from_path={tmp_path}"]  # fmt: skip
@@ -223,7 +223,7 @@ def test_what_may_change_is_listed_with_both_values(tmp_path: Path) -> None:
         f"{POLICY}.actor.megatron.tensor_model_parallel_size=1",
         f"{POLICY}.model.mtp=keep",
     )
-    found[f"{POLICY}.model.indexer"] = ("(not there)", "freeze")  # a run from before there was such a key
+    found[f"{POLICY}.model.indexer"] = ("(not there)", "freeze")  # a run from before this key existed
     assert found[f"{POLICY}.actor.optim.lr"][1] == 0.25
     assert f"{POLICY}.model.mtp" in found
     assert found[f"{POLICY}.actor.megatron.tensor_model_parallel_size"] == (2, 1)

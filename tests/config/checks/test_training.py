@@ -1,4 +1,4 @@
-"""What models need that are trained: estimators, losses, controllers, corrections, float16, the exact KL, adapters, trackers, health."""
+"""Requirements of trained models: estimators, losses, controllers, corrections, float16, the exact KL, adapters, trackers, health."""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +31,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
 
-# Keys that an estimator needs beside it.
+# Further keys that an estimator needs.
 NEEDED = {
     "gdpo": ["algorithm.reward_weights={score: 1.0}"],
     "gigpo": [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"],
@@ -247,7 +247,7 @@ def test_muon_and_what_it_does_not_go_with(
 def test_a_decay_needs_steps_after_the_warm_up(
     train: Train, grpo: Train, sft: Callable[..., SFTConfig]
 ) -> None:
-    """Its steps are the optimizer's: two of the critic, two of the actor for each of the run's."""
+    """The steps of a decay are the optimizer's: two of the critic and two of the actor in each step of the run."""
     policy, once = "actor_rollout_ref.actor.optim", "actor_rollout_ref.actor.ppo_epochs=1"
     actor = f"{policy}.lr_decay_style=linear", f"{policy}.lr_warmup_steps=6", once
     check_decays(resolve(grpo(*actor)), 4)
@@ -293,7 +293,7 @@ def test_the_exact_kl_needs_the_reference_beside_the_actor(train: Train) -> None
         "algorithm.kl_penalty='full'",
     ]
     assert "policy and reference must be in the same processes" in found[0]
-    # What is not used may be anywhere.
+    # A reference that is not used may be in any pool.
     check_config(train(f"{ACTOR}.kl_loss_type=full", "algorithm.kl_penalty=full", apart))
 
 
@@ -351,7 +351,7 @@ def test_each_row_has_one_of_several_teachers(grpo: Train, folder: Path) -> None
 
 
 def test_a_teacher_that_engines_serve_has_devices_of_its_own(grpo: Train, folder: Path) -> None:
-    """No key of Megatron's, and judges by sampled tokens or the most likely ones."""
+    """A served teacher takes none of Megatron's keys, and it scores only sampled tokens or the most likely tokens."""
     shutil.copytree(folder / "model", folder / "served")
     ref, teachers, used = "actor_rollout_ref.ref", "actor_rollout_ref.teachers", f"{ACTOR}.use_kl_loss=true"
     pools = (
@@ -563,7 +563,7 @@ def test_what_cannot_be_is_refused(train: Train, overrides: tuple[str, ...], wor
 
 @pytest.mark.parametrize("name", ["target_modules", "exclude_modules"])
 def test_one_name_is_a_list_of_one(train: Train, name: str) -> None:
-    """Also for a run that goes on from one which was told the other way."""
+    """A run may also resume from a run whose configuration has the other form."""
     one, listed = (
         train(f"{ACTOR_LORA}.rank=8", f"{ACTOR_LORA}.{name}={text}") for text in ("o_proj", "[o_proj]")
     )

@@ -19,7 +19,7 @@ NAME = "Qwen/Qwen2.5-0.5B-Instruct"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
-    """What is asked of the Hub, which has everything: (id, patterns of files)."""
+    """The requests to a Hub that has every model: (id, patterns of files)."""
     asked = []
 
     def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
@@ -53,7 +53,7 @@ def test_each_id_becomes_the_folder_in_the_cache(train: Train, hub: list) -> Non
     assert local.reward_model.model.path == "/cache/owner/reward"
     assert local.reward_model.model.input_tokenizer == f"/cache/{NAME}"
     weights = [name for name, patterns in hub if "*.safetensors" in patterns]
-    assert weights == [NAME, "owner/critic", "owner/reward"]  # for tokenizers no weights
+    assert weights == [NAME, "owner/critic", "owner/reward"]  # no weights for tokenizers
     assert not any("*.py" in patterns for _, patterns in hub)
 
 
@@ -79,7 +79,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class SmallHub(BaseHTTPRequestHandler):
-    """A Hub with one model, owner/name, as far as a download asks it."""
+    """A Hub with one model, owner/name, that answers the requests of a download."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -143,7 +143,7 @@ def test_a_real_download(tmp_path: Path) -> None:
 
 
 def test_without_a_way_to_the_hub_it_says_what_to_do(tmp_path: Path) -> None:
-    """In a process of its own: the Hub's address is read when its package is imported."""
+    """Runs in a process of its own, because the package reads the Hub's address when it is imported."""
     code = (
         "from megarl.config.loading.hub import _download\n"
         "try: _download('actor_rollout_ref.model.path', 'owner/name', ('*.json',))\n"

@@ -1,4 +1,4 @@
-"""Which command a recipe is of."""
+"""Reading of files and overrides, and the command that a recipe belongs to."""
 
 import subprocess
 import sys
@@ -195,7 +195,7 @@ def test_wrong_types(train: Train, override: str, problem: str | None) -> None:
 @pytest.mark.parametrize(
     ("override", "name", "value"),
     [
-        ("trainer.logger=console", "logger", ("console",)),  # as in verl's quickstart
+        ("trainer.logger=console", "logger", ("console",)),  # as verl's quickstart has it
         ("trainer.logger=[console]", "logger", ("console",)),
         ("trainer.profile_steps=3", "profile_steps", (3,)),
         ("trainer.logger=[]", "logger", ()),
@@ -267,7 +267,7 @@ def test_anchors_and_merge_keys() -> None:
     assert plain(parse(text, "x")) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 3, "y": 2}}
 
 
-# Without control characters and Unicode's own line breaks, which PyYAML does not keep.
+# Texts without control characters and Unicode line breaks, which PyYAML does not keep.
 texts = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")))
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), texts,

@@ -15,7 +15,7 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that has none of them."""
+    """A working directory that has no recipes."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_plans_from_anywhere(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("command", ["train", "sft", "rm", "dpo", "eval", "doctor"])
 def test_every_command_takes_one(command: str, capsys: pytest.CaptureFixture) -> None:
-    """Each reads it, and then misses its data, which are made in the working directory."""
+    """Each command reads the recipe and then reports that its data are missing: they would be made in the working directory."""
     name = {"train": "ppo", "doctor": "ppo"}.get(command, command)
     recipe = {"rm": "preference_rm", "dpo": "three_stages_dpo_cpu"}.get(command, f"quickstart_{name}")
     assert main([command, f"recipe:{recipe}"]) in (1, 2)
@@ -108,8 +108,8 @@ def test_every_command_takes_one(command: str, capsys: pytest.CaptureFixture) ->
 def test_a_job_gets_what_is_on_other_machines(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's the file of this installation, which its nodes share; Kubernetes' all of the text, with names that the image's
-    own megarl resolves."""
+    """A Slurm job gets the path of the file in this installation, which its nodes share; a Kubernetes job gets the complete text, with names that the
+    image's own megarl resolves."""
     job = make_job("train", "recipe:qwen2.5_72b_grpo_lora", [], None, [])
     assert job.recipe == RECIPES / "qwen2.5_72b_grpo_lora.yaml"
     assert job.launch.name == "qwen2-5-72b-grpo-lora"

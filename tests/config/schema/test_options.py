@@ -41,9 +41,9 @@ def test_nearest_keys_of_something_else_are_none() -> None:
 
 
 def test_every_key_is_read() -> None:
-    """A key that nobody reads must not exist: its name stands in the code outside of the schema (and of these tables).
+    """No key may exist that no code reads: its name stands in the code outside of the schema (and outside of these tables).
 
-    Keys that can only have one value, the others being refused while they are read, are read by that.
+    Keys with only one legal value count as read, since all other values are refused when the configuration is loaded.
     """
     config = Path(megarl.config.__file__).parent
     tables = [*(config / "schema").glob("*.py"), config / "show.py"]

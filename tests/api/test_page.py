@@ -1,4 +1,4 @@
-"""The command and the program of docs/api.md, run as they stand there, and what the page says of them."""
+"""The command and the program of docs/api.md, run as they stand there, and the page's statements about them."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ PAGE = (REPOSITORY / "docs/api.md").read_text()
 
 @pytest.fixture(scope="module")
 def page_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder in which the command and the program of docs/api.md were run as they stand there, and what was printed."""
+    """The folder in which the command and the program of docs/api.md were run as they stand there, and their output."""
     folder = tmp_path_factory.mktemp("page")
     (command,) = re.findall(r"^megarl (.*)$", PAGE, re.MULTILINE)
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -34,7 +34,7 @@ def page_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_the_program_of_the_page(page_run: tuple[Path, str]) -> None:
-    """What the page says of it: the reward rises, a checkpoint and the policy are written, the metrics are the loop's."""
+    """The page's statements: the reward rises, a checkpoint and the policy are written, the metrics are the loop's."""
     folder, printed = page_run
     out = folder / "outputs/api"
     rewards = [

@@ -1,4 +1,4 @@
-"""The Python API: its configuration, its prompts, what it refuses; and, slow, real runs. test_api_page.py has another."""
+"""The Python API: its configuration, its prompts, its refusals; and real runs, which are slow. test_page.py has another."""
 
 import json
 import pickle
@@ -159,7 +159,7 @@ def test_prompts_of_every_kind(model: Path) -> None:
 
 
 def test_prompts_with_the_columns_that_keys_name(model: Path) -> None:
-    """The same keys as of files; `ground_truth` stands for any of them."""
+    """The same keys as for files; `ground_truth` takes the place of any answer key."""
     keys = [
         "data.shuffle=false",
         "data.prompt_key=question",
@@ -297,7 +297,7 @@ def two_steps(config: TrainConfig, model: Path, prompts: Path) -> None:
 
 
 def in_a_process(function: Callable[..., None], *arguments: Any) -> None:
-    """Run it as a program of its own, whose Ray is its own."""
+    """Run a function as a program of its own, with a Ray of its own."""
     program = "import pickle, sys; function, arguments = pickle.load(sys.stdin.buffer); function(*arguments)"
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -330,7 +330,7 @@ def test_the_policy_is_saved_merged_and_as_adapters(model: Path, real_run: Path)
 
 @pytest.mark.slow
 def test_a_program_that_is_started_again_goes_on(model: Path, real_run: Path, tmp_path: Path) -> None:
-    """From the checkpoint after step 1, in the middle of the prompts' epoch; bit for bit."""
+    """It goes on from the checkpoint after step 1, in the middle of the prompts' epoch, and gives the same results bit for bit."""
     in_a_process(three_steps, model, tmp_path, real_run / "checkpoints" / "step-1")
     assert_same_steps(real_run, tmp_path, 2)
     for name in (

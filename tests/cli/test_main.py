@@ -127,7 +127,7 @@ def test_help_shows_a_command_that_works_and_where_the_keys_are(command, capsys)
         if schema in SCHEMAS and rest not in (
             ["--gpu"],
             ["model", "FOLDER"],
-        ):  # what follows the columns of words is what is said of it
+        ):  # the text after the columns of words is the description of the command
             assert program == "megarl" and rest[0].startswith("recipe:")
             load_with_origins(SCHEMAS[schema], rest[0], [word for word in rest[1:] if "=" in word])
         else:
@@ -136,7 +136,7 @@ def test_help_shows_a_command_that_works_and_where_the_keys_are(command, capsys)
 
 @pytest.mark.parametrize(("arguments", "code"), [("config --reference", 141), ("--help", 0)])
 def test_a_reader_that_stops_is_no_error(arguments: str, code: int) -> None:
-    """As `megarl config RECIPE | head` does once it has its lines; 141 is the exit code of a process which SIGPIPE ends."""
+    """As `megarl config RECIPE | head` does once it has its lines; 141 is the exit code of a process that SIGPIPE ends."""
     command = f"{sys.executable} -m megarl {arguments} | true; echo ${{PIPESTATUS[0]}}"
     for unbuffered in ("", "1"):  # Python writes at its end, or at once
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -280,7 +280,7 @@ def test_a_row_without_a_prompt(refuse, task, tmp_path) -> None:
 def test_examples_without_answers(refuse, task) -> None:
     message = refuse("sft", "data.response_key=extra_info.solution")
     assert f"{task}/data/sft.parquet row 0: no 'extra_info.solution'" in message
-    assert message.count("sft.parquet row") == 1  # of a file the first wrong row
+    assert message.count("sft.parquet row") == 1  # only the first wrong row of a file
 
 
 def test_a_file_that_is_no_parquet(refuse, tmp_path) -> None:
@@ -365,13 +365,13 @@ def test_a_task_that_cannot_be_made(tmp_path, capsys, option) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_named(capsys) -> None:
-    """Not the user's text but the machine is at fault: exit code 1."""
+    """The machine is at fault, not the user's text: exit code 1."""
     assert main(["make-task", "/proc/task"]) == 1
     assert "/proc/task" in capsys.readouterr().err
 
 
 def test_overrides_alone_need_no_recipe(capsys) -> None:
-    """As verl is started; `+key` and `++key` are Hydra's."""
+    """verl is started in this way; `+key` and `++key` are Hydra's."""
     assert main(["train", "++data.train_batch_size=8", "+trainer.total_epochs=1"]) == 2
     message = capsys.readouterr().err
     assert "data.train_batch_size" not in message and "trainer.total_epochs" not in message
@@ -387,7 +387,7 @@ def test_several_copies_by_torchrun_are_refused(refuse, monkeypatch) -> None:
 
 def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys, monkeypatch) -> None:
     """A name that a plugin adds is known; one that neither megarl nor the plugin has is not."""
-    monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))  # other tests do not know it
+    monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))  # other tests do not see the name
     (tmp_path / "mine.py").write_text(
         "from megarl.algorithms.advantages import ESTIMATORS\n\n"
         "@ESTIMATORS.register('cli_test_estimator')\n"
@@ -399,7 +399,7 @@ def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys, m
     message = refuse(
         "train", *plugin, "algorithm.adv_estimator=cli_test_estimator", "data.max_prompt_length=1"
     )
-    assert "cli_test_estimator" not in message  # the prompts are too long: the next thing that is looked at
+    assert "cli_test_estimator" not in message  # the next check fails: the prompts are too long
     (tmp_path / "bad.py").write_text("1 / 0\n")
     assert "importing it failed with ZeroDivisionError" in refuse("train", f"plugins=[{tmp_path}/bad.py]")
 

@@ -19,11 +19,11 @@ from megarl.cluster import (
 from megarl.cluster.fork_server import start_fork_server
 from tests.cluster.processes import start_controller
 
-SLOTS = 4  # of the pool that all tests share
+SLOTS = 4  # size of the pool that all tests share
 SPARE_SLOTS = 2  # for tests of pools
 
 
-@pytest.fixture(scope="package")  # gone before the next room: a process has one cluster at a time
+@pytest.fixture(scope="package")  # stopped before the next room's tests: a process has one cluster at a time
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = start_cluster(None, SLOTS + SPARE_SLOTS, tmp_path_factory.mktemp("cluster"))
     yield cluster
@@ -63,7 +63,7 @@ def trio(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The socket of a fork server that has imported torch, for groups whose ranks would each do it."""
+    """The socket of a fork server that has imported torch, for groups whose ranks would otherwise each import it."""
     path = str(tmp_path_factory.mktemp("torch") / "fork-server")
     process = start_fork_server(
         path, ProcessKind(("torch", "torch.distributed"), (("OMP_NUM_THREADS", "1"),))

@@ -24,12 +24,12 @@ from megarl.cluster.ranks import RankProcess
 from megarl.cluster.relays import RelayedGroup
 from tests.cluster.processes import wait_until_it_hangs
 
-if TYPE_CHECKING:  # what a run imports takes seconds, and most of these are none
+if TYPE_CHECKING:  # the imports of a run take seconds, and most of these controllers have no run
     from megarl.trainer.run.run import Run
 
 
 def hang(run_dir: str, address: str) -> None:
-    """A group with children, ranks 0 and 1 hung in C, 2 stopped; then sleeps until it is killed."""
+    """A group with children, ranks 0 and 1 hung in C, 2 stopped; the controller sleeps until it is killed."""
     cluster = start_cluster(address or None, 4, run_dir)
     pool = ResourcePool("hang", 1, 4, timeout=30)
     group = _group("hang", pool, 3, run_dir)
@@ -48,7 +48,7 @@ def hang(run_dir: str, address: str) -> None:
 
 
 def run(run_dir: str, method: str, address: str = "") -> None:
-    """A run whose ranks are called again and again; told to end it asks them once more, for a last result."""
+    """A run whose ranks are called again and again; after a signal to end it calls them once more, for a last result."""
     from megarl.trainer.run.preemption import REQUEUE, noting_signals
     from megarl.trainer.run.start import open_engine_run
 
@@ -73,7 +73,7 @@ def run(run_dir: str, method: str, address: str = "") -> None:
 
 
 def calls(run_dir: str, what: str) -> None:
-    """A run that is in one call of Ray after the other, and does not wait for the ranks that it has: "init", "pool", "group"."""
+    """A run that makes one call of Ray after the other ("init", "pool" or "group"), and does not wait for the ranks that it has."""
     from megarl.trainer.run.start import open_engine_run
 
     if what == "init":
@@ -93,12 +93,12 @@ def calls(run_dir: str, what: str) -> None:
         while True:
             if what == "pool":
                 ResourcePool("more", 1, 1, timeout=30).close()
-            else:  # which gets no device, and is waited for
+            else:  # the new group gets no device, and the controller waits for it
                 _group("more", pool, 1, run_dir, gpu_fraction=1.0, watched_groups=run.groups, watch=run.watch)
 
 
 def stop(run_dir: str) -> None:
-    """Starts and stops a cluster twice; reports its remains each time."""
+    """Starts and stops a cluster twice; reports what is left of it each time."""
     reports = []
     # Ray sets these itself.
     before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE", "PYTHONBREAKPOINT"}
@@ -128,7 +128,7 @@ def stop(run_dir: str) -> None:
 
 
 def serve() -> None:
-    """A cluster of 4 devices that others join, until it is killed."""
+    """A cluster of 4 devices that other processes join, until it is killed."""
     nodes = RayCluster(initialize_head=True, head_node_args=_node(_guarded_temp_dir(), "127.0.0.2", 4))
     _report(address=nodes.address)
     time.sleep(1000)
@@ -154,7 +154,7 @@ def two_nodes(run_dir: str) -> None:
 
 
 def relays_on_two_nodes(run_dir: str) -> None:
-    """Two machines with 2 made-up GPUs each: where relays are, what comes by them, and the deaths of a rank and of a relay."""
+    """Two machines with 2 made-up GPUs each: where relays are, what calls through them return, and the deaths of a rank and of a relay."""
     with _two_machines(run_dir, 2) as pool:
         groups = [_group(role, pool, 4, run_dir, kind=RelayedGroup) for role in ("actor", "critic")]
         actor, critic = groups
@@ -171,7 +171,7 @@ def relays_on_two_nodes(run_dir: str) -> None:
 
 @contextmanager
 def _two_machines(run_dir: str, num_devices: int) -> Iterator[ResourcePool]:
-    """The devices of two machines with so many made-up GPUs each, joined by address."""
+    """The devices of two machines with `num_devices` made-up GPUs each, joined by address."""
     temp_dir = _guarded_temp_dir()
     # Not 127.0.0.1: a controller that joins takes that for the machine's outer address.
     nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", num_devices))
@@ -183,7 +183,7 @@ def _two_machines(run_dir: str, num_devices: int) -> Iterator[ResourcePool]:
 
 
 def _death_of(process: RankProcess, group: WorkerGroup, hung: int) -> str:
-    """The error when it is killed while rank `hung` is waited for."""
+    """The error when `process` is killed while the controller waits for rank `hung`."""
     refs = group.call("hang_if", hung)
     wait_until_it_hangs(group.processes[hung])
     os.kill(process.pid, signal.SIGKILL)
@@ -195,8 +195,8 @@ def _death_of(process: RankProcess, group: WorkerGroup, hung: int) -> str:
 
 
 def _guarded_temp_dir() -> str:
-    """For a cluster that Ray's own utility starts: it and the directory end with this process."""
-    # Where Ray's utility (2.60) writes the address, whatever temp_dir says; ray.init would have made it.
+    """The directory of a cluster that Ray's own utility starts: the cluster and the directory are removed when this process ends."""
+    # Ray's utility (2.60) writes the address here, whatever temp_dir is; ray.init would have made the folder.
     Path("/tmp/ray").mkdir(exist_ok=True)
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
     os.environ.update(KEEP_ENVIRON, MEGARL_TEST=temp_dir)
@@ -215,7 +215,7 @@ def _node(temp_dir: str, address: str, num_devices: int) -> dict[str, Any]:
 
 
 def _marks(run: "Run", group: WorkerGroup) -> list[str]:
-    """What all processes of a run carry."""
+    """The marks in the environment of all processes of a run."""
     cluster = run.watch.cluster.mark
     return [process.mark for process in group.processes] if cluster is None else [cluster]
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those of `pids` that run (zombies do not)."""
+    """The numbers among `pids` whose processes run (zombies do not)."""
     found = []
     for pid in pids:
         try:
@@ -31,7 +31,7 @@ def alive(pids: Iterable[int]) -> list[int]:
 
 
 def alive_after(pids: Iterable[int], seconds: float) -> list[int]:
-    """Those of `pids` that still run after at most `seconds`."""
+    """The numbers among `pids` whose processes still run after at most `seconds`."""
     deadline = time.monotonic() + seconds
     while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -39,7 +39,7 @@ def alive_after(pids: Iterable[int], seconds: float) -> list[int]:
 
 
 def wait_until_it_hangs(process: RankProcess) -> None:
-    """Until a rank of workers.py has said that it does."""
+    """Wait until a rank of workers.py has printed that it hangs."""
     wait_for(lambda: "I hang now" in Path(process.log_path).read_text())
 
 
@@ -56,7 +56,7 @@ def carrying(token: str) -> list[int]:
 
 
 def guards_of(pids: Collection[int]) -> dict[int, list[str]]:
-    """Pid -> folders that it will remove, for each guard over one of `pids`."""
+    """A guard's pid -> the folders that it will remove, for each guard of one of `pids`."""
     found = {}
     for process in psutil.process_iter():
         try:

@@ -27,7 +27,7 @@ def test_words_of_ray_are_appended_to_a_file_and_not_printed(tmp_path, capsys):
     path, printed = tmp_path / "logs" / "ray.log", ray._private.worker.print_to_stdstream
     for word in ("first", "second"):
         with ray_messages_in(path):
-            # As Ray's thread calls it (listen_error_messages of Ray 2.60), by the name in its module.
+            # Called by the name in its module, as Ray's thread does (listen_error_messages of Ray 2.60).
             data = {"lines": [f"A worker died: {word}\n"], "pid": "raylet", "is_err": False}
             ray._private.worker.print_to_stdstream(data, ignore_prefix=False)
         assert ray._private.worker.print_to_stdstream is printed
@@ -40,7 +40,7 @@ def test_words_of_ray_are_appended_to_a_file_and_not_printed(tmp_path, capsys):
 
 
 def test_a_server_that_does_not_come_up_is_a_failure_of_rays_and_leaves_nothing(monkeypatch, tmp_path):
-    """Ray raises an Exception of no kind of its own, say when its raylet was stopped."""
+    """Ray raises a plain Exception, for example when its raylet was stopped."""
     folders = []
 
     def init(**arguments):
@@ -49,7 +49,7 @@ def test_a_server_that_does_not_come_up_is_a_failure_of_rays_and_leaves_nothing(
 
     monkeypatch.setattr(cluster, "start_guard", lambda *arguments, **options: None)
     monkeypatch.setattr("ray.init", init)
-    # Of this process, which other tests have connected to a cluster.
+    # Other tests have connected this process to a cluster.
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     with pytest.raises(RayFailed, match="Ray did not start on this machine: The current node timed out"):
@@ -74,7 +74,7 @@ with ending_at_once():
 
 
 def test_a_job_that_is_told_to_end_as_ray_starts_is_to_be_started_again(tmp_path):
-    """Ray answers SIGTERM itself while it starts: another thread, which does not block the signal, gets it."""
+    """Ray handles SIGTERM itself while it starts: another thread, which does not block the signal, gets it."""
     command = [sys.executable, "-c", TOLD_AS_RAY_STARTS, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == REQUEUE, result.stderr
@@ -90,11 +90,11 @@ def test_a_cluster_that_this_process_is_connected_to_is_left_alone(ray_cluster, 
 def test_a_cluster_has_no_servers_that_nobody_asks(ray_cluster):
     node = ray._private.worker._global_node
     assert set(node.all_processes) == set(ray_cluster.servers) == {"gcs_server", "raylet"}
-    assert type(node).start_monitor.__module__ == type(node).__module__  # Ray's own again
+    assert type(node).start_monitor.__module__ == type(node).__module__  # Ray's own method again
 
 
 def test_stop_cluster_leaves_nothing(controller, tmp_path):
-    """No process, no directory, no variable; and until then nobody outside this machine could connect."""
+    """No process, no directory, no variable is left; and until then no other machine could connect."""
     _, report = controller("stop", tmp_path)
     for run in report["runs"]:
         assert len(run["started"]) > 6
@@ -106,7 +106,7 @@ def test_stop_cluster_leaves_nothing(controller, tmp_path):
 
 
 def test_a_cluster_that_asks_for_a_token_gets_it(controller, tmp_path, monkeypatch):
-    """The controller has the token and is not told that it is wanted."""
+    """The controller has the token, and no variable tells it that the cluster wants one."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     _, cluster = controller("serve")
@@ -120,7 +120,7 @@ def test_a_cluster_that_asks_for_a_token_gets_it(controller, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_cluster_that_knows_no_tokens_gets_none(controller, tmp_path, monkeypatch):
-    """To send one would not only be useless: Ray's workers could then not answer the controller."""
+    """Sending a token would not only be useless: Ray's workers could then not answer the controller."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     _, cluster = controller("serve")

@@ -1,4 +1,4 @@
-"""Ranks that are copies of a process which has their imports done."""
+"""Ranks that are forked from a process which has their imports done."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from tests.cluster.processes import alive_after
 from tests.waiting import wait_for
 
 KIND = ProcessKind(("wave", "numpy"), (("OMP_NUM_THREADS", "1"),))
-# A module whose import takes as long as a file is there.
+# A module whose import takes as long as a file exists.
 SLOW = "import os, time\nwhile os.path.exists({path!r}): time.sleep(0.02)\n"
 
 
 @pytest.fixture
 def fork_server(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """fork_server(kind): the socket of one, which is killed at the end of the test."""
+    """fork_server(kind): the socket of a fork server, which is killed at the end of the test."""
     started = []
 
     def start(kind: ProcessKind = KIND) -> str:
@@ -49,7 +49,7 @@ def serving(path: str) -> list[int]:
 
 
 def is_connected(pid: int) -> bool:
-    """Whether a process has a Unix socket that is connected, be it to one that has not accepted it yet."""
+    """Whether a process has a connected Unix socket, even if the other end has not accepted the connection yet."""
     files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
     connected = "03"  # include/uapi/linux/net.h of Linux: SS_CONNECTED
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
@@ -57,7 +57,7 @@ def is_connected(pid: int) -> bool:
 
 
 def run_by(path: str, script: Path, *arguments: str, **options) -> subprocess.Popen:
-    """What Ray does to start a worker: the interpreter, then the command's arguments."""
+    """Start a worker as Ray does: the interpreter, then the command's arguments."""
     command = f"exec {interpreter(path)} {script} {' '.join(arguments)}"
     return subprocess.Popen(["bash", "-c", command], **options)
 
@@ -159,7 +159,7 @@ def test_a_copy_has_the_streams_arguments_and_folder_of_who_asked(fork_server, t
 
 
 def test_who_does_not_wait_gets_no_copy(fork_server, tmp_path, monkeypatch):
-    """A worker that Ray has given up must not come later: it would be one too many."""
+    """A worker that Ray no longer waits for must not start later: it would be one too many."""
     hold, ran = write(tmp_path / "hold", ""), tmp_path / "ran"
     write(tmp_path / "slow_module.py", SLOW.format(path=str(hold)))
     monkeypatch.syspath_prepend(tmp_path)
@@ -175,7 +175,7 @@ def test_who_does_not_wait_gets_no_copy(fork_server, tmp_path, monkeypatch):
 
 
 def test_it_ends_with_the_parent_of_who_asked_first(fork_server, tmp_path):
-    """With Ray's raylet: its copies would else live on without one (see guard.py)."""
+    """The fork server ends with Ray's raylet: otherwise its copies would live on without a raylet (see guard.py)."""
     done = tmp_path / "done"
     script = write(tmp_path / "script.py", f"print('done', file=open({str(done)!r}, 'w'))")
     path = fork_server()

@@ -42,7 +42,7 @@ def test_ranks_know_who_they_are(trio):
 
 
 def test_the_process_is_ready_for_heavy_libraries(start_group):
-    """Methods run in the main thread (SGLang installs signal handlers), at normal priority; torch can come."""
+    """Methods run in the main thread (SGLang installs signal handlers), at normal priority; torch is not imported yet."""
     group = start_group("critic", 1, env={"MY_VARIABLE": "7", "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     (state,) = wait(group.call("process_state"), [group])
     assert state == {
@@ -84,7 +84,7 @@ def test_calls_pass_arguments_and_keep_order(trio):
 
 def test_object_refs_arrive_from_shared_memory_without_a_copy(trio):
     assert wait(trio.call("where", ray.put(numpy.arange(2**20))), [trio]) == [(False, True)] * 3
-    # The test's own oracle: a small array that was not put lies elsewhere.
+    # The check itself can fail: a small array that was not put into the object store lies elsewhere.
     assert wait(trio.call("where", numpy.arange(4)), [trio])[0][1] is False
 
 
@@ -174,7 +174,7 @@ def test_a_pool_says_what_the_cluster_lacks(pool):
 
 
 def test_a_pool_says_soon_that_it_waits(pool):
-    """Nodes may still join a cluster, so that it waits; the user is told at once which devices are missing."""
+    """The pool waits because nodes may still join a cluster; a message says at once which devices are missing."""
     said = []
     begun = time.monotonic()
 
@@ -209,7 +209,7 @@ def test_devices_are_sorted_as_numbers():
 
 
 def test_two_machines_are_node_major(controller, tmp_path):
-    """Two raylets with 12 made-up GPUs each; a rank dies on the one where the controller is not."""
+    """Two raylets with 12 made-up GPUs each; a rank dies on the machine without the controller."""
     process, report = controller("two_nodes", tmp_path)
     assert process.wait(60) == 0
     hosts = ["127.0.0.2", "127.0.0.3"]
@@ -235,7 +235,7 @@ def test_reserved_ports_are_exclusive():
 
 
 class Devices(SimpleNamespace):
-    """Of a pool, without a cluster."""
+    """The devices of a pool, without a cluster."""
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -279,7 +279,7 @@ def test_calls_come_to_the_first_part_and_restarts_to_all(start_group, pool) -> 
 
 
 def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
-    """Also in a group that can be spared, whose other ranks go on."""
+    """Also in a spared group, whose other ranks go on."""
     group = start_group("engine", 2, devices_per_rank=2, parts=2)
     os.kill(group.pids[3], signal.SIGKILL)
     assert wait([group.call_rank(0, "echo")], [group], spares=[group]) == [(0, (), {})]
@@ -290,7 +290,7 @@ def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
 
 
 def test_a_rank_is_restarted_while_one_of_a_spared_group_is_dead(start_group) -> None:
-    """As engines of two roles, each of which is restarted in its own time."""
+    """Like engines of two roles, each of which is restarted in its own time."""
     first, both = start_group("eval", 1), []
     second = start_group("engine", 1, watched_groups=both, spared_groups=both)
     both += [first, second]

@@ -11,7 +11,7 @@ from tests.waiting import wait_for
 
 
 def test_a_guard_that_has_started_knows_how_its_process_ended(tmp_path: Path) -> None:
-    """Also of a process that is killed and gone at once, before the guard has done anything else."""
+    """Also if the process is killed and gone at once, before the guard has done anything else."""
     for number in range(20):
         log = tmp_path / f"{number}.log"
         with log.open("w") as out, subprocess.Popen(["sleep", "60"]) as process:
@@ -26,7 +26,7 @@ def test_a_guard_that_has_started_knows_how_its_process_ended(tmp_path: Path) ->
 def test_shared_memory_that_is_named_in_a_scratch_folder_goes_with_it(tmp_path: Path) -> None:
     token = secrets.token_hex(8)
     shared = [Path(f"/dev/shm/megarl-test-{token}-{number}") for number in range(3)]
-    other, scratch = tmp_path / "kept", tmp_path / "scratch[1]"  # a name that is a pattern, too
+    other, scratch = tmp_path / "kept", tmp_path / "scratch[1]"  # the folder's name is also a glob pattern
     scratch.mkdir()
     for path in (*shared, other):
         path.write_text("")
@@ -36,6 +36,6 @@ def test_shared_memory_that_is_named_in_a_scratch_folder_goes_with_it(tmp_path: 
         remove_scratch(str(scratch))
         assert [path.exists() for path in shared] == [False, False, True]
         assert other.exists() and not scratch.exists()
-        remove_scratch(str(scratch))  # as two do that end the same process
+        remove_scratch(str(scratch))  # a second time, as when two processes end the same one
     finally:
         shared[2].unlink()

@@ -1,4 +1,4 @@
-"""Messages of errors that name a rank, and the rendezvous of a group at its own address alone."""
+"""Error messages that name a rank, and the rendezvous of a group, which listens only at the group's address."""
 
 import os
 from pathlib import Path
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def _meet(rank: int, world: int, port: int) -> list[str]:
-    """What rank 1 has put there, and the addresses on which rank 0 listens there."""
+    """The value that rank 1 has put into the store, and the addresses at which rank 0 listens."""
     store = meet(info(rank, port, world), 60)
     if rank:
         store.set("said", str(os.getpid()))

@@ -1,4 +1,4 @@
-"""Groups whose calls go through relays: the same answers and errors as of other groups."""
+"""Groups whose calls go through relays give the same answers and errors as other groups."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def test_calls_are_executed_in_order(relayed):
 
 
 def test_a_killed_rank_ends_a_hung_call(start_relayed):
-    """Which shares its relay, and has answered."""
+    """The killed rank shares its relay with the hung one, and has answered."""
     group = start_relayed()
     refs = group.call("hang_if", 1)
     wait_until_it_hangs(group.processes[1])
@@ -100,7 +100,7 @@ def test_a_killed_relay_is_named(start_relayed, tmp_path):
 
 
 def test_an_exception_ends_the_call_although_others_hang(start_relayed):
-    """Ranks of its own share, and of another; the group works on with the ranks that do not hang."""
+    """Ranks of the same relay and of another one hang; the group works on with the ranks that do not hang."""
     group = start_relayed()
     begin = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
@@ -120,7 +120,7 @@ def test_a_group_works_on_after_an_exception(relayed):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_the_earliest_exception_is_reported(relayed, first, tmp_path):
-    """Whichever relay it comes by."""
+    """Whichever relay reports it."""
     with pytest.raises(WorkerFailed, match=r"RuntimeError: failed first") as caught:
         wait(relayed.call("fail_in_turn", first, str(tmp_path / "failed")), [relayed])
     assert caught.value.rank == first
@@ -134,7 +134,7 @@ def test_a_result_that_cannot_be_sent_is_reported(relayed):
 
 
 def test_the_death_is_reported_not_what_it_caused(start_relayed):
-    """Its peers raise "Connection closed by peer" because rank 1 was killed."""
+    """The peers of rank 1 raise "Connection closed by peer" because it was killed."""
     group = start_relayed()
     refs = group.call("lose_peer", 1.0)
     with pytest.raises(WorkerDied, match=r"actor rank [12]"):
@@ -174,7 +174,7 @@ def test_a_group_ends_with_its_relays(start_relayed):
 
 @pytest.mark.slow
 def test_relays_on_two_machines(controller, tmp_path):
-    """Two raylets: each has the relay of its own ranks, and deaths on the one where the controller is not are told."""
+    """Two raylets: each has the relay of its own ranks, and deaths on the machine without the controller are reported."""
     process, report = controller("relays_on_two_nodes", tmp_path)
     assert process.wait(60) == 0
     hosts = ["127.0.0.2", "127.0.0.3"]

@@ -27,7 +27,7 @@ at_the_bottom()
 
 
 def test_stacks_of_a_rank_and_of_what_it_started(tmp_path):
-    """The child has no handler of the signal, which would kill it: it is not asked. One that is stopped cannot answer."""
+    """The child has no handler for the signal, which would kill it, and is not asked for its stack. A stopped process cannot answer."""
     log = tmp_path / "log"
     with log.open("w") as file:
         environment = {**os.environ, "MEGARL_RANK": "stacks"}
@@ -39,7 +39,7 @@ def test_stacks_of_a_rank_and_of_what_it_started(tmp_path):
         own, child = found.processes
         assert "in at_the_bottom" in own.text and not own.stopped and not found.waits_for_others
         assert (child.title, child.text) == ("sleep 1000", "")
-        assert found.log_tail == "ready"  # as it was before anybody asked
+        assert found.log_tail == "ready"  # as it was before the stacks were asked for
         assert Path(f"/proc/{child.pid}").exists()
         os.kill(process.pid, signal.SIGSTOP)
         (found,) = stacks_here([rank])
@@ -52,7 +52,7 @@ def test_stacks_of_a_rank_and_of_what_it_started(tmp_path):
 
 
 def stacks_in(file: str | None, function: str) -> RankStacks:
-    """Stacks as faulthandler writes them, of a rank that is in a function."""
+    """Stacks in faulthandler's format, of a rank that is in a function."""
     text = f'Thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
     return RankStacks((ProcessStacks(1, "rank", "S", text),), "")
 

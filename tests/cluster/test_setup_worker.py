@@ -1,4 +1,4 @@
-"""The command that a worker's process becomes is the one that Ray's own script makes of it."""
+"""The command that a worker's process executes is the one that Ray's own script makes."""
 
 import os
 import shlex
@@ -25,7 +25,7 @@ WORKER = ["/ray/default_worker.py", "--node-ip-address=127.0.0.1", "--name=two w
 )
 def test_it_is_that_of_rays_script(context, monkeypatch):
     became = []
-    # What Ray executes is a command of a shell: its words are those that the shell passes on.
+    # Ray executes a shell command; its words are the ones that the shell passes on.
     monkeypatch.setattr(os, "execvp", lambda program, args: became.extend(args))
     monkeypatch.setenv("ONE_OF_THIS_TEST", "")
     monkeypatch.setenv("OTHER_OF_THIS_TEST", "")

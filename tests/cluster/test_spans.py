@@ -1,4 +1,4 @@
-"""What ranks did comes to the controller: every call, its facts, its time; and how clocks are compared."""
+"""Spans of ranks reach the controller: every call, its facts, its time; and how clocks are compared."""
 
 import inspect
 import os
@@ -57,7 +57,7 @@ def test_of_a_dead_rank_nothing_comes_and_nothing_is_asked(start_group):
     group, collector = start_group("dead", 2), SpanCollector()
     victim = group.processes[1]
     os.kill(victim.pid, signal.SIGSTOP)
-    collector.ask([group])  # Ray does not know yet that it will not answer
+    collector.ask([group])  # Ray does not know yet that the rank will not answer
     os.kill(victim.pid, signal.SIGKILL)
     deadline, found = time.monotonic() + 20, []
     while not victim.is_dead and time.monotonic() < deadline:
@@ -70,7 +70,7 @@ def test_of_a_dead_rank_nothing_comes_and_nothing_is_asked(start_group):
 
 
 def test_a_node_is_asked_for_its_time_once(start_group, monkeypatch):
-    """This node, as if it were another: its clock is right, or spans would be shifted by what Ray takes to answer."""
+    """This node is treated like another one. Its own clock counts as right, or the time of Ray's answer would shift spans."""
     group, collector = start_group("clocked", 1), SpanCollector()
     node = group.processes[0].node_id
     collector._ahead.clear()
@@ -102,7 +102,7 @@ def test_facts_are_numbers_texts_and_the_sizes_of_tables():
 
 
 def test_the_quickest_answer_tells_how_far_a_clock_is_ahead():
-    """An answer that took 2,000 ns and came from the middle, another that took long on its way back."""
+    """An answer whose clock was read in the middle of its 2,000 ns, and another that took long on its way back."""
     assert clock_ahead([(0, 50_900, 2000), (10_000, 60_500, 30_000)]) == 49_900
     assert clock_ahead([(100, 40, 120)]) == -70
     assert clock_ahead([]) == 0

@@ -47,13 +47,13 @@ def test_a_death_elsewhere_ends_a_hung_call(start_group):
     with pytest.raises(WorkerDied, match="critic rank 1"):
         wait(refs, [actor, critic])
     assert time.monotonic() - begin < 5
-    # Nor does the next wait begin as if nothing had happened.
+    # The next wait reports the death, too.
     with pytest.raises(WorkerDied, match="critic rank 1"):
         wait([], [actor, critic])
 
 
 def test_a_death_ends_the_start_of_another_group(start_group):
-    """Which would take for ever: its process gets no device."""
+    """The start would take for ever, because its process gets no device."""
     actor = start_group("actor", 1)
     killer = threading.Timer(1.0, os.kill, (actor.pids[0], signal.SIGKILL))
     killer.start()
@@ -76,7 +76,7 @@ def test_children_of_a_killed_rank_are_killed(start_group, tmp_path):
 
 
 def test_an_exception_ends_the_call_although_others_hang(start_group, tmp_path):
-    """Its class needs not exist, or be picklable, where the controller is."""
+    """The exception's class need not exist where the controller is, nor be picklable."""
     group = start_group("actor", 3)
     begin = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
@@ -118,7 +118,7 @@ def test_the_death_is_reported_not_what_it_caused(start_group):
 
 
 def test_a_death_that_takes_its_time_is_reported_where_a_connection_was_lost(start_group):
-    """As of an engine that first has to notice the end of its SGLang scheduler."""
+    """Like an engine, which first has to notice the end of its SGLang scheduler."""
     group = start_group("actor", 2)
     with pytest.raises(WorkerDied, match="actor rank 1"):
         wait(group.call("lose_peer", 2.5), [group])
@@ -133,8 +133,8 @@ def test_the_earliest_exception_is_reported(start_group, tmp_path):
 
 
 def test_the_cause_of_a_closed_connection_is_reported_though_it_came_later(start_group, monkeypatch):
-    """A rank's exception is dated when it has come through, which its peers may do before. Nobody dies, so that all of the time for that
-    passes."""
+    """A rank's exception is dated when it arrives, and its peers' exceptions may arrive before it. No rank dies, so that the time for
+    noticing a death passes completely."""
     monkeypatch.setattr(waiting, "_LOST_PEER_SECONDS", 5.0)
     group = start_group("actor", 2)
     with pytest.raises(WorkerFailed, match="ValueError: why") as caught:
@@ -183,7 +183,7 @@ def test_results_of_other_groups_are_refused(start_group):
 
 
 def test_nothing_survives_a_killed_controller(controller, tmp_path):
-    """kill -9: Ray's processes, ranks that are idle, hung in C or stopped, and all that these started."""
+    """kill -9: Ray's processes, ranks that are idle, hung in C or stopped, and all processes that these started."""
     process, report = controller("hang", tmp_path, "")
     assert len(alive(report["workers"])) == 3
     assert len(alive(report["children"])) == 12
@@ -204,7 +204,7 @@ def test_nothing_survives_a_killed_controller(controller, tmp_path):
     "signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_number):
-    """As Slurm or Ctrl-C ends it."""
+    """By the signals with which Slurm and Ctrl-C end a controller."""
     process, report = controller("hang", tmp_path, "")
     process.send_signal(signal_number)
     process.wait(20)
@@ -214,7 +214,7 @@ def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_n
 
 @pytest.mark.slow
 def test_a_killed_controller_leaves_a_joined_cluster_clean(controller, tmp_path):
-    """The cluster lives on, the killed controller's ranks and their children do not; the next has the devices."""
+    """The cluster lives on, the killed controller's ranks and their children do not; the next controller gets the devices."""
     _, cluster = controller("serve")
     first, report = controller("hang", tmp_path, cluster["address"])
     assert report["mark"] is None
@@ -266,7 +266,7 @@ def test_a_rank_whose_answer_is_late_was_in_the_collective(monkeypatch):
     monkeypatch.setattr(waiting, "stacks_of", lambda asked: [found[process.rank] for process in asked])
     (line,) = waiting._missing(processes, "actor")
     assert [f"actor rank {rank} " in line for rank in range(4)] == [False, False, True, True]
-    # Where nobody else can be the reason, it is named, too: it may not have got the call.
+    # Where no other rank can be the reason, the rank that has raised is named, too: it may not have got the call.
     (line,) = waiting._missing(processes[:2], "actor")
     assert [f"actor rank {rank} " in line for rank in range(2)] == [False, True]
     assert waiting._missing(processes[:1], "actor") == []

@@ -1,4 +1,4 @@
-"""Processes that are stopped, calls in which nobody works; and long work, which is neither."""
+"""Processes that are stopped, calls in which no rank works; and long work, which is neither."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ from tests.cluster.processes import ROOT, alive
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Looks often, and takes 2 s for long; a test that is slow does without."""
+    """The watch looks often, and reports a stop after 2 s; slow tests do without this fixture."""
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr(watch, "STOPPED_SECONDS", 2.0)
 
 
 def test_signs_of_life():
-    """Of a process that sleeps, works, is stopped, and of its children."""
+    """Signs of life of processes that sleep, work or are stopped, together with their children."""
     code = (
         "import sys, time\nprint('begun', flush=True)\n"
         "while True:\n  time.sleep(float(sys.argv[1])) if sys.argv[1] != '0' else None"
@@ -39,7 +39,7 @@ def test_signs_of_life():
         assert [process.stdout.readline() for process in processes] == [b"begun\n"] * 3
         before = signs_of_life(ranks)
         os.kill(child, signal.SIGSTOP)
-        time.sleep(1)  # in which some work
+        time.sleep(1)  # some processes work in this second
         after = signs_of_life(ranks)
         work = {mark: after[mark].work - before[mark].work for mark in after}
         assert work["MEGARL_RANK=a"] < watch.IDLE_WORK < work["MEGARL_RANK=b"]
@@ -74,7 +74,7 @@ def test_a_stopped_child_of_a_rank_is_found(start_group, quick):
 
 
 def test_the_rank_that_others_wait_for_is_named(start_group, quick, with_torch):
-    """Ranks 0 and 2 are in a collective, which rank 1 does not come to."""
+    """Ranks 0 and 2 are in a collective, which rank 1 does not enter."""
     group = start_group("actor", 3, fork_server=with_torch)
     refs = group.call("reduce_unless", 1, 600.0)
     with pytest.raises(WorkerHung, match="none of the ranks that are waited for has worked") as caught:
@@ -91,14 +91,14 @@ def test_a_collective_that_takes_too_long_names_who_is_missing(start_group, with
 
 
 def test_work_is_no_hang(start_group, quick):
-    """Of one rank, in C code that holds the interpreter, while the other sleeps."""
+    """One rank works, in C code that holds the interpreter's lock, while the other sleeps."""
     group = start_group("actor", 2)
     refs = group.call("work_if", 1, 5.0)
     assert wait(refs, [group], timeout=30, watch=Watch(idle_timeout=2.0)) == [0, 1]
 
 
 def test_a_rank_that_gets_no_processor_does_not_hang(start_group, quick):
-    """Its threads have the lowest priority on a processor that another program takes."""
+    """Its threads have the lowest priority on a processor that another program occupies."""
     group = start_group("actor", 1)
     (pid,) = group.pids
     refs = group.call("work_if", 0, 1.0)
@@ -114,7 +114,7 @@ def test_a_rank_that_gets_no_processor_does_not_hang(start_group, quick):
 
 def test_a_rank_that_should_be_working_is_found_between_its_calls(start_group, quick):
     group, idle = start_group("engine", 1), Watch(idle_timeout=1.0)
-    for _ in range(8):  # nobody waits for it
+    for _ in range(8):  # no call waits for the rank
         wait([], [group], watch=idle)
         time.sleep(0.4)
     deadline = time.monotonic() + 30
@@ -125,7 +125,7 @@ def test_a_rank_that_should_be_working_is_found_between_its_calls(start_group, q
 
 
 def test_a_rank_that_may_be_spared(start_group):
-    """Its end is told to a wait for it alone."""
+    """Its death is reported only to calls that wait for it."""
     engines, actor = start_group("engine", 2), start_group("actor", 1)
     os.kill(engines.pids[1], signal.SIGKILL)
     assert wait(actor.call("hang_if", 5), [engines, actor], spares=[engines]) == [0]
@@ -154,7 +154,7 @@ def test_a_rank_is_started_anew(start_group, tmp_path, how):
     assert wait(group.call("echo", 1), [group]) == [(0, (1,), {}), (1, (1,), {})]
 
 
-# Starts a "server", and waits for some seconds, in a function that is Ray's by its file, or in one of its own.
+# Starts a "server", and waits for some seconds, in a function whose file is one of Ray's, or in a function of its own.
 CONTROLLER = """
 import subprocess, sys, threading, time
 import megarl, ray
@@ -171,7 +171,7 @@ print("went on")
 
 @pytest.fixture
 def start(tmp_path):
-    """start(seconds, file): (a controller that waits for so long in a function of that file, or of Ray's; its server's pid)."""
+    """start(seconds, file): (a controller that waits for `seconds` in a function of `file`, or of Ray; its server's pid)."""
     server = tmp_path / "raylet"
     server.symlink_to(shutil.which("sleep"))
     pids = []

@@ -1,4 +1,4 @@
-"""Ranks use the cores near their GPUs, read from a tree of files as an NVIDIA driver and Linux have them."""
+"""Ranks use the cores near their GPUs, read from a tree of files like those of an NVIDIA driver and of Linux."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ FIRST = frozenset((*range(48), *range(96, 144)))
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Eight GPUs, four at each socket; bus addresses as a DGX H100 has them, in capitals in one place."""
+    """Eight GPUs, four at each socket; bus addresses as in a DGX H100, in capitals in the driver's files."""
     addresses = ("1B", "43", "52", "61", "9D", "C3", "D1", "DF")
     for number, address in enumerate(addresses):
         card = tmp_path / f"proc/driver/nvidia/gpus/0000:{address}:00.0"
@@ -48,7 +48,7 @@ def test_what_has_no_one_socket_is_bound_to_none(root: Path, tmp_path: Path) -> 
     assert cores_near(["0"], 8, ALL, tmp_path / "of another machine") == everywhere
     only = frozenset({50})  # the process was given no core near its GPU
     assert cores_near(["0"], 8, only, root) == Cores(only, 1)
-    (root / "sys/bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")  # as virtual machines say
+    (root / "sys/bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")  # as virtual machines report
     assert cores_near(["0"], 8, ALL, root) == everywhere
 
 

@@ -21,10 +21,10 @@ class LocalError(Exception):
 
     def __init__(self, left: int, right: int) -> None:
         super().__init__(f"{left} is not {right}")
-        self.lock = threading.Lock()  # nor pickled
+        self.lock = threading.Lock()  # cannot be pickled, either
 
 
-IMPORTED = frozenset(sys.modules)  # when a rank's class is
+IMPORTED = frozenset(sys.modules)  # the modules that are imported when a rank's class is
 
 
 class Rank:
@@ -54,7 +54,7 @@ class Rank:
         }
 
     def origin(self, module: str) -> dict[str, Any]:
-        """Where this process comes from; `module` is one that nothing here imports."""
+        """The origin of this process; `module` is a module that nothing here imports."""
         proc = Path("/proc/self")
         with (
             (proc / "cmdline").open() as title,
@@ -89,7 +89,7 @@ class Rank:
         subprocess.run(["sh", "-c", "echo from a child; echo child error >&2"], check=True)
 
     def where(self, array: numpy.ndarray) -> tuple[bool, bool]:
-        """(the array may be written, it lies in memory that Ray's object store shares)."""
+        """(whether the array may be written, whether it lies in memory that Ray's object store shares)."""
         address = array.ctypes.data
         with open("/proc/self/maps") as lines:
             for line in lines:
@@ -117,13 +117,13 @@ class Rank:
         return self.peer.recv(1)
 
     def hang_on_peer(self) -> None:
-        """As a collective does when a peer dies: hangs, and raises once the connection is gone."""
+        """Hangs, and raises once the connection is gone, as a collective does when a peer dies."""
         print("I hang now")
         if not self.peer.recv(1):
             raise ConnectionError("Connection closed by peer")
 
     def lose_peer(self, seconds: float) -> None:
-        """Rank 0 raises at once since it lost its connection; the one that it lost ends a while later."""
+        """Rank 0 raises at once, as if it had lost its connection to its peer; the peer exits a while later."""
         if self.info.rank == 0:
             raise ConnectionError("rank 1 closed its connection: it has died or given up")
         time.sleep(seconds)
@@ -136,7 +136,7 @@ class Rank:
         return self.info.rank
 
     def reduce_unless(self, rank: int, seconds: float) -> None:
-        """All but `rank` wait in a collective of torch's, for at most `seconds`."""
+        """All ranks except `rank` wait in a torch collective, for at most `seconds`."""
         import datetime
 
         import torch
@@ -151,7 +151,7 @@ class Rank:
         dist.all_reduce(torch.ones(1), group=group)
 
     def work_if(self, rank: int, seconds: float) -> int:
-        """In C code, with the interpreter's lock, for about so long; the others sleep."""
+        """`rank` works in C code, with the interpreter's lock, for about `seconds`; the others sleep."""
         begun = time.monotonic()
         while self.info.rank == rank and time.monotonic() - begun < seconds:
             pow(3, 3_000_000)
@@ -165,7 +165,7 @@ class Rank:
         time.sleep(1000)
 
     def fail_in_turn(self, first: int, file: str) -> None:
-        """`first` raises, having written the file, and the others a while after it."""
+        """`first` writes the file and raises, and the others raise a while later."""
         if self.info.rank == first:
             Path(file).touch()
             raise RuntimeError("failed first")
@@ -175,7 +175,7 @@ class Rank:
         raise RuntimeError("failed later")
 
     def lose_at_once(self, rank: int, seconds: float) -> None:
-        """`rank` raises as if another had closed its connection, before the others have raised why."""
+        """`rank` raises as if another rank had closed its connection, before the others have raised the cause."""
         if self.info.rank == rank:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
         time.sleep(seconds)

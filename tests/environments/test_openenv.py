@@ -45,7 +45,7 @@ async def guessing(request):
 
 
 def play(*texts, leaves=False, **options):
-    """The first words of the environment, the results of each turn, and what the server was sent."""
+    """The environment's first message, the result of each turn, and the messages that the server got."""
 
     async def run():
         app = web.Application()
@@ -62,7 +62,7 @@ def play(*texts, leaves=False, **options):
             results = [
                 await environment.step(Turn(number, text, [], "stop")) for number, text in enumerate(texts)
             ]
-            while leaves:  # until the client has noticed it
+            while leaves:  # until the client has noticed the end of the connection
                 try:
                     await environment._socket.ping()
                 except ConnectionResetError:

@@ -48,7 +48,7 @@ def test_results_follow_from_the_texts(max_operand, ops, seed):
 
 
 def test_all_problems_are_different_and_reached():
-    """Asking for all that there are gives each once: their number is right, and drawing skips none."""
+    """Drawing as many problems as there are gives each one once: their number is right, and none is skipped."""
     for op, pairs in (("add", 9), ("sub", 6)):  # pairs of 1 to 3
         num = pairs * 2 * 3 * 8 * 8
         assert arithmetic.num_problems(op, 3) == num
@@ -120,7 +120,7 @@ def test_a_sloppy_teacher_is_one_too_high_as_often_as_asked_for_and_the_truth_st
 
 
 def test_a_teacher_with_a_calculator_believes_it(tmp_path) -> None:
-    """Right or wrong is the sign of the call; the calculator's word, and the answer, follow from it."""
+    """A call's sign is right or wrong; the calculator's result, and the answer, follow from it."""
     paths = arithmetic.write_arithmetic(tmp_path, 400, 20, 10, seed=3, teacher_errors=0.7, calculator=True)
     assert "messages" not in pq.read_schema(paths["train"]).names
     rows = pq.read_table(paths["sft"]).to_pylist()

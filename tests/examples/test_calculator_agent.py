@@ -1,4 +1,4 @@
-"""The agent with a calculator: its demonstrations, and in a slow test what training it gains."""
+"""The agent with a calculator: its demonstrations, and in a slow test what it gains by training."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_gateway_reads_the_calls_of_the_demonstrations(tmp_path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_policy_learns_to_use_the_tool(tmp_path: Path) -> None:
-    """By the turns of a session: a guess is one turn, a call and its answer are two. The run in docs/agents.md came to 1.88."""
+    """Measured by the turns of a session: a guess is one turn, a call and its answer are two. The run in docs/agents.md came to 1.88."""
     pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
     write_task(tmp_path)
     data = tmp_path / "data"

@@ -18,7 +18,7 @@ SMALL = [
 
 
 def test_the_recipes_can_read_what_is_made(tmp_path: Path) -> None:
-    """With the lengths that recipes/three_stages_*.yaml allow."""
+    """Within the lengths that recipes/three_stages_*.yaml allow."""
     assert main(["make-task", str(tmp_path), "--preferences", *SMALL]) == 0
     assert read_model_config(str(tmp_path / "model")).num_layers == 1
     tokenizer, data = load_tokenizer(str(tmp_path / "model")), tmp_path / "data"

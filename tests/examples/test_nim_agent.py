@@ -19,7 +19,7 @@ from tests.fixtures.runs import megarl, steps
         (4, "112", "white", ["white 4", "black 3", "white 2"]),
         (4, "22", "black", ["white 4", "black 2"]),
         (2, "x", "black", ["white 2"]),  # no number
-        (2, "12", "white", ["white 2", "black 1"]),  # more than there are
+        (2, "12", "white", ["white 2", "black 1"]),  # more stones than there are
     ],
 )
 def test_the_rules_by_hand(monkeypatch, stones, words, winner, asked) -> None:
@@ -39,7 +39,7 @@ def test_the_rules_by_hand(monkeypatch, stones, words, winner, asked) -> None:
 
 
 def test_an_opponent_draws_its_moves_and_the_best_answer_wins(monkeypatch) -> None:
-    """From 4 stones on white wins with what leaves a multiple of 3, whatever black does; the same games again by their uids."""
+    """From 4 stones on white wins by leaving a multiple of 3, whatever black does; the same uids give the same games again."""
     told = []
 
     def ask(player, chat):
@@ -72,7 +72,7 @@ def test_demonstrations_are_games_of_a_player(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_of_self_play_goes_on_with_its_baselines(tmp_path: Path) -> None:
-    """SPIRAL by hand over all steps, of which a second run makes the last two from the first one's checkpoint, with its in-flight games."""
+    """SPIRAL by hand over all steps; a second run makes the last two again from the first one's checkpoint, with its in-flight games."""
     write_task(tmp_path, num_sft=400)
     data, first, second = tmp_path / "data", tmp_path / "first", tmp_path / "second"
     sft = ["sft", "recipe:agent_sft", f"data.train_files={data}/sft.jsonl", f"model.path={tmp_path}/model"]

@@ -111,7 +111,7 @@ def test_demonstrations_lack_qualities_as_often_as_asked_for(rows) -> None:
 
 
 def ideal_of(row: dict) -> str:
-    """By the prompt's words alone."""
+    """The ideal answer, from nothing but the prompt's words."""
     words = row["prompt"][0]["content"].replace(",", "").split()
     name = next(word for word in words if word in NAMES)
     thing = next(word for word in words if word in THINGS)
@@ -146,7 +146,7 @@ def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_word_is_the_same_token_in_a_story_and_in_an_answer() -> None:
-    """What is copied is one token, and it is the same one; otherwise a tiny model does not learn to copy it in time."""
+    """Each copied word is one token, and the same one in both places; otherwise a tiny model does not learn to copy it in time."""
     tokenizer = train_tokenizer(task.preference_texts(), 512)
     for request in task.make_requests(200, 5, 6):
         pieces = tokenizer.tokenize(request.ideal)

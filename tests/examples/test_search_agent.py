@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def agent() -> ModuleType:
-    """The agent's module, whose SDK takes a second to import: not in each process that collects tests."""
+    """The agent's module, imported only here: its SDK takes a second, which each process that collects tests would need."""
     pytest.importorskip("agents", reason="openai-agents is not installed (requirements/dev.txt)")
     return importlib.import_module("examples.agents.search_agent")
 

@@ -28,7 +28,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def test_all_commands_stay_in_the_folder_that_is_asked_for() -> None:
-    """The recipes' own folder is nowhere left in what the commands resolve to; every seed is the one asked for."""
+    """No resolved command has the recipes' own folder left; every seed is the one asked for."""
     stages = commands("elsewhere", seed=7)
     assert stages.pop("make_task")[:5] == ("make-task", "elsewhere", "--preferences", "--seed", "7")
     for name, (command, recipe, *overrides) in stages.items():
@@ -47,8 +47,8 @@ def test_all_commands_stay_in_the_folder_that_is_asked_for() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_each_stage_gains(tmp_path: Path) -> None:
-    """The margins leave room below the worse of the two runs in docs/three_stages.md: another processor rounds differently and runs
-    another course."""
+    """The margins leave room below the worse of the two runs in docs/three_stages.md: another processor rounds differently, and its training
+    takes another course."""
     out = tmp_path / "three"
     done = subprocess.run(
         [sys.executable, "examples/three_stages.py", "--out", str(out), "--seed", "2"],

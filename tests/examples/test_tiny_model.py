@@ -60,7 +60,7 @@ def test_tokens(texts):
     tokenizer = train_tokenizer(texts, 512)
     assert len(tokenizer) <= 512
     assert tokenizer.tokenize("x 123") == ["x", "Ġ", "1", "2", "3"]
-    # what is in every chat of the task costs one token each
+    # each part that occurs in every chat of the task costs one token
     assert tokenizer.tokenize("<|im_start|>assistant\n#### 7<|im_end|>") == [
         "<|im_start|>",
         "assistant",
@@ -107,7 +107,7 @@ def test_bfloat16(tmp_path, texts):
     ],
 )
 def test_mixtures_and_latent_attention(tmp_path, texts, family):
-    layers = 4 if family in QWEN_HYBRIDS else 2  # their fourth is the first with attention
+    layers = 4 if family in QWEN_HYBRIDS else 2  # their fourth layer is the first one with attention
     mtp = int(family in MTP_FAMILIES)
     folder = make_tiny_model(
         tmp_path,
@@ -126,17 +126,17 @@ def test_mixtures_and_latent_attention(tmp_path, texts, family):
     assert f"{projection}.weight" in extra or not mtp
     for name, bias in model.named_buffers():
         if name.endswith("correction_bias"):  # float32, and large enough to change which experts are chosen
-            if family == "minimax_m2":  # which transformers rounds
+            if family == "minimax_m2":  # transformers rounds its bias
                 name, bias = name.replace(".mlp.", ".block_sparse_moe."), bias.float()
                 tensors[name] = tensors[name].bfloat16().float()
             assert bias.dtype == tensors[name].dtype == torch.float32
             assert torch.equal(bias, tensors[name]) and bias.std() > 0.01
-    if family == "gpt_oss":  # all of a layer in one
+    if family == "gpt_oss":  # all experts of a layer in one tensor
         assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape == (8, 32, 32)
     elif family not in (
         "qwen3",
         "qwen3_5",
-    ):  # as published: an expert's projections each under a name of their own
+    ):  # as in published files: each projection of an expert has a name of its own
         expert = "block_sparse_moe.experts.7.w1" if family == "minimax_m2" else "mlp.experts.7.gate_proj"
         assert tensors[f"model.layers.1.{expert}.weight"].shape == (16, 32)
     with torch.no_grad():

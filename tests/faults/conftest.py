@@ -15,12 +15,12 @@ from tests.cluster.processes import alive, alive_after, carrying, guards_of, sta
 
 @pytest.fixture(scope="session", autouse=True)
 def prepared(warm_imports: None) -> None:
-    """Runs within this process start as those of tests/fixtures/runs.py do."""
+    """Runs within this process start in the same way as the runs of tests/fixtures/runs.py."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A controller with all that it has started: processes, folders that are to be removed, ports that it listens on."""
+    """A controller with all that it has started: processes, the folders that are to be removed, and the ports on which the processes listen."""
 
     process: subprocess.Popen
     report: dict[str, Any]
@@ -29,7 +29,7 @@ class Family:
     ports: list[int]
 
     def is_gone(self, seconds: float) -> None:
-        """Nothing is left of it after at most `seconds`."""
+        """Assert that nothing of the run is left after at most `seconds`."""
         left = alive_after(self.pids, seconds)
         assert [" ".join(psutil.Process(pid).cmdline()) for pid in left] == []
         for mark in self.report["marks"]:
@@ -42,7 +42,7 @@ class Family:
 def start_run(tmp_path: Path) -> Iterator[Callable[..., Family]]:
     """start_run(method): a run that calls `method` of its ranks for ever (tests/cluster/controllers.py).
 
-    With controller="calls" the argument is the call of Ray that it is in. It joins the cluster at `address`, if there is one.
+    With controller="calls" the argument is the call of Ray that the run is in. The run joins the cluster at `address`, if there is one.
     """
     processes = []
 
@@ -54,7 +54,7 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., Family]]:
         watched = [process.pid, *report["workers"], *report["children"], *report["started"]]
         guards = guards_of(watched)
         folders = [folder for folders in guards.values() for folder in folders]
-        # Of two ranks, and of Ray.
+        # The folders of two ranks, and Ray's.
         assert len(folders) == (2 if address else 3) and all(os.path.isdir(folder) for folder in folders)
         ports = listening(map(str, watched))
         assert ports

@@ -1,4 +1,4 @@
-"""A real run of two engines that tests take steps of, and do damage to."""
+"""A real run of two engines, for tests that take steps and kill processes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
 
 STEPS = 9
-# Four requests of an engine are answered at a time: most are open when the first come.
+# An engine answers four requests at a time: most are open when the first answers come.
 OVERRIDES = [
     "trainer.n_gpus_per_node=3", "resource_pools.rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2",
     "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.max_num_seqs=4", "data.max_response_length=48",
@@ -57,7 +57,7 @@ def start(folder: Path, recipe: str, num_prompts: int, overrides: Sequence[str] 
 
 
 def scheduler(roles: Roles, engine: int) -> int:
-    """The process of SGLang that computes, of an engine."""
+    """The pid of an engine's SGLang scheduler."""
     family = psutil.Process(roles.engines.pids[engine]).children(recursive=True)
     found = [(one.pid, one.status(), " ".join(one.cmdline())) for one in family]
     pids = [pid for pid, _, command in found if "sglang::scheduler" in command]

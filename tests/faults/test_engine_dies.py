@@ -1,6 +1,6 @@
-"""Engines are killed or stopped, really, in a real run: they come back with the current weights, and nothing is lost.
+"""Engines are really killed or stopped in a real run: they come back with the current weights, and nothing is lost.
 
-Memory moves between phases here, so that what is started anew has to find its place in that, too.
+Memory is released and resumed between phases here, and a restarted engine has to fit into that, too.
 """
 
 import os
@@ -33,7 +33,7 @@ from megarl.trainer.stages.inputs import load_train_inputs
 from megarl.trainer.stages.rollouts import generate
 from tests.waiting import wait_for
 
-# 16 requests an engine, 4 of which are answered at a time: most are open when the first come.
+# Each engine gets 16 requests and answers 4 at a time: most are open when the first answers come.
 SAMPLING = SamplingParams(max_new_tokens=64, seed=7, ignore_eos=True)
 OVERRIDES = [
     "critic=null", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.rollout.n=2",
@@ -49,7 +49,7 @@ OVERRIDES = [
 
 @dataclass
 class Served:
-    """A run that has synced version 1, its requests, and the answers to them when nothing was disturbed."""
+    """A run that has synced version 1, its requests, and the answers to them without a disturbance."""
 
     run: Run
     roles: Roles
@@ -57,7 +57,7 @@ class Served:
     undisturbed: pa.Table
 
     def scheduler(self, engine: int) -> int:
-        """The process of SGLang that computes, of an engine; of one on several nodes, of that process of the engines."""
+        """The pid of an engine's SGLang scheduler; where engines are on several nodes, `engine` counts their processes."""
         family = psutil.Process(self.roles.engines.pids[engine]).children(recursive=True)
         (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
         return pid
@@ -67,7 +67,7 @@ class Served:
             return generate(self.run, self.roles.engines, self.requests, SAMPLING, finished)
 
     def same(self, table: pa.Table) -> None:
-        """The tokens are those of the undisturbed run, the log-probs to rounding."""
+        """Assert that the tokens equal the undisturbed run's, and the log-probs up to rounding."""
         for name in ("uid", "response_ids"):
             assert table[name].to_pylist() == self.undisturbed[name].to_pylist()
         ours, theirs = (ragged(one, "rollout_log_probs")[0] for one in (table, self.undisturbed))
@@ -124,7 +124,7 @@ def test_in_the_middle_of_a_generation(served: Served) -> None:
 
 
 def test_while_nobody_needs_it(served: Served) -> None:
-    """As in an update: found when the next version is to be sent, which the new one gets like the others."""
+    """As in an update: the death is found when the next version is to be sent, and the new engine gets that version like the others."""
     engines, actor = served.roles.engines, served.roles.actor.group
     before = served.roles.restarts.count
     os.kill(served.scheduler(0), signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_while_nobody_needs_it(served: Served) -> None:
 
 
 def test_between_two_generations_of_a_step(served: Served) -> None:
-    """Found when its memory is asked for, as at the end of a step's first round of answers: the next round is the new one's, too."""
+    """The death is found when the engine's memory is asked for, as at the end of a step's first round of answers: the new engine joins the next."""
     restarts, engines = served.roles.restarts, served.roles.engines
     before, version = restarts.count, restarts.version
     os.kill(served.scheduler(1), signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_between_two_generations_of_a_step(served: Served) -> None:
 
 @pytest.mark.slow
 def test_in_the_middle_of_a_sync_it_is_stopped(served: Served) -> None:
-    """Nobody has died: it is found by its state, within 90 s."""
+    """No process has died: the stopped one is found by its state, within 90 s."""
     begun = time.monotonic()
     served.roles.restarts.max_restarts = served.roles.restarts.count + 1
     with served.roles.memory.phase("sync"):
@@ -177,7 +177,7 @@ def test_too_many(served: Served) -> None:
     with pytest.raises(WorkerDied, match=r"rollout rank 0 .* died") as caught:
         served.answer(finished)
     assert str(caught.value.report) in str(caught.value)
-    # The same where its death is found before a call: `trainer.max_restarts` starts a run again after each lost process.
+    # The same error where the death is found before a call: `trainer.max_restarts` starts a run again after each lost process.
     with pytest.raises(
         WorkerDied, match=r"(?s)rollout rank 0 .* died.*engines were started anew already"
     ) as caught:

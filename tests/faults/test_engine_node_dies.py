@@ -1,4 +1,4 @@
-"""An engine on two nodes loses one of them, in a real run: it comes back whole, with the current weights."""
+"""An engine on two nodes loses one of them, in a real run: it comes back complete, with the current weights."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_in_the_middle_of_a_generation(served: Served) -> None:
 
 
 def test_while_nobody_needs_it(served: Served) -> None:
-    """The process of the second node is killed itself; the next version comes to all of the new engine."""
+    """The engine's process on the second node is killed itself; the next version comes to all ranks of the new engine."""
     engines = served.roles.engines
     os.kill(engines.pids[1], signal.SIGKILL)
     wait_for(lambda: engines.processes[1].is_dead, 10)

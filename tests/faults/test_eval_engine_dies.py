@@ -1,4 +1,4 @@
-"""An engine of an evaluation is killed, really: it comes back, and every problem has the answer that it would have had."""
+"""An engine of an evaluation is really killed: it comes back, and every problem has the answer that it would have had without that."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_in_the_middle_of_the_answers(tmp_path, monkeypatch):
 
 
 def scheduler_of(engine: int) -> int:
-    """The process of SGLang that computes, of an engine's process."""
+    """The SGLang scheduler of an engine's process."""
     family = psutil.Process(engine).children(recursive=True)
     (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
     return pid

@@ -1,4 +1,4 @@
-"""A job is told to end: every process gets the signal, the controller alone acts on it."""
+"""A job is told to end: every process gets the signal, and only the controller acts on it."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.cluster.processes import alive
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_all_processes_of_a_job_are_told_to_end(start_run, number):
-    """As Slurm does it. Ranks and Ray live on until the controller has asked for what it saves."""
+    """As Slurm does it. Ranks and Ray live on until the controller has fetched the state that it saves."""
     family = start_run("echo")
     ours = {*family.report["workers"], *family.report["started"], *family.pids} - set(
         family.report["children"]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-# In a mount namespace of its own, which ends with the process.
+# This runs in a mount namespace of its own, which ends with the process.
 MOUNTED = """
 import subprocess, sys
 from pathlib import Path

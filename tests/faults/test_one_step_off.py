@@ -1,4 +1,4 @@
-"""What dies while one half of a step generates and the other one learns, really, in a real run of two engines."""
+"""Processes are really killed while one view of a run generates and the other one learns, in a real run of two engines."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def log_probs(model: Path, table: pa.Table) -> list[np.ndarray]:
-    """Of the responses, by transformers."""
+    """Log-probs of the responses, by transformers."""
     policy, found = AutoModelForCausalLM.from_pretrained(model), []
     for prompt, response in zip(
         table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist(), strict=True
@@ -88,13 +88,13 @@ def log_probs(model: Path, table: pa.Table) -> list[np.ndarray]:
 
 
 def test_the_prompts_of_a_lost_engine_go_to_the_other_one(live: Live, tmp_path: Path) -> None:
-    """With the weights that both had: none is lost, none comes twice. A new engine comes when the actor has learnt."""
+    """The other engine has the same weights: no response is lost, and none comes twice. A new engine comes when the actor has learnt."""
     batches, pids = live.batches, live.roles.engines.pids
     first = batches.of(1)
     live.disturb(lambda: os.kill(scheduler(live.roles, 1), signal.SIGKILL))
     with live.run.timed("step", {"step": 1}), batches.during_learning(1) as half:
         live.learn(half, first)
-        assert live.roles.restarts.version == 1  # nobody has touched the weights of the engines
+        assert live.roles.restarts.version == 1  # the engines' weights have not been touched
     assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]
     assert live.roles.restarts.count == 1 and live.roles.restarts.version == 1
     assert live.roles.restarts.lacks_weights
@@ -116,7 +116,7 @@ def test_the_prompts_of_a_lost_engine_go_to_the_other_one(live: Live, tmp_path: 
     assert "role: rollout\nrank: 1\n" in text and "\nphase: step / ahead / generate\nmeanwhile: step" in text
     found = batches.of(2)
     assert found.metrics["staleness/max"] == found.metrics["staleness/mean"] == 1.0
-    assert live.run.seconds["ahead_wait"] > 0.1  # an engine's start
+    assert live.run.seconds["ahead_wait"] > 0.1  # the time of an engine's start
 
 
 def test_a_failure_of_the_half_that_collects_ends_the_other(live: Live) -> None:
@@ -127,7 +127,7 @@ def test_a_failure_of_the_half_that_collects_ends_the_other(live: Live) -> None:
 
     live.disturb(fail)
     with pytest.raises(RuntimeError, match="no reward works"), live.batches.during_learning(2) as (run, _):
-        while True:  # a learning that takes long
+        while True:  # an update that takes long
             run.wait([])
     assert live.reports() == before
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
@@ -135,7 +135,7 @@ def test_a_failure_of_the_half_that_collects_ends_the_other(live: Live) -> None:
 
 
 def test_a_dead_actor_ends_both_with_one_report(live: Live) -> None:
-    """The last test: it is the run's end."""
+    """The last test, because it ends the run."""
     before, batches = live.reports(), live.batches
     batch = replace(batches.of(3), step=3)
     with (

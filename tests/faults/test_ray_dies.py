@@ -15,7 +15,7 @@ from tests.cluster.processes import ROOT, alive_after, start_controller
 from tests.waiting import wait_for
 
 DEATH_SECONDS, HANG_SECONDS = 15, 90
-RAY_SECONDS = 60  # for which Ray would wait for a GCS server
+RAY_SECONDS = 60  # how long Ray would wait for a GCS server
 
 
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
@@ -30,13 +30,13 @@ def test_a_killed_server_of_ray(start_run, tmp_path, server):
     (report,) = (tmp_path / "failures").iterdir()
     text = report.read_text()
     assert str(report) in (tmp_path / "stderr").read_text()
-    # The ranks are still there when they are asked where they are.
+    # The ranks still run when they are asked for their stacks.
     assert "rank rank 1 (process " in text and "in hang_if" in text
 
 
 @pytest.fixture
 def joined() -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
-    """A cluster of somebody else's on this machine, and its address."""
+    """A cluster on this machine that another process owns, and its report with the address."""
     process, report = start_controller("serve")
     yield process, report
     process.kill()
@@ -46,7 +46,7 @@ def joined() -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["raylet", "both", "gcs_server"])
 def test_a_killed_server_of_a_cluster_that_was_joined(start_run, joined, tmp_path, server):
-    """As under Slurm and KubeRay: the controller is on the head's machine. Ray itself would wait a minute for the GCS server."""
+    """As under Slurm and KubeRay, the controller is on the head's machine. Ray itself would wait a minute for the GCS server."""
     owner, report = joined
     family = start_run("hang_if", address=report["address"])
     servers = family.report["servers"]
@@ -67,7 +67,7 @@ def test_a_killed_server_of_a_cluster_that_was_joined(start_run, joined, tmp_pat
 @pytest.mark.parametrize(
     "call, server",
     [
-        ("pool", "gcs_server"),  # whose end does not end the call: Ray waits a minute for another one
+        ("pool", "gcs_server"),  # the call survives this server: Ray waits a minute for another one
         pytest.param("pool", "raylet", marks=pytest.mark.slow),
         pytest.param("group", "gcs_server", marks=pytest.mark.slow),
         pytest.param("group", "raylet", marks=pytest.mark.slow),
@@ -81,7 +81,7 @@ def test_a_server_is_killed_while_the_controller_is_in_a_call_of_ray(start_run, 
     family.is_gone(DEATH_SECONDS - (time.monotonic() - begun))
     text = (tmp_path / "stderr").read_text()
     assert f"Ray's {server} (process {family.report['servers'][server]}) has ended" in text
-    assert "in calls" in text  # where it was
+    assert "in calls" in text  # the function that the controller was in
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_rank_is_killed_while_another_group_starts(start_run, tmp_path):
     assert "WorkerDied: rank rank 1 (process " in (tmp_path / "stderr").read_text()
 
 
-# Not before there is a raylet: until then Ray 2.60 waits 30 s for the GCS server, and holds the interpreter meanwhile.
+# The server is killed only once there is a raylet: until then Ray 2.60 waits 30 s for the GCS server, and holds the interpreter's lock.
 @pytest.mark.parametrize("server", [pytest.param("raylet", marks=pytest.mark.slow), "gcs_server"])
 def test_a_server_is_killed_while_ray_starts(tmp_path, server):
     command = [sys.executable, "-m", "tests.cluster.controllers", "calls", str(tmp_path), "init"]
@@ -120,7 +120,7 @@ def test_a_server_is_killed_while_ray_starts(tmp_path, server):
 
 
 def _family(pid: int) -> dict[int, str]:
-    """What a process has started: titles by process id."""
+    """The processes that a process has started: titles by process id."""
     found = {}
     for one in psutil.Process(pid).children(recursive=True):
         try:

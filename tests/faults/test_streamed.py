@@ -1,4 +1,4 @@
-"""Responses that go on from step to step, really, in a real run of two engines: what is interrupted, and what dies meanwhile."""
+"""Responses that go on from step to step in a real run of two engines: interruptions, and processes that are really killed."""
 
 import os
 import signal
@@ -63,8 +63,8 @@ class Live:
         return batch
 
     def is_sampled_from(self, table: pa.Table) -> int:
-        """Each token is one of the weights that its trajectory names, the first ones of the first; how many trajectories are of
-        several."""
+        """Check that each token is from one of the versions that its trajectory names, the first tokens from the first version; returns how many
+        trajectories have several versions."""
         policies = {
             version: AutoModelForCausalLM.from_pretrained(path) for version, path in self.policies.items()
         }
@@ -92,7 +92,7 @@ class Live:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("streamed")
-    # Long responses: some are still under way when they are interrupted, also on a machine that stands still for a second.
+    # Long responses: some are still in flight when they are interrupted, even on a machine that stands still for a second.
     overrides = ["trainer.max_staleness=2", "data.max_response_length=96"]
     with start(folder, "fully_async_cpu.yaml", 128, overrides) as (
         config,
@@ -118,12 +118,12 @@ def test_partial_rollouts_go_on_with_the_next_weights(live: Live) -> None:
     live.batches.overlapped = False
     first, second = live.step(1), live.step(2)
     several = live.is_sampled_from(second.table)
-    if not several:  # the machine stood still: what was under way had ended before it was interrupted
+    if not several:  # the machine stood still: all in-flight responses had ended before the interruption
         second = live.step(3)
         several = live.is_sampled_from(second.table)
     assert first.metrics["staleness/of_several_versions"] == 0.0
     held = [uids for _, uids in live.run.wait(live.roles.engines.call("begin_generation"))]
-    # How many they are depends on the machine; whose they are does not.
+    # How many requests are held depends on the machine; which engine holds which does not.
     assert {uid: rank for rank, uids in enumerate(held) for uid in uids} == live.batches.queue.engine_of
     unanswered = {
         uid
@@ -133,11 +133,11 @@ def test_partial_rollouts_go_on_with_the_next_weights(live: Live) -> None:
         if uid not in prompt.answers
     }
     assert all(len(uids) == len(set(uids)) for uids in held) and {*live.batches.queue.engine_of} <= unanswered
-    # What had ended when they were interrupted; it comes again.
+    # Responses that had ended when the engines were interrupted; they come again.
     live.run.wait(live.roles.engines.call("land", 1.0))
     time.sleep(1.0)
     landed = live.run.wait(live.roles.engines.call("land", 1.0))
-    assert [one.table for one in landed] == [None, None]  # they rest
+    assert [one.table for one in landed] == [None, None]  # the engines rest
     assert live.is_sampled_from(first.table) == 0
     assert several > 0
     assert second.metrics["staleness/of_several_versions"] > 0.0
@@ -177,13 +177,13 @@ def test_a_lost_engine_costs_no_trajectory(live: Live) -> None:
 
 @contextmanager
 def killed_at_once(pid: int) -> Iterator[None]:
-    """Within it a process is killed."""
+    """A process is killed at the start of the block."""
     os.kill(pid, signal.SIGKILL)
     yield
 
 
 def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) -> None:
-    """Prompts and groups are those that were there; engines that have none of it are asked for all of it."""
+    """Prompts and groups are the ones that were saved; engines that have none of the requests get all of them."""
     batches, saved, again = live.batches, tmp_path / "saved", tmp_path / "again"
     saved.mkdir()
     again.mkdir()
@@ -202,12 +202,12 @@ def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) 
     assert sorted(file.name for file in saved.iterdir()) == sorted(file.name for file in again.iterdir())
     for file in saved.iterdir():
         assert file.read_bytes() == (again / file.name).read_bytes()
-    for rank in (0, 1):  # what a run that goes on has: engines that were just started
+    for rank in (0, 1):  # a run that goes on has engines that were just started
         live.run.wait(live.roles.engines.restart(rank))
     live.roles.restarts.connect()
     live.batches = other
     eighth, ninth = live.step(8), live.step(9)
-    assert not other.in_flight.prompts and not other.in_flight.ready  # the run ends here: nothing was in vain
+    assert not other.in_flight.prompts and not other.in_flight.ready  # the run ends with nothing left over
     uids = set(eighth.table["prompt_uid"].to_pylist()) | set(ninth.table["prompt_uid"].to_pylist())
     assert before | set(whole) <= uids and len(uids) == 32
     live.is_sampled_from(eighth.table)

@@ -1,4 +1,4 @@
-"""An engine that serves a teacher is killed, really, while it judges: another one loads the folder, and judges the same rows."""
+"""An engine that serves a teacher is really killed while it judges: another one loads the folder, and judges the same rows."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The gateway behind a real HTTP server, in a thread, in front of a policy whose words are written down."""
+"""The gateway behind a real HTTP server, in a thread, in front of a policy whose words are scripted."""
 
 import asyncio
 import ssl
@@ -43,19 +43,19 @@ def sglang_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
 
 
-# Which reads a file of certificates, though no client of these tests uses any.
+# Creating a context reads a file of certificates, though no client of these tests uses any.
 _ssl_context = cache(ssl.create_default_context)
 
 
 @pytest.fixture(autouse=True)
 def certificates_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each client of HTTP has a context of TLS."""
+    """Each HTTP client creates a TLS context; here all share one."""
     monkeypatch.setattr(ssl, "create_default_context", _ssl_context)
 
 
 @pytest.fixture(scope="session")
 def ending() -> Iterator[list[threading.Thread]]:
-    """Threads of servers that were told to end, which they do when they next look, a tenth of a second later: no test waits for that."""
+    """Threads of servers that were told to end. A server notices within a tenth of a second, and no test waits for that."""
     threads: list[threading.Thread] = []
     yield threads
     for thread in threads:
@@ -64,7 +64,7 @@ def ending() -> Iterator[list[threading.Thread]]:
 
 @pytest.fixture
 def serve(sglang_parsers: None, ending: list[threading.Thread]) -> Iterator[Callable[..., Served]]:
-    """The words of the policy, and options of the gateway -> a server, which ends with the test."""
+    """serve(words of the policy, options of the gateway): a server, which ends with the test."""
     servers: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""A policy for the gateway's tests: writes what it is told, in tokens that a tokenizer would not choose, and remembers all."""
+"""A policy for the gateway's tests: writes scripted words in tokens that a tokenizer would not choose, and records all requests."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ EXPERTS = (2, 1)  # layers, top_k
 
 
 def letters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """A text as token ids, each character for itself: not as it is tokenised as a whole."""
+    """A text as token ids, tokenised character by character and not as one text."""
     return [token for letter in text for token in tokenizer(letter, add_special_tokens=False)["input_ids"]]
 
 
@@ -29,11 +29,11 @@ class Answered:
 
 @dataclass
 class WrittenPolicy:
-    """Answers with `words` in turn, the last ones again and again; its log-probs are a count down over all tokens, its experts too.
+    """Answers with `words` in turn, the last ones again and again; its log-probs count down over all tokens, its experts are positions of tokens.
 
     Attributes:
         delay: seconds for each piece of `piece` tokens.
-        failure: raised in place of an answer, also of one in progress.
+        failure: raised instead of an answer, also during an answer that is in progress.
         aborted: uids of the requests that were cancelled.
     """
 
@@ -81,7 +81,7 @@ class WrittenPolicy:
         self.tokens += len(ids)
         self.asked.append(Answered(uid, list(prompt_ids), ids, log_probs))
         experts = None
-        if self.routed:  # the position of each token, so that a test can see which are there
+        if self.routed:  # the position of each token, so that a test sees which tokens have experts
             positions = np.arange(experts_from, len(prompt_ids) + len(ids) - 1, dtype=np.uint16)
             experts = np.broadcast_to(positions[:, None, None], (len(positions), *EXPERTS)).copy()
         return Generation(uid, ids, log_probs, reason, self.version, routed_experts=experts)

@@ -1,4 +1,4 @@
-"""Agents as real processes with OpenAI's SDK, in front of a policy whose words are written down."""
+"""Agents as real processes with OpenAI's SDK, in front of a policy whose words are scripted."""
 
 import asyncio
 import json
@@ -151,7 +151,7 @@ time.sleep(1000)
 
 
 def test_an_engine_that_fails_is_no_failure_of_an_agent(serve, tmp_path):
-    """The session is nobody's: its task is played again by another engine."""
+    """The session yields no trajectory: another engine plays its task again."""
     served = serve(["It rains."], tools=None)
     served.policy.failure = EngineError("no answer")
     command = [sys.executable, "-c", HEAD + "try: ask(user)\nexcept OSError: pass"]
@@ -187,7 +187,7 @@ def play(task):
 
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
-    """forks(text of a module) -> a fork server of the agent `COPIED` that has imported it."""
+    """forks(text of a module) -> a fork server of the agent `COPIED` that has imported the module."""
     servers = []
 
     def start(shared=SHARED):

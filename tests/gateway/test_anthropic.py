@@ -20,7 +20,7 @@ ASK = {"model": MODEL, "max_tokens": 1000}
 
 
 def sdk():
-    """Imported for these tests alone: it would take each collection of all tests a seventh of its imports."""
+    """Imported only in these tests, because it would add a seventh to the imports of each collection of all tests."""
     return pytest.importorskip("anthropic", reason="requirements/dev.txt has the SDK")
 
 

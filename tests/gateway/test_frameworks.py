@@ -1,4 +1,4 @@
-"""Agents of published frameworks, as they are, in front of a policy whose words are written down."""
+"""Unmodified agents of published frameworks, in front of a policy whose words are scripted."""
 
 import asyncio
 import json
@@ -168,7 +168,7 @@ print("Trial completed!", options[:2])
 
 
 def test_harbor_plays_its_tasks_and_the_verifiers_reward_is_posted(serve, tmp_path):
-    """A stand-in for `harbor`, which takes its options and writes its result (harbor 0.26.0, harbor/models/trial/result.py)."""
+    """A stand-in for `harbor` takes harbor's options and writes a result in harbor's format (harbor 0.26.0, harbor/models/trial/result.py)."""
     for name, text in (("b-rain", "Will it rain?"), ("c-fail", "Fail.")):
         (tmp_path / "tasks" / name).mkdir(parents=True)
         (tmp_path / "tasks" / name / "task.toml").write_text('schema_version = "1.4"\n')
@@ -207,7 +207,7 @@ def test_harbor_plays_its_tasks_and_the_verifiers_reward_is_posted(serve, tmp_pa
 
 
 class Counters(BaseHTTPRequestHandler):
-    """NeMo Gym's example_session_state_mgmt (nemo-gym 0.4.0, resources_servers/): a counter a session, which is known by a cookie."""
+    """NeMo Gym's example_session_state_mgmt (nemo-gym 0.4.0, resources_servers/): one counter for each session, which a cookie identifies."""
 
     counters: ClassVar[dict[str, int]] = {}
     verified: ClassVar[list[dict[str, Any]]] = []
@@ -264,7 +264,7 @@ def test_a_resources_server_of_nemo_gym_answers_calls_and_verifies_the_session(s
     gym.shutdown()
     gym.server_close()
     assert error is None and (one.environment_score, one.num_turns) == (1.0, 4)
-    # What their server reads: OpenAI's class, and all items that the session has added.
+    # The verifier gets a response of OpenAI's class, with all items that the session has added.
     (verified,) = Counters.verified
     items = verified["response"]["output"]
     assert [item["type"] for item in items] == ["function_call", "function_call_output"] * 3 + ["message"]

@@ -25,7 +25,7 @@ def test_sessions_whose_engine_is_lost_lose_nothing_and_are_trained_on_once(serv
             await asyncio.sleep(0.05)
 
     async def agent(number):
-        # Each with a client of its own: the pool of one for all would look through all connections for each of them, at each request.
+        # Each agent has a client of its own: a pool that they share would look through all connections at each request.
         async with httpx.AsyncClient(base_url=served.url, timeout=100, verify=False) as client:
             begun = await client.post("/sessions", json={"uid": f"p/{number}"}, headers={"x-api-key": OWNER})
             key, messages = begun.json()["key"], [user(f"Rain {number}?")]

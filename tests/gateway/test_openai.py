@@ -24,7 +24,7 @@ def client_of(served, key=None):
 
 
 def texts(served, trajectory):
-    """Its live stretches."""
+    """The text of the trajectory's live tokens."""
     ids = [i for i, live in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if live]
     return served.policy.tokenizer.decode(ids)
 
@@ -104,7 +104,7 @@ def test_parts_come_while_the_policy_writes(serve):
 
 
 def test_an_answer_does_not_wait_for_its_first_part_to_be_acknowledged(serve):
-    """Linux acknowledges after 40 ms; the least of many counts, as other processes take time too."""
+    """Linux acknowledges after 40 ms. The shortest of many times counts, because other processes take time, too."""
     served = serve(["x"], tools=None)
     with httpx.Client(base_url=served.url, headers={"x-api-key": OWNER}) as client:
         times = [client.get("/v1/models").elapsed.total_seconds() for _ in range(30)]
@@ -293,17 +293,17 @@ def test_requests_beyond_a_rate_are_told_when_to_come_again(serve):
         )
     message = httpx.post(f"{served.url}/v1/messages", headers={"x-api-key": client.api_key}, json={})
     assert message.status_code == 429 and message.json()["error"]["type"] == "rate_limit_error"
-    other.chat.completions.create(**ask)  # a session of its own
+    other.chat.completions.create(**ask)  # another session has its own rate
     for _ in range(3):
         owner.models.list()
-    with pytest.raises(openai.RateLimitError):  # requests of no session share a rate
+    with pytest.raises(openai.RateLimitError):  # requests without a session share a rate
         owner.models.list()
     served.now[0] = 19.9
     with pytest.raises(openai.RateLimitError):
         client.chat.completions.create(**ask)
     served.now[0] = 20.0
     client.chat.completions.create(**ask)
-    served.now[0] = 1000.0  # no more than a minute's requests are saved up
+    served.now[0] = 1000.0  # at most a minute's requests are saved up
     for _ in range(3):
         client.chat.completions.create(**ask)
     with pytest.raises(openai.RateLimitError):
@@ -331,7 +331,7 @@ def test_sessions_are_begun_scored_and_ended_over_http(serve):
     agent = httpx.Client(base_url=served.url, headers={"authorization": f"Bearer {begun['key']}"})
     assert agent.post("/sessions").status_code == 401
     client_of(served, begun["key"]).chat.completions.create(model=MODEL, messages=[user("a")])
-    client_of(served, OWNER).chat.completions.create(model=MODEL, messages=[user("b")])  # of no session
+    client_of(served, OWNER).chat.completions.create(model=MODEL, messages=[user("b")])  # without a session
     assert agent.post("/session/score", json={"score": "good"}).status_code == 400
     assert agent.post("/session/score", json={"score": 0.5}).json() == {"uid": "p/0", "score": 0.5}
     seen = agent.get("/session/trajectories").json()

@@ -34,7 +34,7 @@ def test_each_player_has_its_trajectories_and_its_score(game):
     assert trajectories(client) == [("s.0.black", "black", None), ("s.1.white", "white", None)]
     assert client.post("/session/score", json={"score": {"white": 1, "black": -1}}).status_code == 200
     assert trajectories(client) == [("s.0.black", "black", -1.0), ("s.1.white", "white", 1.0)]
-    client.post("/session/score", json={"score": 0.5, "numbers": {"moves": 2}})  # for all of them
+    client.post("/session/score", json={"score": 0.5, "numbers": {"moves": 2}})  # for all players
     assert [score for *_, score in trajectories(client)] == [0.5, 0.5]
 
 

@@ -57,7 +57,7 @@ def server(model: Path) -> Iterator[tuple[str, str, subprocess.Popen]]:
 
 
 def greedy(model: Path, count: int) -> str:
-    """What Hugging Face's model answers."""
+    """The greedy answer of Hugging Face's model."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(str(model))
@@ -94,7 +94,7 @@ def test_a_served_model_answers_as_hugging_faces(model, server):
     drawn = agent.chat.completions.create(**{**ask, "messages": follow, "temperature": 1.0})
     ended = httpx.post(f"{url}/session/end", headers={"x-api-key": session["key"]}).json()
     assert [one["num_turns"] for one in ended["trajectories"]] == [1, 2]
-    trained = [12, 12 + drawn.usage.completion_tokens]  # which may have ended early
+    trained = [12, 12 + drawn.usage.completion_tokens]  # the second response may have ended early
     assert [sum(one["response_mask"]) for one in ended["trajectories"]] == trained
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) in (0, -signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_served_model_answers_as_hugging_faces(model, server):
 
 def test_what_cannot_be_served_is_told_before_an_engine_starts(model, tmp_path, capsys, monkeypatch):
     for name, value in sglang_environment("cpu", 1).items():
-        monkeypatch.setenv(name, value)  # and back
+        monkeypatch.setenv(name, value)  # undone after the test
     empty = tmp_path / "key"
     empty.write_text("\n")
     for arguments, text in (

@@ -1,4 +1,4 @@
-"""The engine's own record, of what it was given and gave, is the oracle of all trajectories; the template's rendering that of prompts."""
+"""Trajectories are checked against the engine's record of its requests and answers, prompts against the template's rendering."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from tests.data.test_published_templates import TOOLS, user
 from tests.gateway.policy import letters
 from tests.gateway.published import published
 
-# The token that ends a turn in each model; the tokenizer's own in the others. gpt-oss ends calls with another one.
+# The token that ends a turn in each model; other models use the tokenizer's own. gpt-oss ends calls with another token.
 ENDS = {
     "llama3_1": "<|eot_id|>",
     "gemma3": "<end_of_turn>",
@@ -37,7 +37,7 @@ KEYWORDS = {"tools": TOOLS}
 
 @dataclass
 class Record:
-    """An engine whose tokens are drawn from the whole vocabulary, each with a log-prob of its own; and all that it was asked."""
+    """An engine that draws tokens from the complete vocabulary, each with a log-prob of its own, and records all requests."""
 
     tokenizer: object
     name: str
@@ -65,7 +65,7 @@ class Record:
 
 
 def check(tree, record):
-    """All guarantees, over the engine's record."""
+    """Check all guarantees against the engine's record."""
     by_log_prob = {
         log_prob: (given, generation, place)
         for given, generation in record.asked
@@ -109,7 +109,7 @@ def reworded(message, numbers):
 
 
 def ask(tree, record, numbers, messages, keywords):
-    """A request, and the conversation with its answer."""
+    """Make a request; returns the conversation with its answer."""
     prompt = tree.prompt(messages, keywords)
     called = keywords and numbers.random() < 0.3
     calls = [call(f"call{record.tokens:05}", "weather", '{"city": "Paris"}')] if called else []
@@ -120,7 +120,7 @@ def ask(tree, record, numbers, messages, keywords):
 
 
 def answered(numbers, conversation):
-    """How a conversation goes on after the policy's turn: its calls are answered, or the user speaks."""
+    """The messages after the policy's turn: answers to its calls, or the user's next message."""
     calls = conversation[-1].get("tool_calls", ())
     told = [{"role": "tool", "tool_call_id": one["id"], "content": "rain"} for one in calls]
     return told or [user(numbers.choice(["And?", "Why?", "Go on."]))]
@@ -154,7 +154,7 @@ def test_ids_trained_on_are_those_that_the_engine_saw_each_once(name, moves):
             used = {"tools": TOOLS[:1]}
         conversations += [ask(tree, record, numbers, messages, used) for _ in range(count)]
         assert len(tree.turns) == known + count
-        if move in ("go on", "two"):  # it extends a turn with the same message
+        if move in ("go on", "two"):  # the request extends a turn with the same message
             parent = tree.turns[-1].prompt.parent
             assert is_turn(messages[len(old) - 1], parent.message)
             given = [*parent.prompt.all_ids(), *parent.generation.response_ids]
@@ -196,7 +196,7 @@ def test_a_line_is_one_trajectory_and_branches_share_what_is_before_them():
 
 
 def test_players_share_no_turn():
-    """Two players whose messages are equal, word for word, and an answer that one gives to the other."""
+    """Two players whose messages are equal, word for word, and a third one that gets the policy's answers to another player."""
     tokenizer = published("qwen2_5")
     tree, record = SessionTree(TemplatePrompts(tokenizer)), Record(tokenizer, "own")
 
@@ -256,13 +256,13 @@ def ids_of(tokenizer, token):
     return tokenizer.convert_tokens_to_ids(token)
 
 
-# Templates whose rendering of a chat without reasoning begins like that of the chat before; DeepSeek's and GLM's add what they think.
+# Templates that render a chat without reasoning so that it begins like the shorter chat before it; DeepSeek's and GLM's add reasoning.
 KEEPS_BEGINNINGS = ["qwen2_5", "qwen3", "llama3_1", "lfm2_2_5_v2", "gptoss", "gemma3"]
 
 
 @pytest.mark.parametrize("name", KEEPS_BEGINNINGS)
 def test_a_continued_prompt_is_what_the_template_writes(name):
-    """Turns by other tokens than a tokenizer would choose, but of the same text: the prompt's text is the template's."""
+    """Turns consist of tokens that a tokenizer would not choose for the same text; the prompt's text is still the template's."""
     own = published(name)
     keywords = KEYWORDS if name in WITH_TOOLS else {}
     tree = SessionTree(TemplatePrompts(own))
@@ -284,7 +284,7 @@ def test_a_continued_prompt_is_what_the_template_writes(name):
     "name", ["qwen2_5", "qwen3_instruct_2507", "lfm2_2_5_v2", "gptoss", "gemma4", "glm4moe", "llama3_1"]
 )
 def test_answers_of_tools_are_written_behind_the_call(name):
-    """Also by templates that show them beside a call alone (gpt-oss, Gemma 4)."""
+    """Also by templates that render an answer only next to its call (gpt-oss, Gemma 4)."""
     own = published(name)
     tree, record = SessionTree(TemplatePrompts(own)), Record(own, name)
     prompt = tree.prompt([user("Rain?")], KEYWORDS)
@@ -303,7 +303,7 @@ def test_answers_of_tools_are_written_behind_the_call(name):
 
 @pytest.mark.parametrize("name, end, following", [("gptoss", "<|return|>", "<|start|>user"), ("cohere2", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>")])  # fmt: skip
 def test_a_turn_is_not_ended_twice(name, end, following):
-    """gpt-oss writes another end token where a message follows; Command R7B writes two tokens, of which the model wrote both."""
+    """gpt-oss writes another end token where a message follows; Command R7B writes two tokens, and the model wrote both."""
     own = published(name)
     tree = SessionTree(TemplatePrompts(own))
     prompt = tree.prompt([user("a")], {})

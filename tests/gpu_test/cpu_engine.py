@@ -1,4 +1,4 @@
-"""The engine's step on a CPU: `python -m tests.gpu_test.cpu_engine FOLDER`, in the environment of an engine's process; checks as JSON lines."""
+"""Step `engine` on a CPU: `python -m tests.gpu_test.cpu_engine FOLDER`, in the environment of an engine's process; prints checks as JSON lines."""
 
 import json
 import sys

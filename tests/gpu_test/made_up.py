@@ -1,4 +1,4 @@
-"""Steps that need no GPU, for the tests of what runs them."""
+"""Steps that need no GPU, for the tests of the code that runs steps."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def dies(folder: Path) -> Iterator[Check]:
 
 
 def hangs(folder: Path) -> Iterator[Check]:
-    """With a child that would hang on, too."""
+    """Hangs with a child that would hang on, too."""
     child = subprocess.Popen(["sleep", "600"])
     yield Check("a child", True, figures={"pid": child.pid})
     time.sleep(600)
@@ -41,5 +41,5 @@ def says_nothing(folder: Path) -> Iterator[Check]:
 
 
 def ends_at_once(*arguments: object) -> None:
-    """In place of a sender."""
+    """Takes the place of a sender."""
     os._exit(3)

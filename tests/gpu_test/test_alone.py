@@ -42,7 +42,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reports(dense: list[str], experts: list[str]) -> list[dict]:
-    """The last stage of a pipeline, which is told a shape by nobody, and a rank that is sent nobody's tokens."""
+    """Reports of the last stage of a pipeline, which gets no shapes from another rank, and of a rank that gets no other rank's tokens."""
     jobs = [(dense, "actor", 3), (experts, "actor", 0)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_test.lone_ranks", RECIPE, json.dumps(jobs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -62,7 +62,7 @@ def test_what_they_hold_is_what_is_planned(reports: list[dict], dense: list[str]
         config, inputs = read_inputs(RECIPE, keys, check=False)
         plan = plan_memory(config, inputs, 80 * GIB, 0)
         owners = {owner.name: owner for owner in plan.owners}
-        # On a CPU weights are in float32, twice as wide as on a GPU; gradients are in both.
+        # On a CPU weights are in float32, twice as wide as on a GPU; gradients are in float32 on both.
         for part, times in (("weights", 2), ("gradients", 1)):
             planned = times * owners[f"actor_{part}"].stages[report["stage"]]
             assert report["parts"][part] == pytest.approx(planned, rel=1e-3), part

@@ -44,7 +44,7 @@ def test_a_step_without_an_engine_says_that_it_is_none() -> None:
 def test_mfu_is_compared_with_mfu() -> None:
     text = comparison_text(RL_16K, 23_800.0, 2.75, 0.222)
     assert "2.00x of 11,900; 2.75 s a step; MFU 22.2% (published: 11.1%)" in text
-    # 13.3 s of 1,702 tokens/s are few tokens: the caveat's arithmetic.
+    # The caveat's arithmetic: 13.3 s at 1,702 tokens/s are few tokens.
     tokens = ARTICLE.tokens_per_s * ARTICLE.seconds
     assert (round(tokens), round(tokens / 64)) == (22637, 354)
 

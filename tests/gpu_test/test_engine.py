@@ -48,6 +48,6 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
 def test_memory_that_did_not_come_free_is_told() -> None:
     freed, stays = _freed(40 * GIB, before=78 * GIB, started=34 * GIB, released=74 * GIB)
     assert freed.ok and stays.found == "4.00 GiB: context, graphs, workspaces"
-    # A memory saver that was not loaded: the account says 0, and nothing is free.
+    # A memory saver that was not loaded: the engine reports that it released its memory, and none is free.
     freed, _ = _freed(40 * GIB, before=78 * GIB, started=34 * GIB, released=34 * GIB)
     assert freed.ok is False and "0.00 GiB more than before; the engine released 40.00 GiB" in freed.found

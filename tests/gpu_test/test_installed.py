@@ -1,4 +1,4 @@
-"""Step `installed`: what of it needs no GPU."""
+"""The parts of step `installed` that need no GPU."""
 
 from dataclasses import replace
 from pathlib import Path

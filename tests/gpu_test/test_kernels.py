@@ -1,4 +1,4 @@
-"""Step `kernels`: what of it needs no GPU."""
+"""The parts of step `kernels` that need no GPU."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def test_the_reference_of_attention_is_causal_and_keeps_sequences_apart() -> Non
     differs = (before - after).abs().amax((1, 2)) > 0
     assert differs.nonzero().flatten().tolist() == [LENGTHS[0]]
     changed = value.clone()
-    changed[LENGTHS[0] - 1] += 1  # the last of the first: nothing earlier sees it
+    changed[LENGTHS[0] - 1] += 1  # the last token of the first sequence: no earlier token attends to it
     differs = (before - attention(query, key, changed)).abs().amax((1, 2)) > 0
     assert differs.nonzero().flatten().tolist() == [LENGTHS[0] - 1]
 
@@ -45,7 +45,7 @@ def test_a_kernel_that_is_not_there_is_a_check_that_is_wrong() -> None:
 
 
 def test_transformer_engine_takes_what_it_is_given() -> None:
-    """Its own Python code over stand-ins for kernels: arguments and shapes, not a single number."""
+    """Transformer Engine's own Python code runs over stand-ins for kernels, which check arguments and shapes but no numbers."""
     problem = device.missing()
     if problem is not None:
         pytest.skip(problem)
@@ -60,7 +60,7 @@ def test_transformer_engine_takes_what_it_is_given() -> None:
 
 @pytest.mark.parametrize("window", [None, 32])
 def test_the_reference_of_attention_with_sinks_is_that_of_transformers(window: int | None) -> None:
-    """gpt-oss', sequence by sequence, with its mask."""
+    """transformers' attention of gpt-oss, sequence by sequence, with its mask."""
     from types import SimpleNamespace
 
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward

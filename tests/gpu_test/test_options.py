@@ -1,4 +1,4 @@
-"""Steps of short runs with options: what of them needs no GPU."""
+"""The parts of the steps with short runs and options that need no GPU."""
 
 from pathlib import Path
 
@@ -48,13 +48,13 @@ def test_the_keys_fit_the_recipe_and_the_model(tmp_path: Path, settings: tuple[s
 
 
 def test_the_engine_of_deepep_has_a_width_that_its_kernels_take() -> None:
-    """Those of decode steps (DeepEP 1.2.1, csrc/kernels/launch.cuh)."""
+    """The widths that its kernels for decode steps support (DeepEP 1.2.1, csrc/kernels/launch.cuh)."""
     for case in DEEPEP:
         assert options.sizes(case)["hidden_size"] in (2048, 2560, 4096, 5120, 6144, 7168, 8192)
 
 
 def test_every_run_is_judged_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With runs that write their metrics alone: one that ends well, one that ends too early, one whose gradient is infinite, one whose difference is NaN."""
+    """With runs that only write metrics: one ends well, one ends too early, one has an infinite gradient, one has a difference of NaN."""
     figures = iter(((1.0, 0.01), (2.0, 0.02), (float("inf"), 0.01), (1.0, float("nan"))))
 
     def run(command: list[str], check: bool) -> object:
@@ -81,7 +81,7 @@ def test_every_run_is_judged_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failed_run_comes_with_the_end_of_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step's output, of which its record has the last lines alone, goes on with the next run's."""
+    """The next run's output follows in the step's log, of whose lines the step's record has only the last ones."""
 
     def run(command: list[str], check: bool) -> object:
         with (tmp_path / LOG).open("a") as log:

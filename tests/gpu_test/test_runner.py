@@ -1,4 +1,4 @@
-"""Steps in processes of their own: a failing one ends no other, and its findings are kept; the record of a test and its page."""
+"""Steps in processes of their own: a failing step ends no other, and its findings are kept; the record of a test and its page."""
 
 import json
 import subprocess

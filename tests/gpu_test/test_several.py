@@ -1,4 +1,4 @@
-"""Steps `nccl` and `killed`: what of them needs no GPU."""
+"""The parts of steps `nccl` and `killed` that need no GPU."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from megarl.util.packages import shipped
 
 
 def test_the_runs_keys_fit_the_recipe(tmp_path: Path) -> None:
-    """But for its model and data, which the step makes."""
+    """Except for its model and data, which the step makes."""
     recipe = shipped() / "recipes" / "quickstart_ppo.yaml"
     (tmp_path / "train.parquet").touch()
     keys = [f"actor_rollout_ref.model.path={config_folder()}", f"data.train_files={tmp_path}/train.parquet"]
@@ -27,7 +27,7 @@ def test_the_runs_keys_fit_the_recipe(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two_schedulers():
-    """Processes with a scheduler's title, of two runs."""
+    """Two processes with a scheduler's title, each of its own run."""
     started = [
         subprocess.Popen(
             ["bash", "-c", "exec -a sglang::scheduler sleep 600"], env={**os.environ, MARK: f"run {number}"}
@@ -42,7 +42,7 @@ def two_schedulers():
 
 def test_only_a_scheduler_of_this_run_is_killed(two_schedulers, tmp_path: Path) -> None:
     mine, other = two_schedulers
-    while not schedulers("run 0") or not schedulers("run 1"):  # bash becomes what it starts
+    while not schedulers("run 0") or not schedulers("run 1"):  # bash is replaced by its command
         pass
     assert [process.pid for process in schedulers("run 0")] == [mine.pid]
     metrics = tmp_path / "metrics.jsonl"
@@ -50,7 +50,7 @@ def test_only_a_scheduler_of_this_run_is_killed(two_schedulers, tmp_path: Path) 
     assert [row["step"] for row in read_metrics(metrics)] == [1, 2]
     check = _killed(other, "run 0", metrics)
     assert check.ok and mine.wait(timeout=30) == -9 and other.poll() is None
-    assert _killed(other, "run 0", metrics).ok is False  # none is left
+    assert _killed(other, "run 0", metrics).ok is False  # no scheduler is left
 
 
 def test_weights_that_stay_on_their_device_are_no_success() -> None:

@@ -39,7 +39,7 @@ def test_a_machine_without_a_gpu_or_with_a_torch_without_cuda_runs_none() -> Non
 
 
 def test_an_older_torch_trains_only() -> None:
-    """The SGLang that runs on it lacks what megarl calls."""
+    """The SGLang that runs on it lacks functions that megarl calls."""
     older = replace(TWO, versions=VERSIONS | {"torch": "2.11.0", "sglang": "0.5.16"})
     found = obstacles(older)
     assert set(found) == {

@@ -1,4 +1,4 @@
-"""Triton kernels of the GPU path, interpreted on a CPU, compared with the same in torch."""
+"""Triton kernels of the GPU path, interpreted on a CPU, compared with torch's operators."""
 
 import json
 import os
@@ -25,7 +25,7 @@ PARTS_OF_SLICES = {"slot", "checksums", "parameters", "checksums of parameters"}
     not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
 )
 def test_kernels_compute_what_torch_does() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megarl.gpu_test.kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)

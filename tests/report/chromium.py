@@ -23,7 +23,7 @@ _ANSWER_SECONDS = 60.0
 
 
 class Browser:
-    """One page of a Chromium. `events`: what it has told so far, such as console messages and requests."""
+    """One page of a Chromium. `events`: its messages so far, such as console messages and requests."""
 
     def __init__(self, write_to: int, read_from: int) -> None:
         self._write_to, self._read_from = write_to, read_from
@@ -49,7 +49,7 @@ class Browser:
             self.events.append(message)
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open a file in a window of this size, in pixels; `events` are those from here on."""
+        """Open a file in a window of this size, in pixels; `events` then has only messages from here on."""
         self.events.clear()
         mobile = width < 600
         self.call(
@@ -65,7 +65,7 @@ class Browser:
         self.until("document.readyState === 'complete' && document.documentElement.dataset.ready === 'true'")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise's once it is kept."""
+        """The value of a JavaScript expression; of a promise, once it is resolved."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
@@ -78,7 +78,7 @@ class Browser:
             time.sleep(0.05)
 
     def hover(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
-        """Move the mouse to a place of an element, which is scrolled into view; `across` and `down`: parts of its size."""
+        """Move the mouse to a point of an element, which is scrolled into view; `across` and `down`: fractions of its size."""
         place = self.run(
             f"(() => {{ const element = document.querySelector({json.dumps(selector)});"
             "element.scrollIntoView({block: 'center', behavior: 'instant'}); const box = element.getBoundingClientRect();"
@@ -91,13 +91,13 @@ class Browser:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """A PNG of what is in the window, or of the whole page."""
+        """A PNG of what is in the window, or of the complete page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def problems(self) -> list[str]:
         """Errors and warnings that the page has caused, in its console or anywhere else."""
-        self.call("Page.getFrameTree")  # what was told before this answer has come
+        self.call("Page.getFrameTree")  # all messages before this answer have arrived
         found = []
         for event in self.events:
             params = event.get("params", {})
@@ -132,7 +132,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
     assert BROWSER is not None
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
-    # Chromium reads commands from its file 3 and answers in its file 4.
+    # Chromium reads commands from its file descriptor 3 and answers on its file descriptor 4.
     command = ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{from_write}', "-", BROWSER, *_FLAGS]
     process = subprocess.Popen(
         [*command, f"--user-data-dir={profile}"],
@@ -145,7 +145,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(to_write, from_read)
     finally:
-        os.close(to_write)  # it ends with its pipe
+        os.close(to_write)  # Chromium ends with its pipe
         os.close(from_read)
         try:
             process.wait(10)

@@ -1,4 +1,4 @@
-"""Run folders that nobody ran, and what a page of them holds."""
+"""Made-up run folders, and a parser of the pages about them."""
 
 import base64
 import gzip
@@ -23,7 +23,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Page(HTMLParser):
-    """Whether every tag is closed, where it points to, its text without its scripts, and what its scripts draw."""
+    """A parsed page: whether every tag is closed, the addresses in it, its text without its scripts, and the data that its scripts draw."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

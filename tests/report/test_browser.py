@@ -1,4 +1,4 @@
-"""The pages in a real browser, headless Chromium: what is drawn, what hovering shows, in light and dark and on a phone."""
+"""The pages in a real browser, headless Chromium: charts and hover texts, in light and dark and on a phone."""
 
 import json
 import re

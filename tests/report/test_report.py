@@ -1,4 +1,4 @@
-"""`megarl report`: what run folders tell, as one page that shows everything and runs nothing of theirs."""
+"""`megarl report`: run folders as one page that shows everything and runs no code from the folders."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_nothing_is_fetched_and_only_the_pages_own_scripts_run(folder):
 
 
 def test_points_are_those_of_the_metrics(folder):
-    """Of step 3, which was logged twice, the later ones; NaN is a gap; a line that was cut off is left out."""
+    """Of the points of step 3, which was logged twice, the later ones count; NaN is a gap; a line that was cut off is left out."""
     page = report(folder)
     assert page.points("critic/score/mean") == [(1, 0.35), (2, 0.45), (3, 0.55), (4, 0.65), (5, 0.75)]
     assert page.points("val/score/mean") == [(1, 0.125), (5, 0.867188)]
@@ -91,7 +91,7 @@ def test_the_page_is_in_the_run_folder_unless_it_is_told_otherwise(folder):
 
 
 def test_two_runs_share_their_charts(folder, tmp_path):
-    """Runs of the same name are told apart by their paths; what differs between their configurations is listed, and no place."""
+    """Runs of the same name are distinguished by their paths; differences between their configurations are listed, except for folders."""
     other = write_run(tmp_path / "later" / "run", more=0.03125)
     page = report(folder, other, output=tmp_path / "both.html")
     assert page.data["runs"] == [f"{tmp_path.name}/run", "later/run"]
@@ -114,7 +114,7 @@ def test_a_run_that_is_given_twice_is_refused(folder, capsys):
 
 
 def test_shares_are_of_the_time_of_steps(folder):
-    """The actor works 4 + 1 s of step 1's 10 s and 2 s of step 2's 20 s; its start was in none."""
+    """The actor works 4 + 1 s of step 1's 10 s and 2 s of step 2's 20 s; its start was in no step."""
     found = read_timeline(folder)
     assert {step: (end - begin) / 1e9 for step, (begin, end) in found.windows.items()} == {1: 10, 2: 20}
     assert found.again == [1] and [moment.name for moment in found.moments] == ["weights 3"]

@@ -68,7 +68,7 @@ def test_a_plugin_adds_a_rule_and_its_data_sources(tmp_path):
     reward = functions.of("whatever")
     assert not reward.is_async
     assert reward.function(data_source="", solution_str="four", ground_truth="", extra_info=None) == 4
-    functions.check([("a", "whatever", "")])  # one rule for all, which does without a ground truth
+    functions.check([("a", "whatever", "")])  # one rule for all data sources, which needs no ground truth
     with pytest.raises(ValueError, match="'test_length' is already registered"):
         register_reward("test_length")(len)
     with pytest.raises(ValueError, match=r"'test_registry/\*' already has the reward rule 'test_length'"):
@@ -94,7 +94,7 @@ def test_an_unknown_rule_is_refused():
 
 
 def test_what_a_worker_imports_is_light():
-    """Workers start quickly: nothing that they import at once is large."""
+    """Workers start quickly: they import no large package at their start."""
     import subprocess
 
     code = "import sys, megarl.rewards.processes.worker; print(sorted({'torch', 'numpy', 'sympy', 'httpx', 'yaml'} & set(sys.modules)))"

@@ -24,11 +24,11 @@ from tests.rollout.sender import TamperingOutbox
 from tests.weight_sync.shards import empty_shards, load_all
 
 Tensors = Mapping[str, torch.Tensor]
-BUCKET = 4_000  # bytes: so that adapters have several
+BUCKET = 4_000  # bytes; small, so that the adapters fill several buckets
 
 
 def peft_model(folder: Path, lora: LoraConfig, seed: int) -> Any:
-    """The folder's model with random adapters of PEFT; its greedy answers are not those of the model without."""
+    """The folder's model with random PEFT adapters; its greedy answers differ from those of the model without adapters."""
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         PeftConfig(
@@ -80,9 +80,9 @@ class AdapterTrainer:
     ) -> None:
         """
         Args:
-            lora: of adapters that the engine serves; None: the weights have them in them.
-            inboxes: where the engine's ranks are told of this.
-            ranks: None: those of the folder, with adapters of zeros.
+            lora: configuration of the adapters that the engine serves; None: the adapters are merged into the weights.
+            inboxes: the folder for the files from which the engine's ranks learn the addresses of the outboxes.
+            ranks: each trainer rank's local tensors; None: the tensors of the folder's model, with adapters of zeros.
         """
         config = read_model_config(str(folder))
         self.sync = SyncPlan(config, parallel, EngineLayout(tp), torch.float32, BUCKET, adapters=lora, **more)
@@ -128,7 +128,7 @@ class AdapterTrainer:
         return engine.call("finish_update")
 
     def tamper(self, change: Callable[..., bool | None]) -> None:
-        """`change(token, packet)` of each packet that is sent from now on."""
+        """Call `change(token, packet)` for each packet that is sent from now on."""
         for outbox in self.outboxes:
             outbox.tamper = change
 

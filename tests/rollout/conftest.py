@@ -50,7 +50,7 @@ def make_qwen2(folder: Path, seed: int, **changes) -> Model:
     }
     model = Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # else all 0 or 1, and a mix-up would not show
+        if name.endswith("bias") or "norm" in name:  # default values would hide mixed-up parameters
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     model.generation_config.eos_token_id = [EOS, OTHER_EOS]
     model.save_pretrained(folder)
@@ -68,7 +68,7 @@ def model_b(tmp_path_factory) -> Model:
 
 
 def refuses_before_a_sync(process: EngineProcess) -> None:
-    """Looked at where the engine is made: whichever test is the first that it is shared by may bring it weights."""
+    """Called where the engine is started, because any later test that shares the engine may sync weights into it."""
     assert process.call("weight_version") is None
     with pytest.raises(NoValidWeightsError, match="before a sync"):
         process.call("generate", [[1, 2]], ["a"], SamplingParams(temperature=0.0, max_new_tokens=2))
@@ -76,7 +76,7 @@ def refuses_before_a_sync(process: EngineProcess) -> None:
 
 @pytest.fixture(scope="package")
 def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
-    """A TP2 engine that was started with dummy weights, and refuses to serve them."""
+    """A TP2 engine that was started with dummy weights and refuses to serve them."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     config = EngineConfig(
         str(model_a.path),

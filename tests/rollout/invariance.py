@@ -1,4 +1,4 @@
-"""Whether engines on this machine's CPU can give a row the same bits in any company; tests of that skip elsewhere."""
+"""Whether engines on this machine's CPU compute the same bits for a row in any batch; tests that need it skip elsewhere."""
 
 import shutil
 

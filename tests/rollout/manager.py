@@ -1,4 +1,4 @@
-"""What SGLang's LoRAManager is to a receiver, without SGLang."""
+"""The part of SGLang's LoRAManager that a receiver uses, without SGLang."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from megarl.weight_sync.served_model import remember_manager
 
 
 class Manager:
-    """As SGLang's LoRAManager: one slot, an adapter that is not in it, a layer with q, k and v and another one."""
+    """Like SGLang's LoRAManager: one slot, an adapter that is not in it, a layer with q, k and v, and another layer."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.base_model = model

@@ -1,4 +1,4 @@
-"""What each rank of an engine takes, from whole Hugging Face tensors.
+"""The slices that each rank of an engine takes from unsharded Hugging Face tensors.
 
 SGLang's layout is written down here a second time, by hand, so that the tests of this room do not
 depend on the weight tables of `megarl.models`.
@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class Slices:
-    """What one TP rank gets: (HF name, local name, local start, values), and its padding by parameter."""
+    """The slices of one TP rank, each as (HF name, local name, local start, values), and its padding by parameter."""
 
     entries: list[tuple[str, str, list[int], torch.Tensor]] = field(default_factory=list)
     padding: dict[str, int] = field(default_factory=dict)
@@ -30,8 +30,8 @@ def rank_slices(
 
     Args:
         state: the tensors of a Hugging Face checkpoint (its file, where each expert has tensors of its own).
-        ep: expert parallel size; TP ranks that follow each other share experts, cut by TP / EP.
-        dp: groups of TP ranks that follow each other; attention and the embedding are cut within each. dp_head: the output layer, too.
+        ep: expert parallel size; each TP / EP consecutive TP ranks have the same experts, sharded among them.
+        dp: number of groups of consecutive TP ranks; attention and the embedding are sharded within a group. dp_head: the output layer, too.
     """
     slices = Slices()
     attention = tp // dp, rank % (tp // dp)
@@ -54,7 +54,7 @@ def rank_slices(
             slices.entries += _delta_net_slices(name, value, config, *attention)
         elif kind in ("q_norm", "k_norm") and config.model_type == "minimax_m2":
             number, ranks = attention[1], attention[0]
-            if kind == "k_norm":  # heads are repeated where there are more ranks
+            if kind == "k_norm":  # heads are replicated where there are more ranks than heads
                 ranks = min(attention[0], config.num_key_value_heads)
                 number = attention[1] * ranks // attention[0]
             slices.entries.append((name, name, start, value.chunk(ranks)[number]))
@@ -92,7 +92,7 @@ def rank_slices(
 
 
 def _attention_slice(name: str, value: torch.Tensor, config, tp: int, rank: int):
-    """Query heads, then key heads, then value heads; key and value heads are repeated where there are more ranks."""
+    """Query heads, then key heads, then value heads; key and value heads are replicated where there are more ranks than heads."""
     kind = name.split(".")[-2]
     heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, state_head_dim(config)
     gated = is_hybrid(config)  # each head's gate is below its query
@@ -107,7 +107,7 @@ def _attention_slice(name: str, value: torch.Tensor, config, tp: int, rank: int)
 
 
 def _delta_net_slices(name: str, value: torch.Tensor, config, tp: int, rank: int) -> list:
-    """Key heads with their values are together in the projections' rows; the convolution has all queries, all keys, all values."""
+    """In the projections' rows a key head and its values are adjacent; a rank's convolution has its queries, then its keys, then its values."""
     kind = name.split(".")[-2]
     if kind in ("in_proj_b", "in_proj_a", "in_proj_z"):
         piece, first = value.chunk(tp)[rank], 0
@@ -132,8 +132,8 @@ def is_hybrid(config) -> bool:
 
 
 def _alternating_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):
-    """The same of gpt-oss, whose experts have biases: in w13 gate's rows and up's alternate, and places in it are [expert, gate or up, row].
-    Of the ranks that cut an expert the first alone has the bias of its output."""
+    """As `_expert_slice`, for gpt-oss, whose experts have biases: in w13 the rows of gate and up alternate, and starts are [expert, gate or up, row].
+    Of the ranks that share an expert, only the first has the bias of its output."""
     path, _, rest = name.partition(".experts.")
     expert, kind, end = rest.split(".")
     here = config.num_local_experts // ep

@@ -1,4 +1,4 @@
-"""What is planned for a rank of an engine of this room, in bytes, by the names of what SGLang is asked for."""
+"""The planned memory of an engine's rank in these tests, in bytes, by the tags of SGLang's memory."""
 
 import torch
 
@@ -19,7 +19,7 @@ SMALL = 1024  # bytes
 
 
 def planned(engine: EngineConfig, lora: LoraConfig | None = None) -> dict[str, int]:
-    """{"weights", "kv_cache"}; with `lora` also of adapters beside the weights."""
+    """{"weights", "kv_cache"}; with `lora` the weights include the served adapters."""
     model = read_model_config(engine.model_path)
     groups = engine.attention_data_parallel_size
     layout = EngineLayout(
@@ -42,8 +42,8 @@ def planned(engine: EngineConfig, lora: LoraConfig | None = None) -> dict[str, i
 
 
 def assert_as_planned(engine: EngineProcess, lora: LoraConfig | None = None) -> None:
-    """Every rank holds what is planned: weights to the byte; adapters, float8 and cache, too, but for SGLang's own offsets,
-    scales of what it derives, pointers and counters beside them."""
+    """Every rank holds the planned memory: weights to the byte; with adapters or float8, and in the cache, a little more, for SGLang's offsets,
+    scales of derived weights, pointers and counters."""
     config = engine.call("config")
     expected, plain = planned(config, lora), lora is None and config.fp8_block is None
     for found in engine.call("memory"):

@@ -18,12 +18,12 @@ class OwnerDied(Exception):
 
 
 class EngineProcess:
-    """Starts an owner; `call` runs a method of its engine there."""
+    """Starts the process that owns an engine; `call` runs a method of the engine there."""
 
     def __init__(self, config: EngineConfig, log: Path) -> None:
         from megarl.rollout.sglang.before_import import sglang_environment
 
-        # All owners are forked from one process that has imported SGLang, which takes a core for 6 s.
+        # All owners are forked from one process that has imported SGLang, because the import takes a core for 6 s.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["sglang.srt.entrypoints.engine"])
         self.log = log
@@ -46,7 +46,7 @@ class EngineProcess:
     def call(self, method: str | Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
         """Run `engine.method(*args)` or `method(engine, *args)`, or read the attribute; raises what it raises.
 
-        What an iterator yields comes as a list.
+        The values of an iterator are returned as a list.
         """
         try:
             self.connection.send((method, args))
@@ -70,7 +70,7 @@ class EngineProcess:
         return self
 
     def begin(self, method: str) -> None:
-        """As `call`, but returns at once; `end` waits for it."""
+        """As `call`, but returns at once; `end` waits for the result."""
         self.connection.send((method, ()))
 
     def end(self, timeout: float = STARTUP_SECONDS) -> Any:
@@ -92,7 +92,7 @@ class EngineProcess:
 
 
 def _own(config: EngineConfig, connection, log: str, environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # the fork has that of the first owner
+    os.environ.update(environment)  # a fork inherits the environment of the first owner
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())

@@ -1,4 +1,4 @@
-"""A trainer rank in the test's process: sends whole Hugging Face tensors to an engine, or to any receiver."""
+"""A trainer rank in the test's process: sends unsharded Hugging Face tensors to an engine, or to any receiver."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ from tests.rollout.manifests import Slices, rank_slices
 class TamperingOutbox(Outbox):
     """Lets `tamper(token, packet)` change a packet after it was packed, or return False to lose it.
 
-    `packet.targets`: the engine ranks for which it is.
+    `packet.targets`: the engine ranks that get the packet.
     """
 
     tamper: Callable[..., bool | None] = staticmethod(lambda token, packet: None)
@@ -40,9 +40,9 @@ class TamperingOutbox(Outbox):
 
 
 class Sender:
-    """Sends `slices[engine rank]` as trainer rank `rank`, dealt out over `num_buckets`.
+    """Sends `slices[engine rank]` as trainer rank `rank`, distributed over `num_buckets`.
 
-    `parameters` may be changed between versions; `inboxes` are the files that the engine's ranks are told of.
+    `parameters` may be changed between versions; `inboxes` are the files that the engine's ranks read.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Sender:
         scaling: float | None = None,
         skip_unchanged: bool = False,
     ) -> None:
-        """`frozen`: so many of the first buckets have what training leaves alone; the others adapters of `scaling`."""
+        """`frozen`: how many of the first buckets hold frozen weights; the others hold adapters with this `scaling`."""
         self.parameters: dict[str, torch.Tensor] = {}
         leaving: list[list[PacketSpec]] = [[] for _ in range(num_buckets)]
         sends: list[list[Message]] = [[] for _ in range(num_buckets)]
@@ -151,7 +151,7 @@ def sync_state(
 def sync_slices(
     engine, folder: Path, slices: Sequence[Slices], version: int, num_buckets: int = 2, way: str = MAPPED
 ):
-    """Bring what each of its ranks takes into an engine; returns its SyncReport."""
+    """Sync each engine rank's slices into an engine; returns its SyncReport."""
     sender = Sender(folder, slices, num_buckets, way)
     try:
         engine.call("connect", sender.inboxes)

@@ -1,4 +1,4 @@
-"""Results of coroutines as they come, on a loop that runs only while they are waited for."""
+"""Results of coroutines as they complete, on a loop that runs only while results are waited for."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ async def forever(ended):
     try:
         await asyncio.sleep(1000)
     except asyncio.CancelledError:
-        await asyncio.sleep(0.01)  # as an abort that takes its time
+        await asyncio.sleep(0.01)  # like an abort that takes some time
         ended.append(True)
         raise
 
@@ -47,7 +47,7 @@ def test_a_flight_collects_for_some_time_but_the_last_ones_come_at_once(loop):
     loop.call_later(0.1, doors[0].set)
     loop.call_later(0.2, doors[2].set)
     begun = time.monotonic()
-    assert sorted(flight.take(30)) == [0, 2]  # at once, since all are there
+    assert sorted(flight.take(30)) == [0, 2]  # at once, since all have completed
     assert time.monotonic() - begun < 15
 
 
@@ -78,7 +78,7 @@ def test_a_flight_is_busy_while_one_runs(loop, monkeypatch):
     doors[1].set()
     loop.run_until_complete(asyncio.sleep(0))
     loop.run_until_complete(asyncio.sleep(0))
-    now[0] += 10.0  # nothing runs
+    now[0] += 10.0  # while no coroutine runs
     assert flight.busy == 4.0
     flight.add([after(doors[2], 2)])
     now[0] += 2.0
@@ -136,7 +136,7 @@ def test_the_time_limit_is_that_between_two_results(loop):
     parts = as_completed(loop, [*(after(door, 1) for door in doors), forever(ended)], timeout=0.2)
     for door in doors:
         door.set()
-        loop.run_until_complete(asyncio.sleep(0.15))  # together more than the limit
+        loop.run_until_complete(asyncio.sleep(0.15))  # in sum more than the limit
         assert next(parts) == [1]
     with pytest.raises(NothingCompleted, match=r"within 0\.2 s"):
         next(parts)

@@ -1,4 +1,4 @@
-"""The receiver's rules for adapters that come beside weights and then alone, on a module of two parameters."""
+"""The receiver's rules for adapters that arrive first with weights and then without them, on a module of two parameters."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.weight_sync.test_receiver import BIAS, WEIGHT, Tiny
 
 A, B = torch.arange(24.0).view(6, 4) + 100, torch.arange(16.0).view(8, 2) + 200
 ADAPTER_BYTES = 4 * (24 + 16)
-# A bucket each; the other layer's slot has no adapters.
+# One bucket for each slice; the other layer's slot gets no adapters.
 SLICES = [
     ("w", "weight", [0, 0], WEIGHT), ("bias", "bias", [0], BIAS),
     ("a", "0.qkv.lora_A", [0, 0], A), ("b", "0.qkv.lora_B", [0, 0], B),
@@ -144,7 +144,7 @@ def test_adapters_that_left_their_slot_or_have_another_scaling_are_refused(pair:
     one.manager.fetch_new_loras({None})
     with pytest.raises(RefusedError, match="SGLang took the adapters out of their slot"):
         one.run(2, complete=False)
-    one.run(3, complete=True)  # puts them back
+    one.run(3, complete=True)  # puts the adapters back into the slot
     assert torch.equal(one.slot[0], A)
     with pytest.raises(RefusedError, match=r"the engine scales adapters by 1\.5, the trainer by 2"):
         pair(scaling=2.0).run(1, complete=True)
@@ -156,7 +156,7 @@ def test_an_engine_with_a_slot_takes_no_weights_without_adapters(pair: Callable[
 
 
 def test_layers_that_were_wrapped_have_their_own_names() -> None:
-    """As SGLang wraps a layer: what the wrapper shows of it counts once, and what the layer has now counts."""
+    """Layers that are wrapped as SGLang does it: a parameter that the wrapper exposes counts once, and the layer's current parameter counts."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Responses of a real engine as they finish, and trajectories of several turns that it takes part in."""
+"""Responses of a real engine as they finish, and trajectories of several turns in which the engine is the policy."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -21,18 +21,18 @@ SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos
 
 
 def leave_early(engine):
-    """One response of a stream whose others are long; then what the engine still does."""
+    """One response of a stream that is closed before its other, long response ends; then further answers of the engine."""
     long = SamplingParams(max_new_tokens=100, ignore_eos=True)
     coroutines = [engine.answer("short/0", [5], SAMPLING), engine.answer("long/0", [6], long)]
     results = engine.as_completed(coroutines)
     (first,) = next(results)
     results.close()
-    engine.flush_cache()  # which SGLang refuses while a request runs
+    engine.flush_cache()  # SGLang refuses this while a request runs
     return first, engine.generate(PROMPTS[:2], UIDS[:2], SAMPLING)
 
 
 def stream(engine, prompts, uids, sampling):
-    """As an engine's process streams its answers: each time all that finished since the last time."""
+    """Answers as an engine's process streams them: each part has all responses that finished since the part before it."""
     return engine.as_completed(
         [engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)]
     )
@@ -48,7 +48,7 @@ def test_a_stream_brings_the_same_as_a_call(engine, sync, model_a):
 
 
 def test_responses_come_as_they_finish(engine, sync, model_a):
-    """Of 64 with an end token, whose lengths differ, most come before the last; the short ones first."""
+    """Of 64 responses that end at an end token, with different lengths, most come before the last one, the short ones first."""
     sync(model_a, 61)
     sampling = SamplingParams(temperature=1.5, max_new_tokens=100, seed=1)
     parts = engine.call(stream, [[5, 6, 7]] * 64, [f"p/{k}" for k in range(64)], sampling)
@@ -74,11 +74,11 @@ def test_requests_are_refused_before_any_is_sent(engine, sync, model_a):
     with pytest.raises(NoValidWeightsError):
         engine.call("generate", [[5]], ["a"], SAMPLING)
     with pytest.raises(WeightSyncError):
-        engine.call("finish_update")  # so that another may begin
+        engine.call("finish_update")  # so that another update may begin
 
 
 def answer_by_queue(engine, sampling):
-    """120 requests of 6 prompts, by the queue of a controller whose only engine is this one; (uids, response ids), and the calls."""
+    """120 requests of 6 prompts, through the queue of a controller whose only engine is this one; returns uids, response ids, and the calls."""
     worker, calls = EngineWorker.__new__(EngineWorker), []  # its constructor starts SGLang
     worker.engine, worker.players, worker._of = engine, None, {}
 
@@ -101,7 +101,7 @@ def answer_by_queue(engine, sampling):
 
 
 def test_a_queue_brings_the_same_as_a_call(engine, sync, model_a):
-    """64 places, and a quarter more that wait: a prompt's 20 requests come together, the last two prompts' when there is room."""
+    """64 places, and a quarter more requests that wait: the 20 requests of a prompt are sent together, the last two prompts' when there is room."""
     sync(model_a, 65)
     sampling = dataclasses.replace(SAMPLING, max_new_tokens=40)
     uids, found, calls = engine.call(answer_by_queue, sampling)
@@ -114,7 +114,7 @@ def test_a_queue_brings_the_same_as_a_call(engine, sync, model_a):
 
 
 class Again(Environment):
-    """Says the same again, whatever it is told."""
+    """Answers "again" to every turn."""
 
     async def step(self, turn):
         return StepResult([{"role": "user", "content": "again"}])
@@ -138,7 +138,7 @@ def play_turns(engine, uids, sampling):
 
 
 def test_the_log_probs_of_all_turns_equal_hugging_face(engine, sync, model_a):
-    """Of the whole conversation, as a trainer computes them; the noise is that of (seed, uid, turn)."""
+    """The log-probs of the complete conversation, as a trainer computes them; the noise depends on (seed, uid, turn)."""
     sync(model_a, 70)
     sampling = SamplingParams(temperature=0.7, max_new_tokens=90, seed=3, ignore_eos=True)
     played = engine.call(play_turns, UIDS, sampling)
@@ -165,7 +165,7 @@ def test_the_log_probs_of_all_turns_equal_hugging_face(engine, sync, model_a):
     ],
 )
 def test_what_is_sampled_follows_cuts_and_penalties(engine, sync, model_a, changes):
-    """Log-probs are those after temperature and penalties, and before a cut; no token is from beyond the cut."""
+    """Log-probs are taken after temperature and penalties and before a cut; no token is from beyond the cut."""
     if engine.call("weight_version") is None:
         sync(model_a, 71)
     sampling = dataclasses.replace(SAMPLING, temperature=0.8, **changes)
@@ -188,7 +188,7 @@ def test_what_is_sampled_follows_cuts_and_penalties(engine, sync, model_a, chang
 
 
 def penalised(logits, response, sampling):
-    """The logits [vocabulary] after penalties, by their definitions; SGLang's are for tokens of the response alone."""
+    """The logits [vocabulary] after penalties, by their definitions; SGLang penalises only tokens of the response."""
     logits = logits.clone()
     seen = torch.tensor(sorted({*response}), dtype=torch.long)
     penalty = sampling.repetition_penalty

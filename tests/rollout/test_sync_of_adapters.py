@@ -1,4 +1,4 @@
-"""What a real engine serves of a model with adapters, beside the weights or merged into them: what PEFT computes."""
+"""A real engine serves a model with adapters, next to the weights or merged into them, as PEFT computes it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ STAGES = ParallelLayout(world=2, pp=2)
 
 @dataclass
 class Served:
-    """An engine with adapters, and trainer ranks that are connected with it."""
+    """An engine with adapters, and trainer ranks that are connected to it."""
 
     engine: EngineProcess
     trainer: AdapterTrainer
@@ -52,7 +52,7 @@ class Served:
 
 
 def assert_serves(engine: EngineProcess, model: Any, version: int) -> None:
-    """Greedy answers token for token, and their log-probs, are those of PEFT's model."""
+    """Greedy answers, token for token, and their log-probs equal those of PEFT's model."""
     wrapped = Model(Path(), model)
     for prompt, answer in zip(PROMPTS, engine.call("generate", PROMPTS, UIDS, GREEDY), strict=True):
         assert list(answer.response_ids) == hf_greedy(wrapped, prompt, 16)
@@ -81,7 +81,7 @@ def adapted(model_a: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def served(adapted: Served) -> Served:
-    """Connected, and with a whole version 1."""
+    """The engine, connected to new trainer ranks and with a complete version 1."""
     adapted.trainer.close()
     adapted.trainer = AdapterTrainer(adapted.folder, LORA, STAGES, TP, adapted.trainer.inboxes[0].parent)
     adapted.engine.call("connect", adapted.trainer.inboxes)
@@ -90,7 +90,7 @@ def served(adapted: Served) -> Served:
 
 
 def test_every_version_is_served_as_peft_computes_it(served: Served) -> None:
-    """Adapters alone, after the first version: greedy answers, also to prompts whose prefixes were cached before."""
+    """After the first version only adapters are sent: greedy answers, also to prompts whose prefixes were cached before."""
     sync = served.trainer.sync
     assert 0 < sum(sync.bytes_received(complete=False)) < 0.5 * sum(sync.bytes_received())
     for version in (2, 3):
@@ -124,7 +124,7 @@ def test_point_to_point_also_begins_with_the_adapters(served: Served, tmp_path: 
     trainer.put(adapters_of(model))
     trainer.run(served.engine, 2, complete=True)
     for rank in served.engine.call("memory"):
-        assert BUCKET < rank["sync_buffers"] < 1.1 * SLOTS * BUCKET  # and the packets' heads
+        assert BUCKET < rank["sync_buffers"] < 1.1 * SLOTS * BUCKET  # the packets' headers are added
     trainer.put({name: torch.zeros_like(tensor) for name, tensor in adapters_of(model).items()})
     trainer.run(served.engine, 3, complete=False)
     trainer.put(adapters_of(model))
@@ -134,7 +134,7 @@ def test_point_to_point_also_begins_with_the_adapters(served: Served, tmp_path: 
 
 
 def test_what_did_not_arrive_as_it_was_sent_is_never_served(served: Served) -> None:
-    """After an error it takes a whole version."""
+    """After an error the engine takes only a complete version."""
     trainer, engine = served.trainer, served.engine
 
     def flip(token, packet):
@@ -160,7 +160,7 @@ def test_weights_whose_memory_was_away_come_again(served: Served) -> None:
         cut = any(part in tensor for part in ("o_proj", "down_proj")) == tensor.endswith("lora_A.weight")
         adapters += 4 * torch.Size(shape).numel() // (TP if cut else 1)
     engine.call("release_memory", ["kv_cache", "weights"])
-    assert [rank["weights"] for rank in engine.call("memory")] == [adapters] * TP  # these stay
+    assert [rank["weights"] for rank in engine.call("memory")] == [adapters] * TP  # the adapters stay
     engine.call("resume_memory", ["weights"])
     assert engine.call("begin_update", 2) is None
     with pytest.raises(WeightSyncError, match="without the weights that training leaves alone"):
@@ -231,7 +231,7 @@ def _merged(
 def test_merged_weights_are_served_as_peft_computes_them(
     ranks: RankPool, engine: EngineProcess, model_a: Model, tmp_path: Path, lora: LoraConfig
 ) -> None:
-    """Frozen weights do not travel again where what has not changed is left out."""
+    """Frozen weights are not sent again where unchanged tensors are left out."""
     models = [peft_model(model_a.path, lora, seed) for seed in (1, 2)]
     results = ranks.run(_merged, model_a.path, lora, [adapters_of(model) for model in models], 2, world=2)
     first, second = zip(*results, strict=True)

@@ -1,4 +1,4 @@
-"""Trajectories of several turns, with a policy whose words are written down; a real engine plays in test_streams."""
+"""Trajectories of several turns, with a policy whose words are scripted; test_streams has a real engine."""
 
 import asyncio
 import copy
@@ -37,7 +37,7 @@ def ids_of(text):
 
 @dataclass
 class Policy:
-    """Says `words` in turn; a token's log-prob is minus its place in what was asked."""
+    """Says `words` in turn; a token's log-prob is minus its position in the prompt and response."""
 
     words: list[str]
     asked: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Policy:
 
 
 class Script(Environment):
-    """Answers with `results` in turn, where an exception is raised and a number is slept."""
+    """Answers with `results` in turn; an exception among them is raised, and a number is a pause in seconds."""
 
     made: list["Script"]
 
@@ -84,7 +84,7 @@ def task(uid="p/0"):
 
 
 def play(policy, make, tokens=200, limits=None, **options):
-    """One trajectory, checked for what holds for all."""
+    """Play one trajectory, and check the properties that all trajectories have."""
     sampling = SamplingParams(max_new_tokens=tokens, seed=9)
     player = Player(make, limits or MultiTurnConfig(), TOKENIZER, policy.answer, **options)
     generation = asyncio.run(player.play(task(), PROMPT, sampling, VERSION))
@@ -92,11 +92,11 @@ def play(policy, make, tokens=200, limits=None, **options):
     ids, mask = list(generation.response_ids), list(generation.response_mask)
     assert len(ids) == len(mask) == len(generation.log_probs) and ids
     assert len(prompt) + len(ids) <= len(PROMPT) + tokens or not policy.asked
-    for _, asked, _ in policy.asked:  # token by token the beginning of what is trained on
+    for _, asked, _ in policy.asked:  # each request is a prefix of the ids that are trained on
         assert [*prompt, *ids][: len(asked)] == asked
     if any(mask):
         assert mask[-1]
-        # what was chosen has the log-prob that it was given where it stands, the rest none
+        # chosen tokens have the log-probs that the policy gave them at these positions, the others have none
         places = [-float(len(prompt) + place) for place in range(len(ids))]
         expected = [place if chosen else 0.0 for place, chosen in zip(places, mask, strict=True)]
         assert generation.log_probs == expected
@@ -129,7 +129,7 @@ def test_a_tool_is_called_and_its_answer_read():
 
 
 def test_a_state_is_what_the_environment_says_or_names():
-    """Equal words are equal states, long ones are not cut before they are compared, and a named state takes the words' place."""
+    """Equal texts are equal states, long texts are compared in full, and the name of a state takes the place of its text."""
     limits = MultiTurnConfig(max_tool_response_length=9)
 
     def states(*results):
@@ -158,7 +158,7 @@ def test_turns_have_noise_of_their_own_and_share_the_tokens():
 
 
 def test_experts_and_kept_tokens_go_through_turns():
-    """Those of a turn come with the next one, and with them those of the environment's words."""
+    """The experts of a turn's last token and of the environment's tokens come with the next turn."""
     asked = []
 
     async def answer(uid, ids, sampling, experts_from):
@@ -174,7 +174,7 @@ def test_experts_and_kept_tokens_go_through_turns():
     assert found.num_turns == 2 and asked[0][0] == 0 and asked[1][0] == asked[0][1]
     whole = len(PROMPT) + len(found.response_ids) - 1
     assert found.routed_experts[:, 0, 0].tolist() == list(range(whole))
-    assert found.kept.counts.tolist() == found.response_mask  # the environment's words were not drawn
+    assert found.kept.counts.tolist() == found.response_mask  # the environment's tokens were not drawn
     drawn = zip(found.response_ids, found.response_mask, strict=True)
     assert found.kept.ids.tolist() == [token for token, chosen in drawn if chosen]
 
@@ -205,7 +205,7 @@ def test_turns_are_limited(limits, num_turns):
     assert generation.num_turns == num_turns and generation.finish_reason == "stop"
     assert notes(generation)["numbers"]["calculator_calls"] == min(
         num_turns, 3
-    )  # it is told of the last turn, too
+    )  # the environment gets the last turn, too
 
 
 def test_the_environment_is_told_and_scores():
@@ -279,9 +279,7 @@ def test_an_environment_that_fails_costs_its_trajectory(results, error):
     )
     assert error in notes(generation)["error"]
     assert not any(generation.response_mask) and generation.environment_score is None
-    assert (
-        generation.num_turns == 2 and len(generation.response_ids) > 4
-    )  # what was said is kept to be looked at
+    assert generation.num_turns == 2 and len(generation.response_ids) > 4  # the turns are kept for inspection
 
 
 @pytest.mark.parametrize("failing", ["__init__", "reset", "close"])
@@ -323,7 +321,7 @@ def test_what_the_engine_raises_is_no_fault_of_the_environment():
 
 
 def test_trajectories_do_not_wait_for_each_other():
-    """The steps of 40 trajectories meet: were they called one after the other, or on the loop, none would pass."""
+    """The steps of 40 trajectories meet at a barrier: if they were called one after the other, or on the loop, none would pass it."""
     meeting, of_the_loop = threading.Barrier(40, timeout=30), asyncio.Barrier(40)
 
     class Meeting(Environment):
@@ -368,7 +366,7 @@ def test_a_task_has_keywords_of_its_own_for_the_template():
 
 TURN = {"role": "assistant", "content": "<<3+4>>"}
 TOOL = {"role": "tool", "content": "7"}
-# As Qwen3's: what an assistant thought is left out once another turn follows, and the last one gets an empty thought.
+# Like Qwen3's: an assistant's reasoning is left out once another turn follows, and the last turn gets empty reasoning.
 THINKING = (
     "{% for m in messages %}{% set c = m['content'] %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
@@ -424,13 +422,13 @@ def test_qwen_writes_a_tool_as_a_user():
     said = Continuation(tokenizer).after_turn([TOOL], ended=True)
     assert prompt + generated(tokenizer, "<<3+4>>") + said == render_prompt(tokenizer, [USER, TURN, TOOL])
     assert "<tool_response>\n7\n</tool_response>" in tokenizer.decode(said)
-    # ended by the model's other end token, which stays: the template's is left out all the same
+    # a turn that ended with the model's other end token keeps it; the template's end token is left out all the same
     other = generated(tokenizer, "<<3+4>>", "<|endoftext|>")
     assert tokenizer.decode(prompt + other + said).count("<<3+4>><|endoftext|>\n<|im_start|>user") == 1
 
 
 def test_what_was_generated_keeps_its_tokens(tokenizer):
-    """The text of a turn by other tokens than the tokenizer's: byte by byte."""
+    """A turn's text in tokens that the tokenizer would not choose: byte by byte."""
     single = [generated(tokenizer, letter, None)[0] for letter in "<<3+4>>"]
     assert tokenizer.decode(single) == "<<3+4>>"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -1,4 +1,4 @@
-"""Rows of matrix products in whatever company."""
+"""Rows of matrix products have the same bits in any batch."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ ROWS = (1, 2, 7, 15, 16, 17, 33, 100)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As in an engine's process: several cut a product by its rows."""
+    """One thread, as in an engine's process: several threads divide a product by its rows."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,14 +37,14 @@ def one_thread():
 
 @pytest.fixture
 def overridden():
-    """The operators, as in an engine's process, and torch's own again."""
+    """The overridden operators, as in an engine's process; torch's own come back afterwards."""
     library = override_operators()
     yield
     library._destroy()
 
 
 def assert_rows_are_independent(compute, x, rows=ROWS):
-    """`compute` of some rows of x [n, ...] has the bits that it has of all."""
+    """`compute` gives some rows of x [n, ...] the same bits as among all rows."""
     whole = compute(x)
     for number in rows:
         for first in (0, 3, len(x) - number):
@@ -73,7 +73,7 @@ def test_linear_layers(overridden, terms, columns):
 
 @needs_invariance
 def test_products_of_each_head(overridden):
-    """As of latent attention: [heads, tokens, dim] with a matrix for each head."""
+    """As in latent attention: [heads, tokens, dim] with a matrix for each head."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(150, 4, 24, generator=generator)
     weight = torch.randn(4, 24, 512, generator=generator)
@@ -102,7 +102,7 @@ def test_sigmoids_of_a_router(overridden):
 
 
 def test_a_machine_where_it_does_not_hold_is_refused():
-    """torch's own products are such a machine: a single row is rounded otherwise."""
+    """A machine with torch's own products is one: they round a single row differently."""
     with pytest.raises(RuntimeError, match=r"rollout\.deterministic=true cannot be kept .* set it to false"):
         check_products()
 

@@ -1,4 +1,4 @@
-"""Batched attention against attention of one sequence at a time, and against itself in other company."""
+"""Batched attention against attention of one sequence at a time, and against itself in other batches."""
 
 import random
 
@@ -85,7 +85,7 @@ def test_a_prompt_is_attended_causally(heads, num_kv):
     [(4, 2, 16, 16), (4, 4, 12, 12), (14, 2, 64, 64), (4, 4, 128, 128), (9, 1, 72, 64), (4, 1, 144, 128)],
 )
 def test_a_token_has_the_same_bits_however_it_is_attended(heads, num_kv, dim, value_dim):
-    """In a prompt of any length, after any part that was cached, and as the next token beside longer ones."""
+    """In a prompt of any length, after a cached part of any length, and as the next token in a batch with longer sequences."""
     generator = torch.Generator().manual_seed(0)
     longest = 1400
     query = torch.randn(longest, heads, dim, generator=generator)
@@ -113,7 +113,7 @@ def test_a_token_has_the_same_bits_however_it_is_attended(heads, num_kv, dim, va
 @needs_invariance
 @pytest.mark.parametrize(("heads", "num_kv"), HEADS)
 def test_prompts_of_a_batch_have_the_bits_that_each_has_alone(heads, num_kv):
-    """Of one new token, of equal lengths and of others, with and without a part that was cached."""
+    """Prompts with one new token, of equal lengths and of others, with and without a cached part."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(25, 25), (25, 1), (300, 20), (25, 25), (25, 24), (26, 1), (300, 20), (90, 1), (25, 25)]
     lengths, new_tokens = torch.tensor(sizes).unbind(1)
@@ -229,7 +229,7 @@ class Cache:
 
 
 def step(batch: RunningBatch, cache: Cache, rows: list[int]) -> bool:
-    """One token more of each of `rows`; whether the batch attends them, which is then as it should be."""
+    """One more token for each of `rows`; returns whether the batch attends them, and if so checks the result."""
     cache.grow(rows)
     index = torch.tensor(rows)
     kept = batch.step(index, cache.lengths[index], cache.table)
@@ -247,7 +247,7 @@ def test_sequences_of_many_lengths_that_end_one_by_one(seed: int) -> None:
     cache = Cache([chosen.choice([20, 21, 30]) for _ in range(12)])
     batch, rows = RunningBatch(BYTES), list(range(12))
     chosen.shuffle(rows)
-    assert not step(batch, cache, rows)  # it may be another one by the next step
+    assert not step(batch, cache, rows)  # the next step may be of another batch
     for _ in range(2 * ROOM + 10):
         if len(rows) > 1 and chosen.random() < 0.1:
             rows.remove(chosen.choice(rows))
@@ -262,7 +262,7 @@ def test_another_batch_is_not_taken_for_the_last_one() -> None:
     for rows, kept in (
         ([0, 1, 2], False),
         ([0, 1, 2], True),
-        ([0, 1, 2, 3], False),  # one more
+        ([0, 1, 2, 3], False),  # one more row
         ([0, 1, 2, 3], True),
         ([1, 0, 2, 3], False),  # another order
         ([1, 0, 3], True),
@@ -270,7 +270,7 @@ def test_another_batch_is_not_taken_for_the_last_one() -> None:
     ):
         assert step(batch, cache, rows) is kept, rows
     assert step(batch, cache, [1, 2, 3])
-    cache.grow([2])  # it was computed elsewhere meanwhile
+    cache.grow([2])  # this sequence got a token outside of the batch
     assert not step(batch, cache, [1, 2, 3])
     assert step(batch, cache, [1, 2, 3])
     batch.forget()

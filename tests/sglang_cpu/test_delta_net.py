@@ -1,4 +1,4 @@
-"""The operators of gated delta nets equal those of transformers, token by token, in whatever parts a prompt comes and with whatever others."""
+"""The operators of gated delta nets equal those of transformers, token by token, in whatever parts and batches prompts come."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def by_transformers(given: dict[str, torch.Tensor], tokens: slice) -> tuple[torc
 
 
 def rule(given: dict[str, torch.Tensor], parts: list[slice], states: torch.Tensor, slots: list[int]):
-    """The rule over tokens of several requests at a time."""
+    """The delta rule over tokens of several requests at a time."""
     index = torch.cat([torch.arange(1000)[part] for part in parts])
     g, beta = delta_net.gates(given["A_log"], given["a"][index], given["b"][index], given["dt_bias"])
     bounds = torch.tensor([0, *(part.stop - part.start for part in parts)]).cumsum(0)
@@ -48,7 +48,7 @@ def rule(given: dict[str, torch.Tensor], parts: list[slice], states: torch.Tenso
 
 
 def test_prompts_in_parts_and_next_tokens() -> None:
-    """Two requests: one comes in two parts, the other at once, and then a token of each; bits are those of the tokens alone."""
+    """Two requests: one comes in two parts, the other at once, then one token of each; the bits equal those of the tokens computed alone."""
     given, first, second = inputs(30), slice(0, 13), slice(13, 30)
     states = torch.zeros(SLOTS, HEADS, VALUE, KEY)
     (one,) = rule(given, [slice(0, 5)], states, [4])
@@ -88,7 +88,7 @@ def test_the_convolution_of_prompts_in_parts_and_of_next_tokens() -> None:
             torch.tensor(follows), torch.tensor(slots), bounds,
         )  # fmt: skip
 
-    windows.normal_()  # of other requests that are gone
+    windows.normal_()  # left over from other requests
     found = [prompts([slice(0, 2)], [False], [4])]
     both = prompts([slice(2, 12), slice(13, 14)], [True, False], [4, 1])
     last = delta_net.convolve_next(

@@ -1,4 +1,4 @@
-"""A real SGLang engine with float8 blocks on the CPU, against Hugging Face with those weights multiplied out."""
+"""A real SGLang engine with float8 blocks on the CPU, against Hugging Face with the dequantised weights."""
 
 import copy
 import shutil
@@ -37,7 +37,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def quantised_slices(folder: Path, plain: Path) -> list[Slices]:
-    """What the engine's ranks take of the model in `folder`; its weights multiplied out are written to `plain`."""
+    """The slices that the engine's ranks take of the model in `folder`; its dequantised weights are written to `plain`."""
     shutil.copytree(folder, plain)
     config, state = AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
     scales, products = {}, dict(state)
@@ -57,7 +57,7 @@ def quantised_slices(folder: Path, plain: Path) -> list[Slices]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Latent attention, whose second low-rank projection ends within a block; experts, dense and shared ones."""
+    """A model with latent attention, whose second low-rank projection ends within a block; experts, dense and shared ones."""
     sizes = {"initializer_range": 0.2, "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 16}
     return make_tiny_model(
         tmp_path / "model",

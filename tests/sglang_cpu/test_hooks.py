@@ -1,4 +1,4 @@
-"""What cpu_sglang supplies, and that it stays out of the way."""
+"""The stand-ins that sglang_cpu supplies, and that it stays out of the way of other processes."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_an_installation_without_an_entry_point_is_named():
 def test_imports_nothing_but_the_standard_library():
     code = "import sys; import megarl.sglang_cpu.hooks; print(sorted({name.split('.')[0] for name in sys.modules}))"
     names = set(run(code).strip("[]").replace("'", "").split(", "))
-    # site-packages' own .pth files may import some before
+    # .pth files in site-packages may have imported other modules before
     assert not names & {"torch", "sglang", "triton", "transformers", "ray", "pyarrow", "numpy"}
 
 
@@ -72,7 +72,7 @@ except NotImplementedError as error:
 
 
 def test_sglang_does_without_an_nccl_that_is_there():
-    """torch's CUDA build has one also where there is no device; any loadable library stands for it."""
+    """torch's CUDA build brings NCCL also where there is no device; here any loadable library takes its place."""
     code = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -127,7 +127,7 @@ def test_request_noise_is_murmur3():
 
 
 def test_experts_of_other_ranks_add_nothing():
-    """SGLang's plain-torch experts on two ranks of four experts: the ranks' sums are what one rank with all gives."""
+    """SGLang's plain-torch experts on two ranks of four experts: the sum over the ranks equals the result of one rank with all experts."""
     from types import SimpleNamespace
     from typing import NamedTuple
 

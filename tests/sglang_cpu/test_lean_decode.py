@@ -19,7 +19,7 @@ ROTARY_DIM, POSITIONS = 32, torch.tensor([3, 0, 60, 7, 7])
 
 
 def layer(**changes):
-    """As SGLang's: angles of positions and frequencies as in RoFormer (arXiv:2104.09864), equation 15."""
+    """A rotary layer like SGLang's: angles of positions and frequencies as in RoFormer (arXiv:2104.09864), equation 15."""
     frequencies = 10000.0 ** (-torch.arange(0, ROTARY_DIM, 2) / ROTARY_DIM)
     angles = torch.outer(torch.arange(64.0), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -60,7 +60,7 @@ def test_has_the_bits_of_sglangs_formula():
 
 @pytest.mark.parametrize("more", [0, 2000])
 def test_each_step_turns_by_its_own_positions(more):
-    """Of one layer after another, and of a tensor of positions that the next step overwrites."""
+    """For one layer after another, and with a tensor of positions that the next step overwrites."""
     rotary, positions = layer(), torch.arange(5 + more) % 64
     x = torch.ones(len(positions), ROTARY_DIM)
     for _ in range(3):
@@ -92,7 +92,7 @@ NUM_TOKENS = 24
 
 
 class OneByOne:
-    """Attention of new tokens to what came before, a sequence at a time."""
+    """Attention of new tokens to their sequences' earlier tokens, one sequence at a time."""
 
     def __init__(self, past: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.past = past  # keys and values of each sequence: [key heads, tokens, dim]
@@ -139,7 +139,7 @@ def as_sglang_has_it(layer):
 
 @torch.inference_mode()
 def test_a_layer_equals_hugging_faces(model):
-    """Of sequences of different lengths; those before the last token are Hugging Face's, too."""
+    """For sequences of different lengths; keys and values of the tokens before the last one come from Hugging Face's projections."""
     hf, lengths = model.hf.model, [1, 7, 20]
     layer, rotary = hf.layers[0], hf.rotary_emb
     table = torch.cat([half[0, :, : DIM // 2] for half in rotary(torch.ones(1), torch.arange(64)[None])], -1)
@@ -166,7 +166,7 @@ def test_a_layer_equals_hugging_faces(model):
 
 
 def count_layers(engine, file: Path) -> None:
-    """In the engine's owner, before its scheduler is copied from it: note each layer of a step that goes this way."""
+    """Runs in the engine's owner, before its scheduler is forked: records each layer of a step that takes this path."""
     through_layer = lean_decode.through_layer
 
     def counted(*args):
@@ -178,7 +178,7 @@ def count_layers(engine, file: Path) -> None:
 
 
 def drawn_from(probs: torch.Tensor, seed: int, first: int) -> list[int]:
-    """The tokens that `lean_decode.sample` takes at rows of probabilities [tokens, vocabulary]; the one before the first is at `first`."""
+    """The tokens that `lean_decode.sample` draws from rows of probabilities [tokens, vocabulary]; the token before the first is at `first`."""
     seeds = torch.full((len(probs),), seed)
     return lean_decode.sample(None, probs, seeds, torch.arange(len(probs)) + first).tolist()
 
@@ -216,7 +216,7 @@ def test_an_engine_steps_this_way_and_its_tokens_are_the_models(model, tmp_path,
 
 @pytest.mark.parametrize("width", [8, 30, 256, 688, 2048])
 def test_a_rows_bits_are_its_own(width):
-    """What a layer computes between its products: norm and activation."""
+    """The operations of a layer between its products: norm and activation."""
     norm = SimpleNamespace(weight=torch.randn(width), variance_epsilon=1e-6)
     x, gate_up = torch.randn(200, width), torch.randn(200, 2 * width)
     normed, activated = lean_decode.normed(x, norm), lean_decode.activated(gate_up)
@@ -266,7 +266,7 @@ def test_tokens_follow_the_probabilities(seeds, position):
 
 
 def test_tokens_of_a_sequence_follow_the_probabilities():
-    """Those of one seed, at position after position: as often after each other as they should."""
+    """Tokens of one seed at consecutive positions: each pair occurs as often as it should."""
     positions = torch.arange(NUM)
     tokens = sample(sglang_sampling, PROBS.repeat(NUM, 1), torch.full((NUM,), 2**62 + 5), positions).long()
     pairs = torch.bincount(tokens[:-1] * len(PROBS) + tokens[1:], minlength=len(PROBS) ** 2)
@@ -278,7 +278,7 @@ def test_tokens_of_a_sequence_follow_the_probabilities():
 
 
 def test_a_token_depends_on_its_own_row_alone():
-    """In a large vocabulary, whose sums in another order would differ."""
+    """In a large vocabulary, where sums in another order would differ."""
     probs = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(0)).softmax(-1)
     seeds = torch.arange(16)
     together = draw(probs, seeds)

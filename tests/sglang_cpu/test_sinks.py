@@ -1,4 +1,4 @@
-"""Attention with sinks and windows on SGLang's CPU engine, against one row of scores at a time, and against itself in other company."""
+"""Attention with sinks and windows on SGLang's CPU engine, against one row of scores at a time, and against itself in other batches."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ WINDOWS = [None, 0, 7, 127]
 
 
 def row_by_row(query, keys, values, sinks, window):
-    """Of each token: exp(score) of its keys, the sink's beside them, in float64. [tokens, heads, dim]."""
+    """For each token in float64: the softmax over the scores of its keys and of the sink, times the values. [tokens, heads, dim]."""
     heads, dim, rows = query.shape[1], query.shape[2], []
     keys, values = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
     for token in range(len(query)):
@@ -35,7 +35,7 @@ def sequence(length, heads, num_kv, dim=16):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "num_kv"), HEADS)
 def test_a_prompt_is_attended_within_its_window_beside_a_sink(heads, num_kv, window):
-    """Of more tokens than the kernel takes at a time, so that some rows see none of a block."""
+    """With more tokens than the kernel takes at a time, so that some rows attend to no key of a block."""
     query, keys, values, sinks = sequence(700, heads, num_kv)
     expected = row_by_row(query, keys, values, sinks, window)
     for cached in (0, 1, 90, 699):
@@ -45,7 +45,7 @@ def test_a_prompt_is_attended_within_its_window_beside_a_sink(heads, num_kv, win
 
 @pytest.fixture
 def as_in_an_engine() -> Iterator[None]:
-    """Whose sigmoids have the same bits at any place of a tensor."""
+    """An engine's operators, whose sigmoids have the same bits at any position of a tensor."""
     library = override_operators()
     yield
     library._destroy()

@@ -1,4 +1,4 @@
-"""The operators of n-gram drafting in plain torch, against the same in Python, node by node."""
+"""The operators of n-gram drafting in plain torch, against implementations in Python, node by node."""
 
 import random
 
@@ -9,7 +9,7 @@ from megarl.sglang_cpu import speculation
 
 
 def random_tree(num_nodes: int, generator: random.Random) -> list[int]:
-    """The node that each node follows; -1: the root's."""
+    """The parent of each node; the root's is -1."""
     return [-1] + [generator.randrange(node) for node in range(1, num_nodes)]
 
 

@@ -1,4 +1,4 @@
-"""Groups of gloo share a device: a thread and a listening socket a process."""
+"""Gloo groups of a process share a device: one thread and one listening socket for each process."""
 
 import os
 

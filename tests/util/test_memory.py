@@ -55,9 +55,9 @@ def test_it_goes_on_as_it_was(on: bool) -> None:
     ids=["copies", "copies_to", "deliveries_from", "account", "buckets", "place_engines"],
 )
 def test_no_collection_in_a_plan(work: Callable[[Plan], object]) -> None:
-    """Each of these makes thousands of tuples; the collector looks at every few hundred new ones (Python 3.11: 700).
+    """Each function makes thousands of tuples; the collector starts at every few hundred new ones (Python 3.11: 700).
 
-    It does so once when it is on again.
+    It starts once when it is on again.
     """
     plan, began = make_plan(rows("source"), rows("target")), []
     assert gc.isenabled()
@@ -98,7 +98,7 @@ def test_it_goes_on_when_an_import_fails() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-# A hundred times 64 MiB that are used and freed; then the memory that they still take, and after giving it back.
+# Uses and frees 64 MiB a hundred times; then reports the memory that is still taken, and what is taken after it was given back.
 USE = """
 import ctypes, json, resource, sys, threading
 import psutil
@@ -139,7 +139,7 @@ def measured(how: str) -> dict[str, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 def test_freed_memory_is_kept_and_given_back() -> None:
-    """In MiB, and faults of 4 KiB pages, or of larger ones."""
+    """Sizes are in MiB; faults are of 4 KiB pages, or of larger ones."""
     usual, kept = measured("usual"), measured("keep")
     assert kept["faults"] * 20 < usual["faults"]
     assert usual["kept"] < 16 and kept["kept"] >= 60 and kept["left"] < 16

@@ -1,4 +1,4 @@
-"""NCCL's environment: the same on both sides, and the user's where there is one."""
+"""NCCL's environment: the same for trainer and engine, and the user's variables where there are any."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from megarl.cluster import rank_environment
 from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.util import nccl
 
-# What SGLang does to the environment of the process that starts its schedulers, which inherit it.
+# The changes that SGLang makes to the environment of the process that starts its schedulers, which inherit it.
 ENGINE = """
 import json, os, sys
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ print(json.dumps(found))
 
 
 def environments(monkeypatch, asked: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Of a trainer's rank and of an engine's process, as the cluster gives them on a GPU, without what else is set here."""
+    """The environments of a trainer's rank and of an engine's process, as the cluster gives them on a GPU, without this process's other variables."""
     for name in nccl.DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     for name, value in asked.items():

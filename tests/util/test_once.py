@@ -2,7 +2,7 @@ from megarl.util.once import Once
 
 
 def test_a_result_is_worked_out_for_the_first_use_of_its_key() -> None:
-    """Also one that is None: planning asks again and again for what a model does not have."""
+    """Also a result of None: planning asks again and again for parts that a model does not have."""
     once, asked = Once(), []
 
     def make(result: str | None) -> str | None:

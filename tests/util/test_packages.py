@@ -13,8 +13,8 @@ from megarl.util.packages import KNOWN, PURPOSES, install_command, installed, pi
 from tests.sources import ROOT, modules, source_of
 from tests.test_repository import pins
 
-# Imported where the user asked for a data set of the Hub or for a weight sync by NIXL, with a message of its own; and for figures of a GPU's
-# driver, where it is there.
+# Imported only if the user asks for a data set of the Hub or for a weight sync by NIXL, with a message of its own; and for figures of a GPU's
+# driver, if the package is installed.
 OPTIONAL = {"datasets", "nixl", "pynvml"}
 IN_ENGINES = ("megarl/trainer/workers/agents.py", "megarl/environments/openenv.py")
 
@@ -27,7 +27,7 @@ def normal(name: str) -> str:
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    by_module = distributions() | {"fla": ["fla-core"]}  # where shadows alone look for it
+    by_module = distributions() | {"fla": ["fla-core"]}  # only shadow runs look for it
     names = {name.split(".")[0] for path in modules() for _, name in source_of(path).imports}
     names -= {*sys.stdlib_module_names, "megarl", *OPTIONAL}
     needed = {normal(package) for name in names for package in by_module.get(name, [name])}
@@ -37,8 +37,9 @@ def test_every_package_that_is_imported_is_required() -> None:
 
 
 def test_the_wheel_requires_what_is_imported_but_megatron_and_sglang() -> None:
-    """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The rooms rollout/ and gateway/ and the files of
-    `IN_ENGINES` run in the processes of SGLang's engines, with what SGLang brings; what shadow/ imports is in requirements/shadow.txt."""
+    """Each is required directly, because a package that brings another one may stop doing so. Transformer Engine and Triton are parts of the GPU
+    image. The rooms rollout/ and gateway/ and the files of `IN_ENGINES` run in the processes of SGLang's engines, with the packages that SGLang
+    brings; the imports of shadow/ are in requirements/shadow.txt."""
     by_module = distributions()
     files = [path for path in modules() if not {"rollout", "gateway", "shadow"} & set(path.parts)]
     files = [path for path in files if path.relative_to(ROOT).as_posix() not in IN_ENGINES]

@@ -42,7 +42,7 @@ def of_megarl(entry: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The page's files, imported; their entries and other tests' are unknown to each other."""
+    """The page's files, imported; other tests do not see their registry entries, nor they those of other tests."""
     folder = tmp_path_factory.mktemp("plugins")
     for name, text in FILES.items():
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Fields of data classes as their source has them."""
+"""Fields of data classes, read from their source."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Spans: noted however a block ends, taken once, and counted as time."""
+"""Spans: recorded however a block ends, taken once, and counted as time."""
 
 import threading
 import time

@@ -66,9 +66,9 @@ Play = Callable[..., tuple[int | None, str]]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
-    """play(sandbox, code of Python, extra_info, meanwhile, python, variables) -> its exit code, and what it has printed.
+    """play(sandbox, code of Python, extra_info, meanwhile, python, variables) -> the agent's exit code, and its output.
 
-    `meanwhile` is called until it returns true, with which the agent is cancelled: its exit code is None then.
+    `meanwhile` is called until it returns true; then the agent is cancelled, and its exit code is None.
     """
 
     def run(

@@ -1,4 +1,4 @@
-"""Containers, with a stand-in for `docker` that notes what it is asked for and runs the container's command on this machine."""
+"""Containers, with a stand-in for `docker` that records its arguments and runs the container's command on this machine."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from megarl.gateway.sandboxes.containers import Container
 from megarl.gateway.sandboxes.interface import AgentProcess
 from tests.waiting import wait_for
 
-# A container is no child of `docker run`: a group of its own, which `docker rm --force` ends.
+# A container is no child of `docker run` but a process group of its own, which `docker rm --force` ends.
 DOCKER = """#!PYTHON
 import json, os, signal, subprocess, sys
 folder = "FOLDER"
@@ -97,7 +97,7 @@ def test_a_container_is_removed_by_the_runner_and_ends_with_the_gateway(
     wait_for(lambda: ended(pid()))
 
     class Killed:
-        """Of a runner that was killed: nobody removes the container."""
+        """The sandbox of a runner that was killed: nothing removes the container."""
 
         start = sandbox.start
 

@@ -1,4 +1,4 @@
-"""Sandboxes by name: one's own, and those that a machine has not."""
+"""Sandboxes by name: a user's own, and sandboxes that the machine lacks."""
 
 from pathlib import Path
 
@@ -45,5 +45,5 @@ def test_a_sandbox_that_this_machine_has_not_is_refused(tmp_path: Path, monkeypa
         ValueError, match="sandbox=docker does not work on this machine: exit code 125, 'no daemon'"
     ):
         try_sandbox("docker", (), None, "image")
-    try_sandbox("docker", (), None, "{image}")  # the tasks' images are theirs to fetch
+    try_sandbox("docker", (), None, "{image}")  # tasks name their images, and fetch them themselves
     try_sandbox("none", (), None, None)

@@ -1,4 +1,4 @@
-"""Real sandboxes, in which an agent tries what it must not do. Those of docker and podman: with --container-image IMAGE."""
+"""Real sandboxes, in which an agent tries what it must not do. Docker and podman are tested with --container-image IMAGE."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ OWN = {"namespaces": Namespaces, "bubblewrap": Bubblewrap}
 
 @dataclass(frozen=True)
 class Kind:
-    """A sandbox that this machine has. `image`: of its containers; None: it has none."""
+    """A sandbox that this machine has. `image`: the image of its containers; None: it has no containers."""
 
     name: str
     image: str | None
@@ -97,7 +97,7 @@ def test_an_agent_reaches_the_gateway_alone_and_writes_into_its_folder(kind, set
     code = FACTS.replace("PORT", str(settings.port))
     for name, folder in folders.items():
         code = code.replace(name, str(folder))
-    limit = 200 if kind.image is None else None  # of a container: below
+    limit = 200 if kind.image is None else None  # a container's limit is tested below
     sandbox = kind(replace(settings, readable=(str(folders["READABLE"]),), memory_mb=limit))
     exit_code, log = play(sandbox, code, python=kind.python, KEY="k")
     assert exit_code == 7, log
@@ -107,7 +107,7 @@ def test_an_agent_reaches_the_gateway_alone_and_writes_into_its_folder(kind, set
         "work": True, "tmp": True, "memory": False, "key": "k", "others": False, "shell": 3,
     }  # fmt: skip
     if kind.image is not None:
-        expected |= {"memory": True, "system": facts["system"]}  # a container writes into a system of its own
+        expected |= {"memory": True, "system": facts["system"]}  # a container writes into its own file system
     assert facts == expected and not Path("/usr/x").exists()
 
 

@@ -1,10 +1,10 @@
-"""What processes there are."""
+"""The processes that exist."""
 
 from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
-    """Children and their children. Of a process that ends meanwhile: none."""
+    """Children and their children; none if the process ends during the search."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:
@@ -15,7 +15,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it can still do something: what has ended may stay as a zombie until its parent looks."""
+    """Whether the process can still do something: one that has ended may stay as a zombie until its parent waits for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -96,11 +96,11 @@ def scored(scorer, *responses) -> list[Score]:
     return [scores[f"p{number}/0"] for number in range(len(responses))]
 
 
-LARGE = "0" * (1 << 20)  # more than a socket holds while nobody reads
+LARGE = "0" * (1 << 20)  # more than a socket buffers while no process reads
 
 
 def scored_in_time(scorer, *responses) -> list[Score]:
-    """As `scored`; where the scorer waits for a worker for ever, the test fails, and the worker is killed, so that the scorer ends."""
+    """As `scored`; if the scorer waits for a worker for ever, the test fails, and the worker is killed so that the scorer ends."""
     results = []
     process = scorer._workers[0]._process
     thread = threading.Thread(target=lambda: results.extend(scored(scorer, *responses)), daemon=True)
@@ -126,7 +126,7 @@ def test_collect_forgets_what_it_gave(plain):
 
 
 def test_a_failure_elsewhere_ends_the_wait(plain, monkeypatch):
-    """What is open stays so, and can be collected still."""
+    """Open samples stay open, and can still be collected."""
     monkeypatch.setattr(scorer_module, "_MEANWHILE_SECONDS", 0.1)
     calls = []
 
@@ -243,7 +243,7 @@ def test_there_are_no_more_workers_than_asked_for(plain):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_hit_from_outside_costs_nothing(file, tmp_path, monkeypatch, number):
-    """Its sample is run once more; a sample whose every process is killed is the one to blame."""
+    """Its sample is run once more; a sample whose processes are all killed is the cause of their deaths."""
     monkeypatch.setattr(scorer_module, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(scorer_module, "_STOPPED_SECONDS", 0.5)
     reward = tmp_path / "hit.py"
@@ -266,7 +266,7 @@ def test_a_worker_that_is_hit_from_outside_costs_nothing(file, tmp_path, monkeyp
 
 @pytest.mark.parametrize("function", ["compute_score", "later"])
 def test_a_stopped_worker_that_does_not_read_its_sample_costs_nothing(file, monkeypatch, function):
-    """The sample cannot be sent while nobody reads."""
+    """The sample cannot be sent while the worker does not read."""
     monkeypatch.setattr(scorer_module, "_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(scorer_module, "_STOPPED_SECONDS", 0.5)
     spec = RewardSpec(custom_path=file, custom_name=function)
@@ -281,7 +281,7 @@ def test_a_stopped_worker_that_does_not_read_its_sample_costs_nothing(file, monk
 
 
 def test_the_time_limit_holds_for_a_worker_that_does_not_read(tmp_path, monkeypatch):
-    """Its loop hangs in one sample while others, which it takes at the same time, are sent."""
+    """The worker's loop hangs in one sample while other samples, which run at the same time, are sent to it."""
     monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.5)
     reward = tmp_path / "deaf.py"
     reward.write_text(
@@ -295,7 +295,7 @@ def test_the_time_limit_holds_for_a_worker_that_does_not_read(tmp_path, monkeypa
 
 
 def test_what_a_dead_worker_left_behind_is_killed(plain):
-    """A child holds the worker's files open; its death is noticed all the same."""
+    """A child holds the worker's files open; the worker's death is noticed all the same."""
     begun = time.perf_counter()
     (score,) = scored(plain, "child")
     assert score.error == "its process ended with exit code 0"
@@ -392,7 +392,7 @@ def test_closing_ends_workers_that_hang(file):
 
 
 def test_workers_die_with_the_controller(file, tmp_path):
-    """Also while they are in C code that never comes back."""
+    """Also while they are in C code that never returns."""
     begun = tmp_path / "begun"
     code = (
         "import sys, time\n"

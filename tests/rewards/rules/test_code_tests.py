@@ -78,7 +78,7 @@ def test_functions():
     assert score(program, truth)["score"] == 1.0
     assert score("class Solution:\n    def add(self, a, b): return 3", truth)["score"] == 0.5
     assert score("def add(a, b): return a + b", {**truth, "inputs": [[1, 2], [1, 1]]})["score"] == 0.5
-    # What equals everything in its own process does not outside.
+    # An object that equals everything in the program's process does not do so outside of it.
     cheat = "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()"
     assert score(cheat, truth)["score"] == 0.0
     # A result may be wrapped in a list of one.
@@ -106,7 +106,7 @@ def test_ground_truths_that_are_none(truth):
         ("0.33333334", "0.3333333333", True),
         ("0.334", "0.3333333333", False),
         ("3", "3.0", True),
-        ("3.0", "3", False),  # whole numbers are exact
+        ("3.0", "3", False),  # integers are exact
         ("10000000000000001", "10000000000000000", False),
         ("YES", "Yes", False),
         ("1 2", "1", False),

@@ -46,17 +46,17 @@ class Handler(BaseHTTPRequestHandler):
         if wish == "broken":
             return self.send(500, {"error": "broken"})
         if wish == "hangs once" and number == 1:
-            time.sleep(20)  # in a daemon thread, which nobody waits for
+            time.sleep(20)  # in a daemon thread, for which no test waits
         if wish == "slow":
             wait_for(lambda: self.server.most >= 4, 10)
-            time.sleep(0.2)  # for others that come, too
+            time.sleep(0.2)  # so that other requests arrive, too
         if wish == "odd":
             return self.send(200, {"result": 1})
         text = "I cannot say." if wish == "mute" else "It is good: Score: 0.2, or rather\nScore: **0.75**"
         return self.send(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
 
     def send(self, status, body, headers=None):
-        with self.server.lock:  # before the client, which then asks again, has the answer
+        with self.server.lock:  # before the client gets the answer and asks again
             self.server.running -= 1
         data = json.dumps(body).encode()
         self.send_response(status)
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_one_request(self):
         try:
             super().handle_one_request()
-        except (BrokenPipeError, ConnectionResetError):  # the client had enough of waiting
+        except (BrokenPipeError, ConnectionResetError):  # the client has stopped waiting
             self.close_connection = True
 
 
@@ -89,7 +89,7 @@ def server():
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """Waits between attempts are noted, not waited."""
+    """Records the waits between attempts instead of waiting."""
     waits, sleep = [], asyncio.sleep
 
     async def note(seconds):
@@ -108,7 +108,7 @@ def score(server, response, **changes):
 
 
 def test_a_refusal_does_not_tell_the_key(server, monkeypatch):
-    """Some servers say which key they refuse; also where the rest of their answer is left out."""
+    """Some servers repeat the key that they refuse; the key is hidden even where the rest of their answer is left out."""
     monkeypatch.setenv("TEST_JUDGE_KEY", "secret-of-mine")
     with pytest.raises(RuntimeError, match=r"refuses: status 401: .*Bearer <") as caught:
         score(server, "tells", api_key_env="TEST_JUDGE_KEY")
@@ -123,7 +123,7 @@ def test_request_and_score(server, monkeypatch):
     ((path, headers, body),) = server.requests
     assert path == "/v1/chat/completions"
     assert headers["Authorization"] == "Bearer secret"
-    # What is filled in is not looked at for further places.
+    # Text that is filled in is not searched for further placeholders.
     assert body["messages"] == [{"role": "user", "content": "6 x 7 {response}?|42|forty-two"}]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("grader", 0.0, 512)
 

@@ -1,4 +1,4 @@
-"""What counts as the same answer: the table in math_answers.tsv."""
+"""Which answers count as equal: the table in math_answers.tsv."""
 
 import random
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_the_table_is_large_and_says_nothing_twice() -> None:
 
 @pytest.mark.parametrize(("verdict", "answer", "truth"), [row for row in ROWS if row[0] == "right"][::8])
 def test_the_same_is_the_same_both_ways(verdict: str, answer: str, truth: str) -> None:
-    """But for names and bare lists, which the truth may have and the answer may not."""
+    """Except for names and bare lists, which the truth may have and the answer may not."""
     assert same_answer(truth, answer) or "=" in answer + truth
 
 

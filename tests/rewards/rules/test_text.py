@@ -91,7 +91,7 @@ def test_exact_match():
     ],
 )
 def test_search_r1(response, truth, score):
-    """The values that verl 0.9.1 gives, but for an answer that is an article alone."""
+    """The values that verl 0.9.1 gives, except for an answer that is only an article."""
     assert search_r1("searchR1_nq", response, truth)["score"] == score
 
 

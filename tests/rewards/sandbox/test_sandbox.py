@@ -12,7 +12,7 @@ from megarl.rewards.sandbox.sandbox import Limits, best_isolation, run_tests
 from tests.rewards.processes.found import descendants, is_running
 from tests.waiting import wait_for
 
-# A program reads the name of what it does from its input.
+# The program reads from its input the name of what it shall do.
 PROGRAM = """
 import os, sys, time
 
@@ -145,7 +145,7 @@ def victim(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(isolation, victim):
-    """Everything at once: a jail per attempt would take long."""
+    """The results of all attempts, made in one run: a jail for each attempt would take long."""
     names = [*FAILS, *SUCCEEDS, "tmp", "fill tmp", "read", "list", "segfault"]
     inputs = {"sum": "1 2\n3", "write outside": f"{victim.parent}/new"}
 
@@ -198,7 +198,7 @@ def test_files(isolation, results):
         assert "Operation not permitted" in results["fill tmp"].stderr
         assert (
             results["read"].output == "8\n"
-        )  # what cannot be helped without namespaces; the documentation says so
+        )  # cannot be prevented without namespaces; the documentation says so
 
 
 def test_calls_return_values_and_cannot_forge_success(isolation):
@@ -233,7 +233,7 @@ def test_calls_return_values_and_cannot_forge_success(isolation):
 
 
 def test_the_program_sees_no_other_test(isolation):
-    """Each runs in a process of its own."""
+    """Each test runs in a process of its own."""
     program = "import builtins\nbuiltins.seen = getattr(builtins, 'seen', 0) + 1\nprint(builtins.seen)"
     results = run_tests(program, [{"kind": "stdin"}] * 2, Limits(20.0), isolation)
     assert [result.output for result in results] == ["1\n", "1\n"]

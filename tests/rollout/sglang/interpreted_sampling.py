@@ -1,8 +1,8 @@
 """Cases of the sampling kernels, interpreted on a CPU or compiled: `python -m tests.rollout.sglang.interpreted_sampling interpret` (with
-TRITON_INTERPRET=1) or `... compile` prints {case: what was found} as JSON.
+TRITON_INTERPRET=1) or `... compile` prints {case: result} as JSON.
 
-They have a process of their own, as those of tests/weight_sync/interpreted_slices.py. The references are SGLang's own functions with its own
-hash kernel, which is interpreted too.
+The cases run in a process of their own, like the cases of tests/weight_sync/interpreted_slices.py. The references are SGLang's own functions
+with its own hash kernel, which is interpreted too.
 """
 
 import re
@@ -20,7 +20,7 @@ from torch import nn
 from megarl.rollout.sglang import sampling
 from tests.kernel_cases import print_cases
 
-NEAR = 1e-6  # of a log-prob, and of its size
+NEAR = 1e-6  # relative and absolute tolerance of log-probs
 
 
 class Rows(NamedTuple):
@@ -70,7 +70,7 @@ def differing(name: str, rows: Rows) -> list[str]:
 
 
 def sizes_and_types() -> list[str]:
-    """Vocabularies of less than a block, of blocks that are just full, and of one column more; one row and several."""
+    """Vocabularies that are smaller than a block, that fill their blocks exactly, and that have one column more; with one row and with several."""
     block, found = sampling.BLOCK, []
     for seed, (rows, vocabulary) in enumerate(
         ((1, 2), (3, 100), (1, block - 1), (2, block), (3, block + 1), (2, 3 * block + 7), (1, 151936))
@@ -92,7 +92,7 @@ def seeds_and_positions() -> list[str]:
 
 
 def masked_columns() -> list[str]:
-    """Columns that no token may come from: some, all but one, all of a block, and a row's padding, which lies behind the vocabulary."""
+    """Columns that no token may come from: some, all but one, a complete block, and a row's padding, which follows the vocabulary."""
     block = sampling.BLOCK
     rows = made(4, 2 * block + 9, 31)
     logits = rows.logits.clone()
@@ -125,8 +125,8 @@ def extreme_logits() -> list[str]:
 
 
 def scores_that_nearly_tie() -> dict[str, Any]:
-    """Two columns far above the others, whose scores differ by no more than float32's steps of a logit: what float32 would choose,
-    and whether float64 did."""
+    """Two columns far above the others, whose scores differ by no more than a step of float32 at their logits: how often float32 would choose
+    wrongly, and whether the kernels, which use float64, did."""
     from sglang.srt.layers import sampler
 
     number, vocabulary = 40, 30
@@ -148,7 +148,7 @@ def scores_that_nearly_tie() -> dict[str, Any]:
 
 
 def all_magnitudes_of_noise() -> dict[str, float]:
-    """The largest error of the float32 noise over hashes from both ends and between: above -4, and below."""
+    """The largest error of the float32 noise, over hashes from both ends of their range and from between: where the noise is above -4, and below."""
     from tests.rollout.sglang.noise_kernel import noises
 
     ends = torch.cat([torch.arange(3000), 2 ** torch.arange(0, 32), 2**32 - 2 ** torch.arange(0, 32)])
@@ -168,7 +168,7 @@ def all_magnitudes_of_noise() -> dict[str, float]:
 
 
 def rows_alone() -> list[str]:
-    """A row alone has, bit for bit, the token and log-prob that it has among others."""
+    """A row in a batch of its own has, bit for bit, the token and log-prob that it has among others."""
     rows = made(5, sampling.BLOCK + 300, 34)
     tokens, log_probs = sampling.draw(*rows)
     found = []
@@ -180,7 +180,7 @@ def rows_alone() -> list[str]:
 
 
 def chi_square() -> dict[str, float]:
-    """Of 80 seeds at one position, and of 80 positions of one seed, over 4 tokens."""
+    """The statistic of draws from 4 tokens: for 80 seeds at one position, and for one seed at 80 positions."""
     probs = torch.tensor([0.5, 0.25, 0.15, 0.1])
     number, found = 80, {}
     many, one = torch.arange(number), torch.full((number,), 11)
@@ -234,7 +234,7 @@ class Sampled(NamedTuple):
 def sampled(
     rows: Rows, *, ours: bool, logprob: bool = True, top: int = 0, ids: Any = None, **changes: Any
 ) -> Sampled:
-    """A call of SGLang's sampler, with megarl's hook around it or without; the number of its draws by the kernels."""
+    """A call of SGLang's sampler, with megarl's hook or without; how often the kernels drew in it."""
     sampler, number = sampler_of_sglang(), len(rows.logits)
     forward = type(sampler).forward
     output = SimpleNamespace(next_token_logits=rows.logits.clone(), next_token_logprobs=None)
@@ -246,7 +246,7 @@ def sampled(
 
 
 def in_sglangs_sampler() -> dict[str, Any]:
-    """Tokens, log-probs and their types with the hook, beside SGLang's own."""
+    """Tokens, log-probs and their types with the hook, compared with SGLang's own."""
     number, vocabulary = 24, 900
     rows = made(number, vocabulary, 35)
     ours, theirs = (sampled(rows, ours=ours) for ours in (True, False))
@@ -263,7 +263,7 @@ def in_sglangs_sampler() -> dict[str, Any]:
 
 
 def not_a_distribution() -> list[str]:
-    """Rows with NaN, with infinity, and without a finite logit, among others, have the tokens and log-probs of SGLang."""
+    """Rows with NaN, with infinity, and without a finite logit, among others, get SGLang's tokens and log-probs."""
     rows = made(6, sampling.BLOCK + 10, 36)
     rows.logits[0, 5] = rows.logits[1, sampling.BLOCK + 1] = torch.nan
     rows.logits[2, 7] = torch.inf
@@ -281,7 +281,7 @@ def not_a_distribution() -> list[str]:
 
 
 def left_to_sglang() -> dict[str, list[int]]:
-    """Batches that the kernels do not draw for: the number of their draws, and of tokens other than SGLang's."""
+    """Batches that are left to SGLang's sampler: the number of draws by the kernels, and the number of tokens that differ from SGLang's."""
     rows = made(6, 80, 37)
     top_ks, top_ps = torch.tensor([1 << 30, 5, 1, 20, 2, 3]), torch.tensor([1.0, 0.9, 1.0, 0.5, 0.7, 1.0])
     cuts = {"top_ks": top_ks, "top_ps": top_ps, "min_ps": torch.zeros(6)}
@@ -316,7 +316,7 @@ INTERPRETED: tuple[Callable[[], Any], ...] = (
 
 
 def compiled() -> dict[str, dict[str, int]]:
-    """Each kernel compiled for an H100: its bytes of machine code, and how often it has instructions that round otherwise than IEEE 754."""
+    """Each kernel compiled for an H100: the bytes of its machine code, and the counts of its instructions that do not round as IEEE 754 demands."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

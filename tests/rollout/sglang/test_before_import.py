@@ -1,4 +1,4 @@
-"""The environment of engines, and the first lines of schedulers: as copies and as new processes."""
+"""The environment of engines, and the first lines that schedulers run, as forks and as new processes."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from megarl.rollout.sglang.before_import import prepare_schedulers, sglang_envir
 
 
 def test_kernels_in_float8_are_not_compiled_for_every_number_of_tokens():
-    """SGLang reads the variable by its own table, which knows no other names."""
+    """SGLang reads only variables that are in its own table; the table has this name."""
     name = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
     spec = find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
@@ -48,7 +48,7 @@ def test_the_allocator_does_not_map_memory_beneath_the_saver():
 
 
 ROOT = Path(__file__).resolve().parents[3]
-# A copy of a process with a connection; it ends only when it is told to.
+# A fork of a process with a connection; it ends only when it receives a message.
 FORK = """
 import multiprocessing, os, socket
 from megarl.rollout.sglang.before_import import forked, let_go_of_sockets
@@ -70,7 +70,7 @@ writer.send(None)
 process.join()
 print("ended", process.exitcode)
 """
-# Its main module counts how often it is run; the target is unpickled before the argument, as a scheduler's.
+# The main module counts how often it is run; the target is unpickled before the argument, as it is in a scheduler.
 SPAWN = """
 import ctypes, gc, multiprocessing, pathlib, signal, sys
 runs = pathlib.Path(sys.argv[1])
@@ -93,7 +93,7 @@ if __name__ == "__main__":
 
 
 class Target:
-    """Unpickled as a scheduler's main function is; tells what was so when its argument was unpickled."""
+    """Unpickled as a scheduler's main function is; reports the state of the process when its argument was unpickled."""
 
     def __reduce__(self) -> tuple:
         from megarl.rollout.sglang.before_import import SchedulerMain
@@ -135,7 +135,7 @@ def test_it_ends_with_its_parent_and_collects_no_garbage_before_the_import(tmp_p
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.stdout == "(False, 9, False)\n" * 2, done.stderr
-    assert runs.read_text() == "__main__\n__mp_main__\n"  # not by the child of `without_main`
+    assert runs.read_text() == "__main__\n__mp_main__\n"  # the child of `without_main` does not run it
 
 
 def test_a_copy_leaves_connections_to_the_process_that_it_was_made_of(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Layout:
     head: bool
 
 
-# Latent attention of each rank's own requests; heads that are cut within groups, beside experts that are cut over both.
+# Latent attention, with one rank in each group; then heads sharded within groups of two ranks, with experts sharded over both groups.
 LAYOUTS = [
     Layout("deepseek_v3", 2, 2, 2, head=True),
     Layout("glm_moe_dsa", 2, 2, 2, head=True),
@@ -55,7 +55,7 @@ class Served:
     engine: EngineProcess
 
     def slices(self, folder: Path) -> list[Slices]:
-        """Of each rank, of another model's files."""
+        """Each rank's slices of another model's files."""
         at, config = self.layout, AutoConfig.from_pretrained(folder)
         return [
             rank_slices(weights(folder), config, at.tp, rank, at.ep, at.dp, at.head) for rank in range(at.tp)
@@ -65,7 +65,7 @@ class Served:
 @pytest.fixture(
     scope="module",
     params=[
-        # Indexers and latent attention; deepseek_v3 has the latter alone.
+        # glm_moe_dsa has indexers and latent attention, deepseek_v3 only latent attention.
         pytest.param(
             layout, marks=() if layout.family == "glm_moe_dsa" else pytest.mark.slow, id=layout.family
         )
@@ -95,7 +95,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
 
 
 def groups_of(engine, prompts, uids, sampling) -> dict[str, int]:
-    """The group of each request, as SGLang's scheduler says that answered it. Runs in the engine's process."""
+    """The group of each request, as reported by the SGLang scheduler that answered it. Runs in the engine's process."""
     asked, found = engine_module.ask, {}
 
     async def ask(manager, ids, sampling, uid, *more):
@@ -129,7 +129,7 @@ def test_a_single_request_leaves_the_other_groups_idle(served: Served) -> None:
 
 
 def test_experts_are_those_of_hugging_face(served: Served) -> None:
-    """Also of responses that were interrupted: each group captures those of its own tokens, among all groups' tokens."""
+    """Also for interrupted responses: each group captures the experts of its own tokens, among all groups' tokens."""
     model = AutoModelForCausalLM.from_pretrained(served.folder)
     served.engine.call(take_off, PROMPTS, UIDS, replace(GREEDY, max_new_tokens=40))
     found, open_ones = served.engine.call(interrupt_often, 0.05)
@@ -150,7 +150,7 @@ def test_an_engine_has_room_for_the_tokens_of_all_groups(served: Served) -> None
 
 @needs_invariance
 def test_a_response_has_the_same_bits_in_any_company(served: Served) -> None:
-    """Also when a group's cache is too small for its requests, so that some are put back and computed again."""
+    """Also when a group's cache is too small for its requests, so that SGLang retracts some and computes them again."""
     assert_alone_as_together(served.engine, [*PROMPTS, *PROMPTS[:3]] * 2, num_tokens=45, step=4)
 
 
@@ -198,7 +198,7 @@ def test_the_weight_tables_know_what_the_groups_hold(family: str, tmp_path: Path
 
 def test_nothing_of_it_listens_on_a_network(served: Served) -> None:
     pids = [served.engine.process.pid, *served.engine.call("pids")]
-    assert len(pids) == 1 + served.layout.tp  # no process of SGLang's between the owner and the ranks
+    assert len(pids) == 1 + served.layout.tp  # SGLang has no process between the owner and the ranks
     listening = {
         connection.laddr.ip
         for pid in pids
@@ -209,7 +209,7 @@ def test_nothing_of_it_listens_on_a_network(served: Served) -> None:
 
 
 def test_a_rank_of_another_group_that_is_killed_ends_the_engine(served: Served) -> None:
-    """The last test of this engine."""
+    """The last test that uses this engine."""
     pids = served.engine.call("pids")
     psutil.Process(pids[-1]).send_signal(signal.SIGKILL)
     served.engine.process.join(FEW_SECONDS)
@@ -221,7 +221,7 @@ def test_a_rank_of_another_group_that_is_killed_ends_the_engine(served: Served) 
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
-    """An engine of two groups on two nodes, a rank each, of a model whose output layer is its embedding; by node."""
+    """The owners, by node, of an engine of two groups on two nodes with one rank each; the model's output layer is its embedding."""
     folder = tmp_path_factory.mktemp("nodes")
     make_tiny_model(
         folder / "model",
@@ -261,7 +261,7 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProc
 
 @pytest.mark.slow
 def test_groups_on_several_nodes(owners: list[EngineProcess], tmp_path: Path) -> None:
-    """The other node's group gets its requests, and answers to the first node's owner."""
+    """The other node's group gets its requests, and sends its answers to the first node's owner."""
     head, folder = owners[0], owners[0].log.parent / "model"
     with pytest.raises(NoValidWeightsError, match="before a sync"):
         head.call("generate", PROMPTS, UIDS, GREEDY)

@@ -1,4 +1,4 @@
-"""A response has the same tokens and log-probs, bit by bit, whatever else its engine does and has done."""
+"""A response has the same tokens and log-probs, bit for bit, whatever else its engine does and has done."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from tests.rollout.test_streams import play_turns
 pytestmark = needs_invariance
 
 NUM_PROMPTS, TEMPLATE = 24, [40, 41, 42, 43, 44]
-# Of 6 to 52 tokens; all begin alike, some are twice there, others are the beginning of longer ones.
+# 6 to 52 tokens each; all have a common prefix, some occur twice, others are prefixes of longer ones.
 PROMPTS = [
     TEMPLATE + [50 + (at * (index // 2 + 3)) % 200 for at in range(1 + 2 * index)]
     for index in range(NUM_PROMPTS)
@@ -21,7 +21,7 @@ SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40, seed=3)
 
 
 def answers(engine, rows):
-    """{uid: (tokens, log-probs)} of the prompts of these numbers, asked for in this order."""
+    """{uid: (tokens, log-probs)} of the prompts with these numbers, requested in this order."""
     generations = engine.call(
         "generate", [PROMPTS[row] for row in rows], [UIDS[row] for row in rows], SAMPLING
     )
@@ -33,7 +33,7 @@ def some(whole, rows):
 
 
 def assert_alone_as_together(engine, prompts, num_tokens, step=1):
-    """Tokens and log-probs of each prompt, or of each `step`-th one, asked for with all others and alone; for engines of all kinds."""
+    """Each prompt, or each `step`-th one, has the same tokens and log-probs requested with all others and alone; for engines of all kinds."""
     sampling = SamplingParams(temperature=1.0, max_new_tokens=num_tokens, seed=3, ignore_eos=True)
     uids = [f"p{index}/0" for index in range(len(prompts))]
     together = engine.call("generate", prompts, uids, sampling)
@@ -44,7 +44,7 @@ def assert_alone_as_together(engine, prompts, num_tokens, step=1):
 
 
 def late(engine, seed):
-    """All prompts, each asked for at some time within the first 60 ms, some 5 decode steps."""
+    """All prompts, each requested at some time within the first 60 ms, the time of some 5 decode steps."""
     delays = random.Random(seed)
 
     async def ask(row, seconds):
@@ -66,7 +66,7 @@ def test_others_and_the_cache_have_no_part_in_a_response(engine, sync, model_a):
     engine.call("flush_cache")
     assert answers(engine, everything[::-1]) == whole
     engine.call("flush_cache")
-    half = list(everything[1::2])  # as after an engine was lost, that had brought the others
+    half = list(everything[1::2])  # as after the loss of an engine that had answered the others
     assert answers(engine, half) == some(whole, half)
     for row in (0, 7, 23):
         engine.call("flush_cache")
@@ -82,7 +82,7 @@ def test_nor_when_they_were_asked_for(engine, sync, model_a):
 
 
 def test_what_was_generated_may_be_in_the_cache_or_not(engine, sync, model_a):
-    """A prompt that goes on after a response: its cached part was computed token by token, or is computed at once."""
+    """A prompt that continues a response: the response's part is cached, computed token by token, or is computed in one prefill."""
     sync(model_a, 82)
     first = answers(engine, range(16))
     longer = [PROMPTS[row] + first[UIDS[row]][0] + [45, 46] for row in range(16)]

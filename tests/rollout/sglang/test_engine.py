@@ -35,7 +35,7 @@ def hf_greedy(model, prompt, num_tokens):
 
 
 def assert_serves(engine, model, version):
-    """The engine's greedy responses and log-probs are those of Hugging Face with the same weights."""
+    """The engine's greedy responses and log-probs equal Hugging Face's with the same weights."""
     generations = engine.call("generate", PROMPTS, UIDS, GREEDY)
     assert [g.uid for g in generations] == UIDS
     for prompt, generation in zip(PROMPTS, generations, strict=True):
@@ -55,7 +55,7 @@ def test_shared_memory_has_no_name_that_a_killed_engine_would_leave_behind(engin
         for path in [line.partition("/dev/shm/")[2]]
         if path.startswith("sgl")
     }
-    assert len(mapped) == 2  # the ranks' message queue, and what rank 0 says of its load
+    assert len(mapped) == 2  # the ranks' message queue, and rank 0's reports of its load
     assert [path for path in mapped if not path.endswith(" (deleted)")] == []
 
 
@@ -149,7 +149,7 @@ def test_refuses_what_would_kill_sglang(engine, sync, model_a, prompts, uids, me
 
 @pytest.fixture
 def sender(engine, model_a, tmp_path):
-    """A trainer rank that the engine is connected with."""
+    """A trainer rank that the engine is connected to."""
     slices = [rank_slices(model_a.state, model_a.hf.config, TP, rank) for rank in range(TP)]
     sender = Sender(tmp_path / "sender", slices, skip_unchanged=True)
     engine.call("connect", sender.inboxes)
@@ -177,7 +177,7 @@ def test_a_flipped_bit_names_tensor_and_rank_and_is_not_served(engine, sync, sen
         engine.call("receive_weights")
     assert f"{tensors[0]}: checksum" in str(caught.value)
     assert "TP rank 0" not in str(caught.value)
-    assert sent.result().bytes_sent > 0  # the version was taken to its end
+    assert sent.result().bytes_sent > 0  # the version was received to the end
     assert engine.call("weight_version") is None
     with pytest.raises(NoValidWeightsError):
         engine.call("generate", PROMPTS, UIDS, GREEDY)
@@ -255,7 +255,7 @@ def test_what_did_not_change_is_not_sent_but_verified(engine, sync, sender, mode
         engine.call("receive_weights")
         return sent.result(), engine.call("finish_update")
 
-    engine.call("begin_update", 30)  # what the engine held is given up: nothing may be kept of it
+    engine.call("begin_update", 30)  # the engine gives up its version: none of the tensors may be kept
     sender_first = sender.send(30, dict.fromkeys(range(TP)))
     engine.call("receive_weights")
     total = sender_first.result().bytes_sent
@@ -290,7 +290,7 @@ def test_released_weights_have_to_be_synced_again(engine, sync, model_a):
 
 
 def cached_tokens(engine, prompts):
-    """By request, the tokens that SGLang's cache had; runs in the engine's process."""
+    """The number of tokens of each request that SGLang's cache had; runs in the engine's process."""
     engine.flush_cache()
     manager, sampling = engine._engine.tokenizer_manager, SamplingParams(max_new_tokens=4, ignore_eos=True)
 

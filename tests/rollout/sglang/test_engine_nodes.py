@@ -23,7 +23,7 @@ FEW_SECONDS = 20
 
 @pytest.fixture(scope="module")
 def owners(model_a: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
-    """By node; the first answers for the engine."""
+    """The owners, by node; the first one answers calls of the engine."""
     folder = tmp_path_factory.mktemp("nodes")
     with reserve_port() as holder:
         port = holder.getsockname()[1]
@@ -130,7 +130,7 @@ def test_memory_of_all_nodes_is_released_and_comes_back(
 
 
 def test_an_engine_ends_whole_when_a_rank_of_another_node_does(owners: list[EngineProcess]) -> None:
-    """While it idles, too: the last test of this engine."""
+    """Also while the engine idles. The last test that uses this engine."""
     head, other = owners
     family = [psutil.Process(pid) for owner in owners for pid in owner.call("pids")]
     (rank,) = other.call("pids")

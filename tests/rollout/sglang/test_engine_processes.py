@@ -28,12 +28,12 @@ def gone(processes: list[psutil.Process], seconds: float) -> bool:
 
 
 def schedulers(owner: psutil.Process) -> list[psutil.Process]:
-    """SGLang's processes, from the first moment on."""
+    """SGLang's processes that the owner has started, from the first moment on."""
     found = []
     for child in owner.children(recursive=True):
         with suppress(
             psutil.NoSuchProcess
-        ):  # a helper of the start has ended meanwhile, and is perhaps a zombie yet
+        ):  # a helper of the start has just ended, and may still be a zombie
             if "resource_tracker" not in " ".join(child.cmdline()):
                 found.append(child)
     return found
@@ -66,18 +66,18 @@ def test_an_owner_killed_during_the_start_leaves_no_process(model_a, tmp_path):
     engine.connection.send(("start", ()))
     children = wait_for(lambda: schedulers(owner), 60)
     owner.kill()
-    # They notice at their first line, which comes after their imports: half a minute on a busy machine.
+    # Schedulers notice the owner's death at their first line, after their imports, which take half a minute on a busy machine.
     assert gone(children, 90)
 
 
 def begin_in(folder, engine):
-    """A start whose temporary files are in a folder, as a rank's are."""
+    """Start an engine whose temporary files are in a folder, as a rank's are."""
     tempfile.tempdir = folder
     engine.start()
 
 
 def test_an_owner_killed_during_the_start_leaves_no_shared_memory(model_a, tmp_path):
-    """SGLang's ranks name it from their first second on; what removes the owner's scratch folder removes that, too."""
+    """From their first second on SGLang's ranks name their shared memory in the scratch folder, and the memory is removed with the folder."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     engine = EngineProcess(EngineConfig(str(model_a.path), tensor_parallel_size=2), tmp_path / "log")
@@ -94,7 +94,7 @@ def test_an_owner_killed_during_the_start_leaves_no_shared_memory(model_a, tmp_p
     finally:
         owner.kill()
     assert gone(processes, FEW_SECONDS)
-    assert [path for path in found if os.path.exists(path)] == found  # nobody else removes it
+    assert [path for path in found if os.path.exists(path)] == found  # nothing else removes it
     remove_scratch(str(scratch))
     assert not scratch.exists() and [path for path in found if os.path.exists(path)] == []
 
@@ -102,7 +102,7 @@ def test_an_owner_killed_during_the_start_leaves_no_shared_memory(model_a, tmp_p
 def test_who_removes_scratch_folders_knows_the_files_that_name_shared_memory():
     engine = find_spec(
         "megarl.rollout.sglang.process"
-    )  # not imported: SGLang's own modules would come with it
+    )  # not imported, because SGLang's own modules would be imported with it
     assert engine is not None and engine.origin is not None
     assert f'\nNAMES = "{NAMES}"' in Path(engine.origin).read_text()
 
@@ -155,7 +155,7 @@ def test_a_cpu_engine_needs_its_environment(model_a, monkeypatch):
 
 
 class EarlyReturn:
-    """SGLang's engine, whose process ends some time after `shutdown` has returned, as those on a GPU do."""
+    """SGLang's engine, with a process that ends some time after `shutdown` has returned, as SGLang's processes on a GPU do."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

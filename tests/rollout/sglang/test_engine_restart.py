@@ -23,7 +23,7 @@ LINK_TIMEOUT, FEW_SECONDS = 120.0, 10
 
 
 def kill(engine: EngineProcess) -> None:
-    """SIGKILL for the engine's owner and all of SGLang's processes at once."""
+    """Send SIGKILL to the engine's owner and all of SGLang's processes at once."""
     owner = psutil.Process(engine.process.pid)
     everything = [owner, *owner.children(recursive=True)]
     for process in everything:
@@ -41,7 +41,7 @@ def connect(engine: EngineProcess, model: Model, folder: Path) -> Sender:
 
 
 def sync(engine: EngineProcess, sender: Sender, version: int):
-    """Sync with what has not changed left out; returns the version held before, what was sent, and the report."""
+    """Sync without the unchanged tensors; returns the version that the engine held before, what was sent, and the report."""
     held = engine.call("begin_update", version)
     sending = sender.send(version, {0: held})
     engine.call("receive_weights")
@@ -65,7 +65,7 @@ def test_a_restarted_engine_serves_nothing_until_all_was_sent_again(model_a, mod
         with pytest.raises(NoValidWeightsError, match="before a sync"):
             engine.call("generate", PROMPTS, UIDS, GREEDY)
 
-        # The trainer does not know, and sends over the links that it has.
+        # The trainer does not know of the restart, and sends over the links that it has.
         assert engine.call("begin_update", 3) is None
         begun = time.monotonic()
         with pytest.raises(LinkError, match=r"engine rank 0 .*died"):
@@ -76,7 +76,7 @@ def test_a_restarted_engine_serves_nothing_until_all_was_sent_again(model_a, mod
         with pytest.raises(LinkError, match="have to be connected anew"):
             old.send(3, {0: None}).result(LINK_TIMEOUT)
 
-        # Connected anew, it is sent version 3 whole: of what the first engine held nothing is left out.
+        # Connected anew, the engine is sent the complete version 3: no tensor that the first engine held is left out.
         new = connect(engine, model_b, tmp_path / "new")
         held, sent, report = sync(engine, new, 3)
         assert held is None
@@ -120,7 +120,7 @@ def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_
         kill(engine)
 
         engine = EngineProcess(config, tmp_path / "second.log").start()
-        # The trainer does not know, and sends adapters alone over the links that it has.
+        # The trainer does not know of the restart, and sends only adapters over the links that it has.
         assert engine.call("begin_update", 3) is None
         with pytest.raises(WeightSyncError, match="no trainer is connected"):
             engine.call("receive_weights", False)

@@ -42,7 +42,7 @@ EXPERT_PARALLEL = {
     "glm4_moe_lite": 2,
     "glm_moe_dsa": 2,
     "minimax_m2": 2,
-    "gpt_oss": 1,  # SGLang cannot load its files for more; tests/trainer/test_families.py has two
+    "gpt_oss": 1,  # SGLang cannot load its files at a larger size; tests/trainer/test_families.py has two
 }
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 DENSE = ("mistral", "qwen3", "qwen3_5", "qwen3_5 with vision")
@@ -50,7 +50,7 @@ ALWAYS = (
     "qwen3_moe",
     "qwen3_next",
     "deepseek_v3",
-)  # the kinds of layers of the others are in one of these, too
+)  # every kind of layer of the other families is in one of these, too
 ALONE = (
     "qwen3_next",
     "deepseek_v3",
@@ -79,7 +79,7 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
         vision=bool(vision),
         vocab_size=330,
         hidden_size=64,
-        num_layers=4 if family in QWEN_HYBRIDS else 3,  # their fourth is the first with attention
+        num_layers=4 if family in QWEN_HYBRIDS else 3,  # their fourth layer is the first one with attention
         ffn_hidden_size=80,
         max_position_embeddings=128,
         seed=seed,
@@ -112,12 +112,12 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
 
 
 def config_of(folder: Path) -> PretrainedConfig:
-    """The language model's."""
+    """The configuration of the language model."""
     return AutoConfig.from_pretrained(folder).get_text_config()
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the model's file, without those of its MTP layer, which no engine holds."""
+    """The tensors of the model's file, except for the tensors of its MTP layer, which no engine holds."""
     layers = config_of(folder).num_hidden_layers
     tensors = single_experts(load_file(folder / "model.safetensors"))
     return {
@@ -133,7 +133,7 @@ def model_of(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def assert_serves(engine: EngineProcess, folder: Path) -> None:
-    """The engine's greedy responses and their log-probs are those of Hugging Face with the folder's weights."""
+    """The engine's greedy responses and their log-probs equal Hugging Face's with the folder's weights."""
     model = model_of(folder)
     for prompt, answer in zip(PROMPTS, engine.call("generate", PROMPTS, UIDS, GREEDY), strict=True):
         tokens = list(prompt)
@@ -150,7 +150,7 @@ def test_answers_as_hugging_face(family):
 
 
 def test_experts_are_those_of_hugging_face(family):
-    """Of every token but the last, also of those that the engine's cache has from an earlier request."""
+    """The experts of every token but the last, also of the tokens that the engine's cache has from an earlier request."""
     if family.name in DENSE:
         pytest.skip("the model has no experts")
     model = model_of(family.folder)
@@ -165,14 +165,14 @@ def test_experts_are_those_of_hugging_face(family):
 
 
 def test_experts_of_responses_that_were_interrupted(family):
-    """In the middle of their prompts' and of their own tokens; they go on with the same weights."""
+    """Responses are interrupted in the middle of their prompts and of their own tokens, and go on with the same weights."""
     if family.name in DENSE:
         pytest.skip("the model has no experts")
     model = model_of(family.folder)
     sampling = replace(GREEDY, max_new_tokens=30)
     family.engine.call(take_off, PROMPTS, UIDS, sampling)
     found, open_ones = family.engine.call(interrupt_often, 0.03)
-    # The weights that the engine loaded from files are there still: only the cache was away.
+    # The engine still has the weights that it loaded from files: only its cache was released.
     assert any(open_ones) and len(found) == len(PROMPTS)
     for answer in found:
         expected = experts_of(model, [*PROMPTS[UIDS.index(answer.uid)], *answer.response_ids])[:-1]
@@ -185,14 +185,14 @@ def test_memory_is_as_planned(family):
 
 @needs_invariance
 def test_a_response_has_the_same_bits_in_any_company(family, request):
-    """Also when the cache is too small for all, so that some are put back and computed again."""
+    """Also when the cache is too small for all requests, so that SGLang retracts some and computes them again."""
     if family.name not in ALONE and not request.config.getoption("--slow"):
         pytest.skip("takes most of a minute: runs with --slow")
     assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=45, step=4)
 
 
 def test_serves_other_weights_after_a_sync(family, tmp_path):
-    """What SGLang derives from its weights, as DeepSeek's absorbed projections, is renewed with them."""
+    """Tensors that SGLang derives from its weights, such as DeepSeek's absorbed projections, are renewed with the weights."""
     other = make_model(tmp_path / "model", family.name, seed=2)
     config = config_of(other)
     sync_state(
@@ -202,7 +202,7 @@ def test_serves_other_weights_after_a_sync(family, tmp_path):
 
 
 def test_serves_after_its_memory_was_away(family, tmp_path):
-    """What is no weight comes back by itself (rope caches) or is made anew from weights."""
+    """Tensors that are no weights come back with the memory (rope caches) or are derived from the weights anew."""
     other = make_model(tmp_path / "model", family.name, seed=3)
     family.engine.call("release_memory", ["kv_cache", "weights"])
     family.engine.call("resume_memory", ["weights"])

@@ -1,4 +1,4 @@
-"""What only a GPU can show of an engine: it starts and answers, and the memory saver gives its memory back."""
+"""An engine on a GPU: it starts and answers, and the memory saver gives its memory back."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
-    """With heads of 64: kernels of attention do not take those of the other tests' models."""
+    """A model with heads of 64: attention kernels do not support the heads of the other tests' models."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
     return make_qwen2(tmp_path_factory.mktemp("qwen2-gpu"), seed=1, **sizes)
 
@@ -49,7 +49,7 @@ def test_an_engine_answers_as_transformers_does(gpu_engine, model) -> None:
 
 
 def test_released_memory_is_free_for_other_processes(gpu_engine) -> None:
-    """As CUDA tells it, which knows nothing of what SGLang says."""
+    """By CUDA's count of free memory, which is independent of what SGLang reports."""
     (held,) = gpu_engine.call("memory")
     before, _ = torch.cuda.mem_get_info()
     gpu_engine.call("release_memory", TAGS)

@@ -1,4 +1,4 @@
-"""Requests that are interrupted while the weights change or memory goes, and go on where they were."""
+"""Requests that are interrupted while weights change or memory is released, and go on from where they were."""
 
 from dataclasses import replace
 
@@ -15,13 +15,13 @@ SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=100, seed=3, ignore_eo
 
 
 def take_off(engine, prompts, uids, sampling):
-    """Requests that run from now on, beside whatever the engine is asked."""
+    """Start requests that run from now on, while the engine is called for other things."""
     engine.in_flight = engine.flight()
     engine.in_flight.add([engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)])
 
 
 def fly(engine, seconds):
-    """What has ended by then."""
+    """The responses that have ended by then."""
     return engine.in_flight.take(seconds)
 
 
@@ -33,7 +33,7 @@ def land(engine):
 
 
 def interrupt_often(engine, seconds):
-    """Interrupt all that runs again and again; all responses, and how many were not whole each time."""
+    """Interrupt all running requests again and again; returns all responses, and how many requests were open at each interruption."""
     found, open_ones = [], []
     while len(engine.in_flight):
         found += engine.in_flight.take(seconds)
@@ -62,7 +62,7 @@ def test_an_interrupted_response_is_the_one_that_was_left_alone(engine, sync, mo
 
 
 def test_a_response_goes_on_with_the_weights_that_came_meanwhile(engine, sync, model_a, model_b):
-    """By Hugging Face: its first tokens are the old weights', the others the new ones' after these."""
+    """By Hugging Face: the response's first tokens are the old weights', and the rest is the new weights' continuation of them."""
     sync(model_a, 130)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=100, ignore_eos=True)
     engine.call(take_off, PROMPTS, UIDS, greedy)
@@ -84,7 +84,7 @@ def test_a_response_goes_on_with_the_weights_that_came_meanwhile(engine, sync, m
 
 
 def take_off_and_listen(engine, prompts, uids, sampling):
-    """As `take_off`; the tokens of each response come one by one, too."""
+    """As `take_off`, and the tokens of each response are also reported one by one."""
     engine.heard = {uid: [] for uid in uids}
     engine.in_flight = engine.flight()
     engine.in_flight.add(
@@ -119,7 +119,7 @@ def test_requests_that_come_meanwhile_wait(engine, sync, model_a, model_b):
 
 
 def piece(reason, ids, version=3):
-    """As SGLang answers."""
+    """An answer in SGLang's format."""
     return {
         "output_ids": ids,
         "meta_info": {
@@ -166,7 +166,7 @@ def test_a_response_that_can_be_continued_no_more_has_ended():
 
 
 def test_responses_that_are_interrupted_at_the_end_of_the_models_context(engine, sync, model_a):
-    """SGLang ends them two tokens before it, and refuses inputs that reach its last six."""
+    """SGLang ends responses two tokens before the end, and refuses inputs that reach the last six tokens."""
     sync(model_a, 120)
     context = engine.call("context_length")
     prompt = [1 + token % 50 for token in range(context - 20)]
@@ -186,26 +186,26 @@ def test_what_a_penalty_has_to_see_is_not_cut():
     assert response.experts == [] and response.experts_from == 1
 
 
-# Of three layers the second and the third have experts, of which a token has two.
+# The second and the third of three layers have experts, two for each token.
 ROUTING = CapturedRouting(3, (1, 2), RoutingShape(2, 2, 8))
 
 
 def with_experts(answer, num_tokens):
-    """The answer, with experts of its tokens: layer and place of each, as SGLang's scheduler sends them."""
+    """The answer with the experts of its tokens in the format of SGLang's scheduler; here an expert's number is that of its layer."""
     layers = np.arange(3, dtype="<u2")[None, :, None] + np.zeros((num_tokens, 1, 2), "<u2")
     answer["meta_info"]["routed_experts"] = layers.tobytes()
     return answer
 
 
 def test_pieces_bring_the_experts_of_tokens_not_known_yet():
-    """Of a prompt of 4 tokens, whose first 2 are known from earlier: an interrupted piece, one that lost them, and the last one."""
+    """A prompt of 4 tokens, the first 2 with known experts: an interrupted piece, a piece that lost its experts, and the last piece."""
     response = Response(
         "a", SamplingParams(max_new_tokens=6), frozenset([9]), routing=ROUTING, experts_start=2
     )
     assert response.experts_from == 2
     assert response.add(with_experts(piece("abort", [4, 5]), 3), 3, interrupted=True) is None
-    assert response.experts_from == 5  # of 6 tokens the last one has not passed through the model
-    lost = piece("abort", [6])  # it was put back into SGLang's queue, and aborted there
+    assert response.experts_from == 5  # the last of 6 tokens has not passed through the model
+    lost = piece("abort", [6])  # its request was put back into SGLang's queue, and aborted there
     assert response.add(lost, 3, interrupted=True) is None
     assert response.ids == [4, 5] and response.experts_from == 5
     whole = response.add(with_experts(piece("stop", [6, 9]), 2), 3, interrupted=False)

@@ -1,4 +1,4 @@
-"""Texts that a real engine judges, TP2 in float32 on the CPU, against Hugging Face's model: their tokens, and the most likely ones."""
+"""A real engine, TP2 in float32 on the CPU, judges texts: log-probs of their tokens, and the most likely tokens, against Hugging Face's model."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ TEXTS = [
     Text("a/0", LONG, [3, 9, 329, 200, 4]),  # the last token of the vocabulary, too
     Text("a/1", LONG, [3, 9, 17, 1]),
     Text("b/0", [2], [5]),
-    Text("c/0", [9, 8, 20], [(11 * place) % 330 for place in range(CONTEXT - 3 - 7)]),  # as long as any
+    Text("c/0", [9, 8, 20], [(11 * place) % 330 for place in range(CONTEXT - 3 - 7)]),  # the longest possible
     Text("a/2", LONG, [250] * 30),
     Text("d/0", [4, 5], []),
 ]
@@ -20,13 +20,13 @@ TOP = 6
 
 
 def judge(engine, texts: list[Text], top: int) -> list[Judged]:
-    """In the process of the shared engine, which is otherwise one that generates."""
+    """Runs in the process of the shared engine, which generates in the other tests."""
     engine.__class__ = SGLangJudge
     return engine.judge(texts, top)
 
 
 def test_log_probs_and_the_most_likely_tokens_are_those_of_hugging_face(engine, sync, model_a) -> None:
-    """All at once; the texts of a prompt find it in the cache."""
+    """All texts are judged at once; texts of the same prompt find it in the cache."""
     sync(model_a, 61)
     engine.call("take_counts")
     found = engine.call(judge, TEXTS, TOP)
@@ -50,7 +50,7 @@ def test_log_probs_and_the_most_likely_tokens_are_those_of_hugging_face(engine, 
 
 @torch.no_grad()
 def distribution(model, text: Text) -> torch.Tensor:
-    """Log-probs of all tokens at each place of the response."""
+    """Log-probs of all tokens at each position of the response."""
     logits = model.hf(torch.tensor([[*text.prompt_ids, *text.response_ids]])).logits[0]
     return logits[len(text.prompt_ids) - 1 : -1].log_softmax(-1)
 

@@ -1,4 +1,4 @@
-"""The tokens that an engine says it drew from, against Hugging Face's logits and its own rules of what is left out."""
+"""The kept tokens that an engine reports, against Hugging Face's logits and its rules for leaving tokens out."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ WARPERS = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLo
 
 
 def warped(model, prompt, response, temperature, **cuts):
-    """The log-probs of Hugging Face's warped distribution at each token: [response, vocabulary]."""
+    """The log-probs of Hugging Face's warped distribution at each token of the response: [response, vocabulary]."""
     with torch.no_grad():
         logits = model.hf(torch.tensor([prompt + list(response)])).logits[0, len(prompt) - 1 : -1]
     logits = logits / temperature
@@ -27,7 +27,7 @@ def warped(model, prompt, response, temperature, **cuts):
 
 
 def check(model, prompt, generation, temperature, **cuts):
-    """Its kept tokens are Hugging Face's, and its log-probs those of the distribution over them. Returns how many tokens have as many."""
+    """The kept tokens are Hugging Face's, and the log-probs are from the distribution over them. Returns at how many tokens both sets are equal."""
     kept, same = generation.kept, 0
     bounds = np.cumsum([0, *kept.counts])
     assert kept.ids.dtype == kept.counts.dtype == np.int32
@@ -56,13 +56,13 @@ def test_kept_tokens_are_those_of_hugging_face(engine, sync, model_a, cuts):
     )
     generations = engine.call("generate", PROMPTS, UIDS, sampling)
     same = sum(check(model_a, p, g, 0.8, **cuts) for p, g in zip(PROMPTS, generations, strict=True))
-    assert same >= 12 * len(PROMPTS) - 1  # but for a probability at the edge
+    assert same >= 12 * len(PROMPTS) - 1  # except for a probability at the edge
     counts = np.concatenate([g.kept.counts for g in generations])
     if cuts == {"top_k": 5}:
         assert set(counts) == {5}
     else:
         assert len(set(counts)) > 3
-    # The same tokens as without kept tokens being returned, where top_k is given: nothing else is drawn from.
+    # Where top_k is given, the tokens are the same as without returned kept tokens: both are drawn from the same set.
     if "top_k" in cuts:
         plain = engine.call(
             "generate", PROMPTS, UIDS, SamplingParams(0.8, max_new_tokens=12, seed=3, ignore_eos=True, **cuts)
@@ -83,7 +83,7 @@ def test_an_interrupted_response_keeps_its_own(engine, sync, model_a):
 
 
 def with_kept(answer, *sets):
-    """The answer with these kept tokens, in parts of as many tokens each, as megarl's hook leaves them."""
+    """The answer with these kept tokens, in one part for each of `sets`, as megarl's hook leaves them."""
     answer["meta_info"][KEPT] = [
         SimpleNamespace(
             lengths=np.array(list(map(len, part)), np.int32),

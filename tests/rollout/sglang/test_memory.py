@@ -59,14 +59,14 @@ def test_released_memory_is_free_and_serves_again(engine, model, tmp_path):
     sync(engine, model, tmp_path / "1", 1)
     expected = answers(engine)
     (full,) = engine.call("memory")
-    assert weights <= full["weights"] < weights + MIB  # and the rope cache
-    assert cache <= full["kv_cache"] < cache + MIB  # and the table of requests
+    assert weights <= full["weights"] < weights + MIB  # plus the rope cache
+    assert cache <= full["kv_cache"] < cache + MIB  # plus the table of requests
 
     before = resident(engine)
     engine.call("release_memory", ["kv_cache", "weights"])
     (released,) = engine.call("memory")
     assert (released["weights"], released["kv_cache"]) == (0, 0)
-    # Of the cache only what was written was resident at all.
+    # Only those pages of the cache that were written to had been resident.
     assert before - resident(engine) > weights - 4 * MIB
 
     with pytest.raises(EngineError, match="resume it first"):
@@ -95,7 +95,7 @@ FULL = {"weights": 600 * MIB, "kv_cache": 400 * MIB, "sync_buffers": 0, "device_
 
 @pytest.mark.parametrize(("left", "problem"), [(500, None), (900, None), (1100, "released 1,000 MiB of weights and kv_cache"), (1600, "only 0 MiB more")])  # fmt: skip
 def test_a_release_is_held_to_what_the_driver_says(monkeypatch, model, left, problem):
-    """An engine on a GPU whose second rank's scheduler may be without the saver of memory."""
+    """An engine on a GPU; the scheduler of its second rank may lack the memory saver."""
     empty = {**FULL, "weights": 0, "kv_cache": 0}
     answers = [[FULL, FULL], [{**empty, "device_used": 500 * MIB}, {**empty, "device_used": left * MIB}]]
     engine = SGLangEngine(EngineConfig(str(model.path), device="cuda", enable_memory_saver=True))

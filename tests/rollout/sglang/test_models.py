@@ -1,4 +1,4 @@
-"""SGLang's processes import the models that megarl has, and no others; and what they derive from a model's config.json."""
+"""SGLang's processes import megarl's models and no others, and derive the right context from a model's config.json."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from megarl.models import read_model_config
 from megarl.rollout.sglang.before_import import sglang_environment
 from tests.models.published import CONFIGS
 
-# In config.json: ...ForCausalLM.
+# In config.json these names end with ForCausalLM.
 FAMILIES = (
-    "DeepseekV2",  # in the place of the next and of GlmMoeDsa where there is no GPU
+    "DeepseekV2",  # takes the place of DeepseekV32 and GlmMoeDsa where there is no GPU
     "DeepseekV32",
     "DeepseekV3",
     "Glm4Moe",
@@ -30,7 +30,7 @@ FAMILIES = (
     "Qwen3_5",
     "Qwen3_5Moe",
 )
-# What a scheduler imports: the names of the models' classes, and of all files of models that were imported for them. Then the context that
+# Prints the names of the model classes that a scheduler imports, all model files that were imported for them, and the context that
 # SGLang derives from each config.json.
 SCHEDULER = """
 import json, sys
@@ -48,7 +48,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Each has a config.json: published models', and some with fields that go before max_position_embeddings, or that scale it."""
+    """Folders with a config.json each: published ones, and some whose fields take precedence over max_position_embeddings or scale it."""
     qwen = next(config for config in CONFIGS.values() if config["model_type"] == "qwen2")
     llama = next(config for config in CONFIGS.values() if config["model_type"] == "llama")
     configs = [
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def scheduler(folders: list[Path]) -> tuple[list[str], list[str], list[int]]:
-    """Of one process with SGLang: what `SCHEDULER` prints."""
+    """The output of `SCHEDULER`, from one process with SGLang."""
     result = subprocess.run(
         [sys.executable, "-c", SCHEDULER, *map(str, folders)],
         env={**os.environ, **sglang_environment("cpu", 1)},

@@ -1,4 +1,4 @@
-"""What `megarl plan memory` says of an engine, against what SGLang's ranks hold.
+"""The memory that `megarl plan memory` reports for an engine, against the memory that SGLang's ranks hold.
 
 Other families are in `test_families`, adapters in `test_sync_of_adapters`.
 """

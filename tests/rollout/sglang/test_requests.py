@@ -12,7 +12,7 @@ MANY, TIMES = 64, 30
 
 @pytest.fixture
 def ends(tmp_path):
-    """The two ends of a socket as SGLang has it: the requests' sender, and the scheduler's."""
+    """The two ends of a socket like SGLang's: the sender of requests, and the scheduler's end."""
     context, here = zmq.asyncio.Context(), zmq.Context()
     sender, receiver = context.socket(zmq.PUSH), here.socket(zmq.PULL)
     receiver.bind(f"ipc://{tmp_path}/socket")
@@ -23,7 +23,7 @@ def ends(tmp_path):
 
 
 def all_there(receiver):
-    """What can be received without waiting, once something can."""
+    """All messages that can be received without waiting, once there is one."""
     assert receiver.poll(10_000)
     found = []
     while True:
@@ -44,7 +44,7 @@ def test_what_ready_tasks_send_comes_at_once(ends):
             await together.send(message)
 
         loop = asyncio.get_running_loop()
-        looked = loop.run_in_executor(None, all_there, receiver)  # it waits already
+        looked = loop.run_in_executor(None, all_there, receiver)  # the receiver waits already
         await asyncio.sleep(0.01)
         await asyncio.gather(*(send(message) for message in messages))
         return await looked
@@ -68,7 +68,7 @@ def test_an_object_is_sent_as_it_was(ends):
 
 
 def test_nothing_waits_while_no_task_runs(ends):
-    """Nor does what was sent a moment before the loop stopped."""
+    """Nor does a message wait that was sent a moment before the loop stopped."""
     sender, receiver = ends
 
     with asyncio.Runner() as runner:
@@ -82,5 +82,5 @@ def test_nothing_waits_while_no_task_runs(ends):
         loop.run_forever()
         together.send(b"abort")
         assert all_there(receiver) == [b"request", b"abort"]
-        runner.run(asyncio.sleep(0))  # what the first one had planned finds nothing to send
+        runner.run(asyncio.sleep(0))  # the callback that the first message scheduled finds nothing to send
         assert not failed

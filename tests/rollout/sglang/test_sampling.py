@@ -1,4 +1,4 @@
-"""SGLang's sampling by seed, cut by top_k, top_p and min_p: its function, with what megarl puts around it."""
+"""SGLang's sampling by seed with top_k, top_p and min_p: its function, and megarl's hooks around it."""
 
 from functools import partial
 
@@ -24,10 +24,10 @@ def sample(engine, probs, top_k=1 << 30, top_p=1.0, min_p=0.0):
     ("cuts", "kept"),
     [
         ({}, 6),
-        ({"min_p": 0.3}, 3),  # those of at least 0.12
+        ({"min_p": 0.3}, 3),  # tokens with a probability of at least 0.12
         ({"top_k": 4, "min_p": 0.3}, 3),
         ({"top_k": 2, "min_p": 0.3}, 2),
-        ({"top_p": 0.5, "min_p": 0.3}, 2),  # the second one passes 0.5
+        ({"top_p": 0.5, "min_p": 0.3}, 2),  # the second token brings the sum above 0.5
         ({"top_p": 0.99, "min_p": 0.2}, 4),
     ],
 )

@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def cases(how: str, folder: Path) -> dict[str, Any]:
-    """What each case found."""
+    """The result of each case."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -72,7 +72,7 @@ def test_a_row_depends_on_itself_alone(found: dict[str, Any]) -> None:
 
 @needs_triton
 def test_tokens_are_as_frequent_as_they_are_probable(found: dict[str, Any]) -> None:
-    # 3 degrees of freedom: 16.3 is passed once in a thousand times.
+    # 3 degrees of freedom: 16.3 is exceeded once in a thousand times.
     assert set(found["chi_square"]) == {"seeds", "positions"}
     assert max(found["chi_square"].values()) < 16.3
 
@@ -80,7 +80,7 @@ def test_tokens_are_as_frequent_as_they_are_probable(found: dict[str, Any]) -> N
 @needs_triton
 def test_sglangs_sampler_draws_the_same_with_the_hook(found: dict[str, Any]) -> None:
     assert found["in_sglangs_sampler"]["equal"] == 1
-    assert found["in_sglangs_sampler"]["log-probs"] < 5e-6  # SGLang's is the logarithm of a softmax
+    assert found["in_sglangs_sampler"]["log-probs"] < 5e-6  # SGLang takes the logarithm of a softmax
 
 
 @needs_triton
@@ -91,7 +91,7 @@ def test_what_the_kernels_do_not_draw_is_left_to_sglang(found: dict[str, Any]) -
 
 
 class Made(TorchDispatchMode):
-    """The operations of torch, and the bytes of the tensors that they make."""
+    """Records the operations of torch, and the bytes of the tensors that they make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_draw_is_two_launches_and_makes_nothing_of_the_size_of_its_logits(
 
 @needs_triton
 def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
-    """Divisions are rounded as torch's are, and no logarithm is the approximate one: near 1 that has no digit right."""
+    """Divisions are rounded as torch's are, and no logarithm is the approximate instruction, which has no correct digit near 1."""
     compiled = cases("compile", tmp_path)
     assert len(compiled) == 4
     for name, kernel in compiled.items():
@@ -146,7 +146,7 @@ def test_the_compiler_takes_the_kernels(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_only_gpus_have_the_hook() -> None:
     code = "from megarl.rollout.sglang.process import hooks; print(*(set(hooks('cuda', 1)) - set(hooks('cpu', 1))))"
-    environment = {**os.environ, **sglang_environment("cpu", 1)}  # with which SGLang can be imported here
+    environment = {**os.environ, **sglang_environment("cpu", 1)}  # allows the import of SGLang here
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr

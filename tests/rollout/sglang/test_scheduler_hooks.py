@@ -58,7 +58,7 @@ def test_a_time_and_a_number_that_another_process_reads(tmp_path):
 
 
 def test_requests_of_all_groups_are_counted_where_none_computes_a_prompt(tmp_path):
-    """Otherwise the numbers are of tokens, and the last number stands."""
+    """Where a group computes a prompt, the numbers count tokens, and the last count of requests stays."""
     heartbeat = Heartbeat.make(tmp_path / "heartbeat")
     scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=["a"]))
     for counts, prompts, running in (([1, 4], False, 5), ([1, 700], True, 5), ([0, 2], False, 2)):

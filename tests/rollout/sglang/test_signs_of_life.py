@@ -1,4 +1,4 @@
-"""Whether an engine works or hangs, told by what it computes: SGLang on the CPU, with responses that begin and end together."""
+"""Whether an engine works or hangs, judged by what it computes: SGLang on the CPU, with responses that begin and end together."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ LONG = SamplingParams(temperature=1.0, max_new_tokens=100, seed=3, ignore_eos=Tr
 
 
 def signs(engine, prompts, uids, sampling):
-    """The signs of life that were seen before the first response came, and how many came then."""
+    """The signs of life that were seen before the first response came, and the number of all responses."""
     flight, seen = engine.flight(), set()
     flight.add([engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)])
     while not (landed := flight.take(0.005)):
@@ -22,7 +22,7 @@ def signs(engine, prompts, uids, sampling):
 
 
 def waits(engine, count, sampling):
-    """How many of `count` requests waited for a place, at several times before the first response came, and after the last."""
+    """The numbers of requests, of `count`, that waited for a place: at several times before the first response came, and after the last."""
     flight, seen = engine.flight(), set()
     flight.add([engine.answer(f"w/{number}", [5, 6, 7, number], sampling) for number in range(count)])
     while not flight.take(0.005):
@@ -33,7 +33,7 @@ def waits(engine, count, sampling):
 
 
 def hang(engine, prompts, uids, sampling, pid):
-    """Have it hang as soon as it has computed something for them; the error."""
+    """Stop process `pid` once the engine has computed something for the requests; the engine's error is raised."""
     timeout, engine.config.__dict__["request_timeout"] = engine.config.request_timeout, 0.5
     before = engine.last_sign
 
@@ -60,7 +60,7 @@ def test_an_engine_gives_signs_of_life_before_it_answers(engine, sync, model_a):
 
 
 def test_an_engine_tells_how_many_requests_wait_for_a_place(engine, sync, model_a):
-    """Of 80 it decodes 64 at a time."""
+    """The engine decodes 64 of 80 requests at a time."""
     sync(model_a, 143)
     assert engine.call("capacity") == EngineCapacity(64, 8192)
     seen, after = engine.call(waits, 80, LONG)

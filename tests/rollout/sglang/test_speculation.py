@@ -1,4 +1,4 @@
-"""Drafted tokens, in a real engine on the CPU that drafts by n-grams: against one that does not, and against Hugging Face."""
+"""A real engine on the CPU that drafts tokens by n-grams: against an engine that drafts none, and against Hugging Face."""
 
 import itertools
 from collections import Counter
@@ -20,7 +20,7 @@ from tests.rollout.sglang.test_interruption import interrupt_often, take_off
 pytestmark = needs_compiler
 
 NGRAM = SpeculationConfig("ngram", 4)
-# Greedy and sampled, cut and not; random weights repeat themselves, so that much of what is drafted is right.
+# Greedy and sampled, with cuts and without; models with random weights repeat themselves, so that many drafted tokens are right.
 SAMPLINGS = (
     SamplingParams(temperature=0.0, max_new_tokens=40),
     SamplingParams(temperature=1.0, max_new_tokens=40, seed=3),
@@ -34,7 +34,7 @@ NUM_TOKENS, TEMPERATURE = 12, 0.5
 
 @pytest.fixture(scope="module")
 def drafting(model_a: Model, tmp_path_factory) -> Iterator[EngineProcess]:
-    """As `engine`, with drafted tokens."""
+    """Like `engine`, but with drafted tokens."""
     config = EngineConfig(
         str(model_a.path),
         tensor_parallel_size=TP,
@@ -54,7 +54,7 @@ def bring(engine: EngineProcess, folder: Path, model: Model, version: int) -> No
 
 
 def answers(engine: EngineProcess, sampling: SamplingParams) -> list[tuple]:
-    """Each prompt twice, under other uids."""
+    """The answers to each prompt, requested twice under different uids."""
     uids = [*UIDS, *(f"again/{uid}" for uid in UIDS)]
     found = engine.call("generate", PROMPTS * 2, uids, sampling)
     return [(g.response_ids, g.log_probs, g.finish_reason) for g in found]
@@ -62,7 +62,7 @@ def answers(engine: EngineProcess, sampling: SamplingParams) -> list[tuple]:
 
 @needs_invariance
 def test_responses_have_the_bits_that_they_have_without(engine, drafting, sync, model_a, tmp_path) -> None:
-    """Whatever was drafted: the second time the engine has seen every response."""
+    """Whatever was drafted: at the second call the engine has seen every response."""
     sync(model_a, 200)
     bring(drafting, tmp_path, model_a, 200)
     for sampling in SAMPLINGS:
@@ -113,7 +113,7 @@ def test_interrupted_responses_are_those_that_were_left_alone(drafting, model_a,
 
 
 def test_responses_reach_as_near_to_the_end_of_the_context(engine, drafting, sync, model_a, tmp_path) -> None:
-    """Tokens are drafted beyond it."""
+    """Tokens are drafted beyond the end of the context."""
     sync(model_a, 240)
     bring(drafting, tmp_path, model_a, 240)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=CONTEXT - 20, ignore_eos=True)
@@ -144,7 +144,7 @@ def test_penalties_are_refused(drafting, model_a, tmp_path) -> None:
     ],
 )
 def test_latent_attention_and_experts_give_the_same_bits(tmp_path, family: str, temperature: float) -> None:
-    """At temperatures at which these models repeat themselves."""
+    """Sampled at temperatures at which these models repeat themselves."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 3, "num_attention_heads": 4}
     make_tiny_model(tmp_path / "model", ["two words"], family=family, **sizes)
     prompts = [[4, 5, 6, 7 + row % 4] * (1 + row % 5) for row in range(12)]
@@ -176,8 +176,8 @@ def few_tokens(tmp_path_factory) -> Model:
 
 
 def test_sampled_tokens_are_distributed_as_the_models(few_tokens, tmp_path) -> None:
-    """The exact distribution of the first three tokens, from Hugging Face's model; many draws of them, some of which were drafted, in
-    an engine that serves a folder, with a cache in which some requests have to wait or begin anew."""
+    """Against the exact distribution of the first three tokens, from Hugging Face's model: many draws, some of which were drafted, in an engine
+    that serves a folder and whose cache is so small that some requests have to wait or begin anew."""
     prompt, length = [2, 3, 4, 2, 3, 4], 3
     paths = list(itertools.product(range(NUM_TOKENS), repeat=length - 1))
     with torch.no_grad():
@@ -224,8 +224,8 @@ def test_what_was_drafted_is_counted() -> None:
     counted = EngineCounts()
     told = {"prompt_tokens": 10, "cached_tokens": 6}
     counted.count({"meta_info": {"spec_verify_ct": 3, **told}, "output_ids": [1] * 9})
-    counted.count({"meta_info": told, "output_ids": [1]})  # of the prompt's pass alone
-    counted.count({"meta_info": {}, "output_ids": []})  # aborted before it had a place
+    counted.count({"meta_info": told, "output_ids": [1]})  # only the token of the prompt's prefill
+    counted.count({"meta_info": {}, "output_ids": []})  # aborted while it waited for a place
     assert counted == EngineCounts(20, 12, passes=3, tokens=8)
     found = (counted + EngineCounts(20, 0, 1, 4)).metrics()
     assert found == {"perf/prefix_hits": 0.3, "rollout/accept_length": 3.0}
@@ -233,7 +233,7 @@ def test_what_was_drafted_is_counted() -> None:
 
 
 def checked(engine, tokens, positions, drawn):
-    """`draw_and_check` of a batch for which `drawn` is drawn; in the engine's process, where SGLang is imported."""
+    """The result of `draw_and_check` for a batch whose draws are `drawn`; runs in the engine's process, where SGLang is imported."""
     from types import SimpleNamespace
 
     from sglang.srt.layers import sampler
@@ -273,7 +273,7 @@ def checked(engine, tokens, positions, drawn):
 def test_drafted_tokens_are_accepted_up_to_the_first_that_was_not_drawn(engine) -> None:
     tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 0, 0], [5, 0, 0, 0], [5, 6, 7, 8]])
     positions = 20 + torch.arange(4).repeat(5, 1)
-    # What fills up drafts that are shorter follows the newest token, whatever its place.
+    # The padding of shorter drafts has the position after the newest token, wherever it stands.
     positions[2] = torch.tensor([20, 21, 21, 21])
     positions[3] = torch.tensor([20, 21, 21, 21])
     drawn = torch.tensor([[6, 7, 8, 9], [6, 1, 8, 9], [6, 0, 0, 0], [0, 0, 0, 0], [2, 7, 8, 9]])

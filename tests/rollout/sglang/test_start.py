@@ -1,4 +1,4 @@
-"""What is checked before SGLang is started."""
+"""Checks before SGLang is started."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ from megarl.rollout.sglang.start import check_version, config_overrides, read_mo
 
 @pytest.fixture
 def logged():
-    """What is logged, as it is shown."""
+    """The log messages as a user sees them."""
     handler = logging.StreamHandler(StringIO())
     logging.getLogger().addHandler(handler)
     yield handler.stream
@@ -50,7 +50,7 @@ QWEN = {"max_position_embeddings": 128}
         (64, None, 71),
         (64, SpeculationConfig("ngram", 4), 71),
         (64, SpeculationConfig("mtp", 4), 76),
-        (120, SpeculationConfig("mtp", 4), 128),  # as far as the model's own reaches
+        (120, SpeculationConfig("mtp", 4), 128),  # limited by the model's own context
         (128, None, 128),
         (None, None, None),
     ],
@@ -108,7 +108,7 @@ def test_further_arguments_are_sglangs(logged):
 
 
 def test_what_megarl_sets_is_in_the_table_of_what_is_refused(monkeypatch):
-    """But for what it sets on a CPU alone."""
+    """Except for arguments that megarl sets only on a CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     config = replace(
         GPU, fp8_block=(128, 128), kv_cache_dtype="fp8_e4m3", nodes=2, tensor_parallel_size=2, address="a:1"
@@ -176,7 +176,7 @@ def told_of_drafting(config, **keys):
 
 
 def test_arguments_of_drafting(tmp_path, monkeypatch):
-    """Chains of tokens; weights of a draft from a folder, kept while memory is released."""
+    """Drafts are chains of tokens; a draft model's weights come from a folder, and are kept while memory is released."""
     monkeypatch.setattr(sglang_start.shutil, "which", lambda name: name)
     assert not [name for name in server_arguments(GPU, QWEN) if name.startswith("speculative")]
     chains = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
@@ -252,7 +252,7 @@ def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeyp
 
 @pytest.mark.parametrize(("tp", "fits"), [(2, True), (4, False)])
 def test_an_engine_that_loads_a_folder_in_float8_does_not_cut_its_blocks(tmp_path, tp, fits):
-    """As that of `megarl serve` does. One that is sent weights has them in its own type."""
+    """`megarl serve` starts such an engine. An engine that is sent weights holds them in its own type."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = Qwen2Config(**sizes, head_dim=64, architectures=["Qwen2ForCausalLM"])
     model.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -298,7 +298,7 @@ def test_sglang_is_told_what_transformers_does_not_write():
 
 
 def test_engines_of_sparse_attention(monkeypatch):
-    """Without a GPU they are told that the model is DeepSeek-V2's, and draft no tokens of texts that indexers choose from."""
+    """Without a GPU SGLang gets DeepSeek-V2 as the architecture; no tokens are drafted for texts so long that indexers choose among their tokens."""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     model = {"model_type": "glm_moe_dsa", "index_topk": 128, "max_position_embeddings": 129}
     (architecture,) = config_overrides(EngineConfig("folder"), model)["architectures"]
@@ -319,7 +319,7 @@ def test_engines_of_sparse_attention(monkeypatch):
 
 
 def test_the_engine_says_whether_weights_are_quantised():
-    """A float8 checkpoint is served as it is; what is synced is what the engine's config says."""
+    """A float8 checkpoint is served as it is; synced weights are quantised if the engine's config says so."""
     fp8, plain = {"quantization_config": {"quant_method": "fp8"}}, {"model_type": "qwen3"}
     assert config_overrides(EngineConfig("folder", load_format="auto"), fp8) == {}
     assert config_overrides(EngineConfig("folder"), fp8) == {"quantization_config": None}

@@ -224,7 +224,8 @@ class RequestQueue:
         self._note(answers)
         if tables or not self.engine_of:
             self.last = time.monotonic()
-        run.refuse_silence(self.last, [one for one in self.engines.processes if one.mark in self.marks])
+        marks = self.marks
+        run.refuse_silence(self.last, [one for one in self.engines.processes if one.mark in marks])
         if failure is not None and self._revive(run, failure):
             self.open(run)
         return tables

@@ -209,6 +209,19 @@ def test_all_are_answered_once():
     assert all(engine_of[f"p{number}/0"] == engine_of[f"p{number}/1"] for number in range(5))
 
 
+def test_the_work_of_a_call_does_not_grow_with_engines_times_requests(monkeypatch):
+    """The controller collects the marks of working engines from all requests at most twice a call, not once for each engine."""
+    passes, marks = [], RequestQueue.marks.fget
+    monkeypatch.setattr(RequestQueue, "marks", property(lambda queue: passes.append(queue) or marks(queue)))
+    engines = Engines()
+    engines.processes *= 50
+    queue = RequestQueue(engines)
+    queue.open(Run(engines))
+    queue.deal([group_of("a", 1)], 1)
+    queue.exchange(Run(engines), [[], []])
+    assert len(passes) == 2
+
+
 def test_what_a_failed_generation_has_left_behind_is_given_up():
     """Prompts return in the next epoch with the same uids: otherwise their old answers would be taken for new ones."""
     engines = Engines()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,19 @@ def serving(path: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and parent_of(int(folder.name)) is not None:
-            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
-            if "--serve" in arguments and path in arguments:
-                found.append(int(folder.name))
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                arguments = (folder / "cmdline").read_bytes().decode().split("\0")
+                if "--serve" in arguments and path in arguments:
+                    found.append(int(folder.name))
     return sorted(found)
 
 
 def is_connected(pid: int) -> bool:
     """Whether a process has a connected Unix socket, even if the other end has not accepted the connection yet."""
-    files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    files = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            files.append(os.readlink(file))
     connected = "03"  # include/uapi/linux/net.h of Linux: SS_CONNECTED
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return any(f"socket:[{fields[6]}]" in files for fields in sockets if fields[5] == connected)

@@ -4,11 +4,11 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
 
+from megarl.cluster.guard import process_state
 from megarl.environments.environment import Task
 from megarl.gateway.agents import AgentRunner
 from megarl.gateway.copies import ForkServer
@@ -125,7 +125,7 @@ def test_a_failed_agent_costs_its_own_trajectories_alone(play):
 
 
 def alive(pid):
-    return Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    return process_state(pid) is not None
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster.guard import process_state
 from megarl.gateway.sandboxes.containers import Container
 from megarl.gateway.sandboxes.interface import AgentProcess
 from tests.waiting import wait_for
@@ -53,8 +54,7 @@ def given(arguments: list[str], name: str) -> list[str]:
 
 
 def ended(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return not status.exists() or "zombie" in status.read_text()
+    return process_state(pid) is None
 
 
 def test_an_agent_runs_in_a_container_of_its_tasks_image(settings, docker, play, tmp_path):

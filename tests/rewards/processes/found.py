@@ -7,7 +7,7 @@ def descendants(pid: int) -> list[int]:
     """Children and their children; none if the process ends during the search."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return [int(child) for child in children] + [
         grandchild for child in children for grandchild in descendants(int(child))

@@ -126,7 +126,8 @@ def test_shutdown_kills_the_whole_tree(start_group):
     begin = time.monotonic()
     group.shutdown()
     assert time.monotonic() - begin < 5
-    assert alive(children + group.pids) == []
+    # The kernel may still be taking down a process that was killed.
+    assert alive_after(children + group.pids, 5) == []
     assert carrying(group.processes[0].mark.partition("=")[2]) == []
     assert not os.path.exists(scratch)
     assert alive_after([guard], 5) == []

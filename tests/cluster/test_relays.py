@@ -21,7 +21,7 @@ from megarl.cluster import (
 )
 from megarl.cluster.relays import RelayedGroup, group_kind, shares_of
 from tests.cluster.conftest import start_ranks
-from tests.cluster.processes import alive, wait_until_it_hangs
+from tests.cluster.processes import alive_after, wait_until_it_hangs
 from tests.waiting import wait_for
 
 
@@ -169,7 +169,8 @@ def test_a_group_ends_with_its_relays(start_relayed):
     group = start_relayed()
     pids = [process.pid for process in group.watched]
     group.shutdown()
-    assert len(pids) == 5 and alive(pids) == []
+    # The kernel may still be taking down a process that was killed.
+    assert len(pids) == 5 and alive_after(pids, 5) == []
 
 
 @pytest.mark.slow

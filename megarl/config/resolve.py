@@ -133,6 +133,19 @@ def drafted_room(algorithm: str | None, num_draft_tokens: int) -> int:
     return num_draft_tokens + 1 if algorithm in ("mtp", "eagle3") else 0
 
 
+def served_context(length: int, most: int, drafted: int) -> int:
+    """SGLang's limit of tokens for an engine whose prompts and responses have `length` tokens: these, and the tokens that SGLang (0.5.21)
+    keeps free, as far as the model's own context reaches.
+
+    SGLang refuses an input that reaches the last tokens of its limit, as an interrupted response may, and ends a response two tokens before it.
+
+    Args:
+        most: the model's own context.
+        drafted: `drafted_room`.
+    """
+    return max(length, min(length + ENGINE_ROOM + drafted, most))
+
+
 def all_references(config: TrainConfig) -> dict[str, RefConfig]:
     """The sections of a run's references by their roles: "ref", or TEACHER and a name for each of several teachers; {}: the run uses none."""
     policy = config.actor_rollout_ref

@@ -26,7 +26,7 @@ from megarl.config import (
     validates_concurrently,
 )
 from megarl.config.loading.hub import fetch_models
-from megarl.config.resolve import GLOBAL_POOL, least_tokens
+from megarl.config.resolve import GLOBAL_POOL, drafted_room, least_tokens, served_context
 from megarl.costs.engine import (
     cache_bytes,
     engine_adapter_bytes,
@@ -356,7 +356,9 @@ def engine_owners(
     adapters, _ = served_adapters(rollout, model, policy.model.lora, freed)
     if adapters is not None:
         weights += engine_adapter_bytes(model, layout, adapters, dtype)
-    context = config.data.max_prompt_length + config.data.max_response_length
+    drafted = drafted_room(rollout.speculative.algorithm, rollout.speculative.num_draft_tokens)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    context = served_context(length, model.context_length[1], drafted)
     weights += rotary_bytes(model, context)
     cached = cache_dtype(rollout)
     external = draft_folder(rollout)

@@ -175,6 +175,11 @@ class SGLangEngine(SGLangPart):
         """Most tokens of a prompt and its response."""
         return self.config.context_length or self._engine.tokenizer_manager.context_len
 
+    @property
+    def longest_input(self) -> int:
+        """Most tokens of an input: SGLang (0.5.21) refuses inputs that reach the last tokens of its context or cache."""
+        return self._engine.tokenizer_manager.max_req_input_len - 1
+
     def capacity(self) -> EngineCapacity:
         """How much it computes at a time."""
         groups = self.config.attention_data_parallel_size
@@ -241,8 +246,7 @@ class SGLangEngine(SGLangPart):
             heard = None
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
-        # SGLang refuses longer inputs (0.5.21), among them a response that was interrupted a few tokens before the context's end.
-        room = self._engine.tokenizer_manager.max_req_input_len - 1 - len(prompt_ids)
+        room = self.longest_input - len(prompt_ids)
         response = Response(
             uid, sampling, self._ends, room, routing=self._routing, experts_start=experts_from
         )

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.resolve import ENGINE_ROOM
 from megarl.rollout.engine import EngineError
 from megarl.rollout.sglang.engine import SGLangEngine
 
@@ -79,13 +78,12 @@ class SGLangJudge(SGLangEngine):
 
     def _check(self, text: Text) -> None:
         """ValueError: a text that SGLang cannot judge completely."""
-        length, room = len(text.prompt_ids) + len(text.response_ids), self.context_length - ENGINE_ROOM
+        length = len(text.prompt_ids) + len(text.response_ids)
         if not len(text.prompt_ids):
             raise ValueError(f"{text.uid}: the prompt is empty, and nothing says where its response begins")
-        if length > room:
+        if length > self.longest_input:
             raise ValueError(
-                f"{text.uid}: {length} tokens of prompt and response do not fit the {room} tokens that the teacher's engine takes "
-                f"(context_length={self.context_length}, of which SGLang keeps {ENGINE_ROOM})"
+                f"{text.uid}: {length} tokens of prompt and response do not fit the {self.longest_input} tokens that the teacher's engine takes"
             )
         most, vocab_size = max(*text.prompt_ids, *text.response_ids), self._model["vocab_size"]
         if most >= vocab_size:

@@ -23,7 +23,7 @@ from megarl.config.engine_options import TABLE, engine_option_problems
 from megarl.config.model_fit import check_rollout_model
 from megarl.config.options import unknown_options
 from megarl.config.problems import raise_if_any
-from megarl.config.resolve import ENGINE_ROOM, drafted_room
+from megarl.config.resolve import drafted_room, served_context
 from megarl.models import read_model_config
 from megarl.models.config import CONTEXT_FIELDS, ENGINE_STATES
 from megarl.rollout.engine import EngineConfig, EngineError
@@ -117,17 +117,13 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
 
 
 def sglang_context(config: EngineConfig, model: dict[str, Any]) -> int:
-    """SGLang's limit of tokens: the engine's, and further ones that SGLang (0.5.21) keeps free, as far as the model's own context reaches.
-
-    SGLang refuses an input that reaches the last tokens of its limit, as an interrupted response may, and ends a response two tokens before it.
-    A model that drafts tokens needs room for them after each input.
-    """
+    """SGLang's limit of tokens: `served_context`, or the model's own where the engine has none."""
     most = next(int(model[name]) for name in CONTEXT_FIELDS if model.get(name) is not None)
     if config.context_length is None:
         return most
     drafting = config.speculation
     drafted = 0 if drafting is None else drafted_room(drafting.algorithm, drafting.num_draft_tokens)
-    return max(config.context_length, min(config.context_length + ENGINE_ROOM + drafted, most))
+    return served_context(config.context_length, most, drafted)
 
 
 def _group_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from megarl.cluster import WorkerGroup
 from megarl.config import TrainConfig, all_references, reference_key, served_references
-from megarl.config.resolve import ENGINE_ROOM
 from megarl.rollout.engine import EngineConfig
 from megarl.trainer.roles.device_memory import DeviceMemory
 from megarl.trainer.roles.engines import engine_config
@@ -32,7 +31,7 @@ def judge_engine(config: TrainConfig, role: str, *, use_gpu: bool) -> EngineConf
     """An engine of a reference (one of `served_references`), whose log-probs are at the temperature of the rollouts, as Megatron's are."""
     data, path = config.data, all_references(config)[role].model.path
     assert path is not None, "resolved"
-    context = data.max_prompt_length + data.max_response_length + ENGINE_ROOM
+    context = data.max_prompt_length + data.max_response_length
     engine = engine_config(served_references(config)[role], path, context, use_gpu=use_gpu, synced=False)
     return replace(engine, judging_temperature=config.actor_rollout_ref.rollout.temperature)
 

@@ -65,7 +65,6 @@ def test_a_rank_without_a_shadow_is_recorded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: CASES[number].name)
 def test_it_is_what_a_shadow_says_today(number: int) -> None:
     """`python -m megarl.gpu_test.shadow` writes the numbers anew."""

@@ -26,7 +26,7 @@ STEPS = 120  # steps of the runs that are disturbed
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")
 OBSTACLE = obstacle()
 
-pytestmark = [pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from megarl.models import head_chunk_tokens
 from megarl.shadow import device
 from tests.megatron.hf import save_model
 
-pytestmark = pytest.mark.timeout(600)  # the interpreter takes 20 seconds on a core
 needs_triton = pytest.mark.skipif(
     not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
 )

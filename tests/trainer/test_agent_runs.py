@@ -183,7 +183,6 @@ def test_agents_answer_held_out_prompts(run):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_with_sessions_that_it_has_not_trained_on(run, task, tmp_path):
     """Resume from the checkpoint of step 2, as if the run had ended in step 3."""
     out, _ = run

@@ -175,7 +175,6 @@ def test_another_engine_answers_the_prompts_of_a_lost_one(finished: FinishedRun,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["one_step_off", "partial_rollouts", "fully_async"])
 def test_other_modes(finished: FinishedRun, tmp_path: Path, mode: str) -> None:
     """transformers gives the same answers with the weights after the step, also in modes in which training rollouts continue during validation."""

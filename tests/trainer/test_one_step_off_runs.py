@@ -253,7 +253,6 @@ def started(whole: FinishedRun, tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_is_ended_in_the_middle_and_goes_on(
     whole: FinishedRun, tmp_path: Path, started: subprocess.Popen, number: signal.Signals
@@ -277,7 +276,6 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_an_actor_that_dies_while_it_learns(whole: FinishedRun, tmp_path: Path) -> None:
     """The run restarts from the checkpoint, with the batch in it."""
     (tmp_path / "blow.py").write_text(BLOW)

@@ -142,7 +142,6 @@ def test_a_full_disk_stops_a_run_that_shall_not_go_on_without(whole: FinishedRun
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("recipe", "signal"), [(PPO, "SIGKILL"), (GRPO, "SIGSTOP")], ids=["ppo", "grpo"])
 def test_a_rank_is_lost_while_it_saves(
     whole: FinishedRun, task: Path, tmp_path: Path, recipe: list[str], signal: str

@@ -6,7 +6,7 @@ Guarantees
   score is then None and whose error says why. Samples that were running in the same process are run again, each
   alone, so that it is known which one it was.
 - A worker that is killed or stopped from outside costs nothing: its sample is run once more, alone. One that is stopped is
-  killed after `_STOPPED_SECONDS`, also while it is sent a sample: nothing waits for a worker to read.
+  killed after `_STOPPED_SECONDS`, also in the middle of a message: nothing waits for a worker to read or to write.
 - Workers end with the Scorer, and with the controller, however that ends.
 
 A fault that no sample could survive (a file that a worker cannot import, a worker that dies before it begins) is a RuntimeError
@@ -34,11 +34,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -68,6 +67,7 @@ _STOPPED_SECONDS = 20.0
 # So many workers in a row that die before they can begin are no accident.
 _MAX_FAILED_STARTS = 3
 _MEANWHILE_SECONDS = 1.0
+_READ_BYTES = 1 << 20
 
 
 def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None) -> Scorer:
@@ -396,8 +396,9 @@ class WorkerProcess:
             )
         # A pidfd in addition to the socket, which children of a reward may hold open after the worker's end.
         self._ended = os.pidfd_open(self._process.pid)
-        self._socket, self._connection = here, Connection(os.dup(here.fileno()))
+        self._socket = here
         self._unsent: deque[memoryview] = deque()  # messages, and the rest of one that is sent in part
+        self._received = bytearray()  # messages, and the beginning of one that has come in part
         self._by_key: dict[str, _Job] = {}
         self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
@@ -436,23 +437,33 @@ class WorkerProcess:
         scores = []
         if self.has_ended:
             self._kill_group()  # its other processes may hold the socket, and reading it would not end
-        try:
-            while self._connection.poll():
-                message = self._connection.recv()
-                if self.is_ready:
-                    job = self._by_key.pop(message.uid)
-                    del self.jobs[job]
-                    scores.append((job, replace(message, uid=job.sample.uid)))
-                elif message is None:
-                    self.is_ready = True
-                else:
-                    raise RuntimeError(message)
-        except (EOFError, ConnectionResetError):
-            # The socket is closed, so it is ending: its exit code is of interest, a moment's delay is not.
+        is_open = self._read()
+        for message in _taken(self._received):
+            if self.is_ready:
+                job = self._by_key.pop(message.uid)
+                del self.jobs[job]
+                scores.append((job, replace(message, uid=job.sample.uid)))
+            elif message is None:
+                self.is_ready = True
+            else:
+                raise RuntimeError(message)
+        if not is_open:
+            # It is ending: its exit code is of interest, a moment's delay is not.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=1)
             self.kill()
         return scores
+
+    def _read(self) -> bool:
+        """Take what has come, without waiting for the rest of a message, which a stopped worker does not send; False if the socket is closed."""
+        try:
+            while some := self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT):
+                self._received += some
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            pass
+        return False
 
     def stopped_seconds(self) -> float:
         """Seconds since it was first seen stopped (SIGSTOP, a debugger); 0: it is not."""
@@ -484,7 +495,6 @@ class WorkerProcess:
             return ""
         self.kill()
         reason = self._reason()
-        self._connection.close()
         self._socket.close()
         os.close(self._ended)
         os.close(self._report)
@@ -517,6 +527,19 @@ def _as_sent(message: object) -> memoryview:
     number = len(content)
     length = struct.pack("!i", number) if number <= 0x7FFFFFFF else struct.pack("!iQ", -1, number)
     return memoryview(length + content)
+
+
+def _taken(received: bytearray) -> Iterator[Any]:
+    """The complete messages in `received`, in the form of `_as_sent`; they are removed from it."""
+    while len(received) >= (start := 4 if received[:1] < b"\x80" else 12):
+        (number,) = (
+            struct.unpack_from("!i", received) if start == 4 else struct.unpack_from("!Q", received, 4)
+        )
+        if len(received) < start + number:
+            return
+        content = bytes(received[start : start + number])
+        del received[: start + number]
+        yield pickle.loads(content)
 
 
 def _stack(report: str) -> list[str]:

@@ -280,6 +280,28 @@ def test_a_stopped_worker_that_does_not_read_its_sample_costs_nothing(file, monk
     assert (score.score, score.error) == (7.5 if function == "compute_score" else 8.0, None)
 
 
+def test_a_worker_that_stops_in_the_middle_of_an_answer_costs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer_module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(scorer_module, "_STOPPED_SECONDS", 0.5)
+    reward, stopped = tmp_path / "stops.py", tmp_path / "stopped"
+    reward.write_text(
+        "import os, pathlib, signal\nfrom multiprocessing.connection import Connection\n"
+        f"stopped, send = pathlib.Path({str(stopped)!r}), Connection._send\n"
+        "def stop(connection, answer):\n"
+        "    if len(answer) > 3_000_000 and not stopped.exists():\n"
+        "        send(connection, answer[:20])\n        stopped.touch()\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    send(connection, answer)\n"
+        "Connection._send = stop\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 2.0, 'notes': 'x' * int(solution_str)}\n"
+    )
+    with Scorer(RewardSpec(custom_path=str(reward)), num_workers=1, timeout=60.0) as scorer:
+        scored(scorer, "1")
+        (score,) = scored_in_time(scorer, "3000000")
+    assert stopped.exists() and (score.score, score.error) == (2.0, None)
+    assert score.notes == {"notes": "x" * 3_000_000}
+
+
 def test_the_time_limit_holds_for_a_worker_that_does_not_read(tmp_path, monkeypatch):
     """The worker's loop hangs in one sample while other samples, which run at the same time, are sent to it."""
     monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.5)

@@ -9,6 +9,7 @@ Numbers of the trajectory: `openenv_steps`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -54,6 +55,7 @@ class OpenEnv(Environment):
         self._score = 0.0
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._next: asyncio.Future[aiohttp.WSMessage] | None = None
 
     async def reset(self, task: Task) -> list[dict[str, str]] | None:
         missing = [name for name in self._reset if name not in task.extra_info]
@@ -64,6 +66,7 @@ class OpenEnv(Environment):
 
         self._http = aiohttp.ClientSession()
         self._socket = await self._http.ws_connect(self._url, max_msg_size=0)
+        self._listen()
         data = await self._ask("reset", {name: task.extra_info[name] for name in self._reset})
         return self._told(data)
 
@@ -81,15 +84,24 @@ class OpenEnv(Environment):
             with suppress(ConnectionResetError):
                 await self._socket.send_json({"type": "close"})
             await self._socket.close()
+        if self._next is not None:
+            self._next.cancel()
         if self._http is not None:
             await self._http.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _listen(self) -> None:
+        """Wait for the server's next message, also while the policy writes: aiohttp answers pings only while a message is waited for, and
+        a server (uvicorn after 20 seconds) ends a connection whose pings are not answered."""
         assert self._socket is not None, "reset comes first"
+        self._next = asyncio.ensure_future(self._socket.receive())
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._socket is not None and self._next is not None, "reset comes first"
         await self._socket.send_json({"type": kind, "data": dict(data)})
-        message = await self._socket.receive()
+        message = await self._next
         if not isinstance(message.data, str):  # the connection was closed
             raise ServerError(f"{self._url} has ended the session")
+        self._listen()
         answer = json.loads(message.data)
         if answer.get("type") != "observation":
             raise ServerError(f"{self._url}: {answer.get('data', answer)}")

@@ -117,3 +117,34 @@ def test_what_goes_wrong_is_told():
         play(reset=("difficulty",))
     with pytest.raises(ValueError, match="must begin with http"):
         OpenEnv("localhost:8000")
+
+
+def test_a_session_outlives_a_long_turn():
+    """The server ends connections whose pings are not answered, as uvicorn does."""
+
+    async def watchful(request):
+        socket = web.WebSocketResponse(heartbeat=0.2)
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type != web.WSMsgType.TEXT or json.loads(message.data)["type"] == "close":
+                break
+            data = {"observation": {}, "reward": 1.0, "done": False}
+            await socket.send_json({"type": "observation", "data": data})
+        return socket
+
+    async def run():
+        app = web.Application()
+        app.router.add_get("/ws", watchful)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        environment = OpenEnv(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        try:
+            await environment.reset(TASK)
+            await asyncio.sleep(0.8)  # the policy writes
+            return await environment.step(Turn(0, "a", [], "stop"))
+        finally:
+            await environment.close()
+            await runner.cleanup()
+
+    assert asyncio.run(run()).score == 1.0

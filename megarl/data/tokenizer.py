@@ -43,6 +43,7 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # words, digits, punctuation, runs of white space, other scripts: where splitting rules differ
 _PROBE = "Hello there, it's 1234 + 5.67 = x_9!\n\n  (Ça va? 漢字)  end"
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may have one alone, and UTF-8 may not
 _SENTENCEPIECE_BPE = 2  # TrainerSpec.ModelType.BPE in sentencepiece_model.proto
 
 
@@ -237,5 +238,16 @@ def marked_generation(
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of rendered texts; the template has written all special tokens, so none is added."""
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    """Token ids of rendered texts; the template has written all special tokens, so none is added.
+
+    Raises:
+        ValueError: a text is no Unicode.
+    """
+    try:
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    except TypeError:
+        if not any(_SURROGATE.search(text) for text in texts):
+            raise
+        raise ValueError(
+            "a text has half of a surrogate pair, such as of an emoji that was cut in two"
+        ) from None

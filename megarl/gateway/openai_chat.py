@@ -29,7 +29,7 @@ _NAMES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-MOST_CHOICES = 128
+MOST_CHOICES = 64  # as many as a session may have in flight (service.Limits)
 
 
 def parse(body: Mapping[str, Any]) -> Request:

@@ -91,10 +91,10 @@ class TurnReader:
         same = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*begins, strict=False))
         return "".join(letters[0] for letters in same)
 
-    def text(self, ids: Sequence[int], to_end: bool = True) -> str:
-        """The text of tokens: where there is a parser, with special tokens, which it may need; with `to_end`, without those at the end."""
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens: where there is a parser, with special tokens, which it may need, but without those at the end."""
         end = len(ids)
-        while to_end and end and ids[end - 1] in self._special:
+        while end and ids[end - 1] in self._special:
             end -= 1
         plain = self._tool_parser is None and self._reasoning_parser is None
         return self.tokenizer.decode(list(ids[:end]), skip_special_tokens=plain)
@@ -108,7 +108,11 @@ class TurnReader:
             text = text.strip() if reasoning or in_reasoning else text
         if not request.tools or request.tool_choice == "none" or self._tool_parser is None:
             return Parts(reasoning, text)
-        content, calls = self._tools(request.tools).parse_non_stream(text)
+        parser = self._tools(request.tools)
+        try:
+            content, calls = parser.parse_non_stream(text)
+        except Exception:  # SGLang's parsers fail in many ways on calls that are JSON of another form, such as a list (0.5.21)
+            return Parts(reasoning, text)
         made = [(item.name, item.parameters or "{}") for item in calls if item.name]
         return Parts(reasoning, content.strip() if made else text, made)
 
@@ -187,11 +191,13 @@ class StreamedTurn:
         self._ids += ids
         text = self._reader.text(self._ids)
         if len(self._ids) > 2 * _TAIL:
-            head = self._reader.text(self._ids[:_TAIL], to_end=False)
-            if _BROKEN not in head and text.startswith(
-                head
-            ):  # else the text of a token depends on the token before it
-                self._text, self._ids, text = self._text + head, self._ids[_TAIL:], text[len(head) :]
+            tail = self._reader.text(self._ids[_TAIL:])
+            # What is before the tail, a space included that some decoders (Llama 2's, Mistral's) leave out before the first word of a text.
+            head = text[: len(text) - len(tail)]
+            if (
+                tail and _BROKEN not in head and text.endswith(tail)
+            ):  # else a token's text depends on the token before it
+                self._text, self._ids, text = self._text + head, self._ids[_TAIL:], tail
         return self._tell(
             self._reader.settled(self._text + text, self._request.stop, self._call_mark, self._in_reasoning)
         )

@@ -251,10 +251,11 @@ class Gateway:
         session.in_flight += request.n
         queue: asyncio.Queue[Delta | asyncio.Task[_Choice]] = asyncio.Queue()
         tell = queue.put_nowait if stream else None
+        # Noise depends on seed and uid: a client that gives a seed gets the same noise whenever it does.
+        seeded = "seed" in request.sampling and not self._fixed
+        uid = "seeded" if seeded else f"{session.uid}#{number}"
         tasks = [
-            asyncio.create_task(
-                self._choice(session, request, prompt, f"{session.uid}#{number}.{index}", index, tell)
-            )
+            asyncio.create_task(self._choice(session, request, prompt, f"{uid}.{index}", index, tell))
             for index in range(request.n)
         ]
         for task in tasks:

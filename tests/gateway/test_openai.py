@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from megarl.gateway.reader import StreamedTurn, TurnReader
+from megarl.gateway.requests import Request
 from megarl.gateway.service import Limits
 from megarl.rollout.engine import EngineError
 from tests.data.test_published_templates import TOOLS, user
@@ -353,3 +357,56 @@ def test_idle_sessions_end_and_there_are_only_so_many(serve):
         client.chat.completions.create(model=MODEL, messages=[user("a")])
     assert owner.post("/sessions").status_code == 200
     assert [model.id for model in client_of(served, OWNER).models.list()] == [MODEL]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", ['["weather", "Paris"]', '"weather"', "5", '{"name": ["weather"]}'])
+def test_a_malformed_call_is_content(serve, body, stream):
+    words = f"<tool_call>\n{body}\n</tool_call>"
+    served = serve([words])
+    session = served.session()
+    answer = client_of(served, session.token).chat.completions.create(
+        model=MODEL, messages=[user("Rain?")], tools=TOOLS, stream=stream
+    )
+    if stream:
+        said = "".join(part.choices[0].delta.content or "" for part in answer)
+    else:
+        said = answer.choices[0].message.content
+    assert said == words
+    (trajectory,) = session.trajectories()
+    assert texts(served, trajectory) == f"{words}<|im_end|>" and all(trajectory.response_mask)
+
+
+def test_a_text_that_is_no_unicode_is_refused(serve):
+    served = serve(["x"])
+    body = json.dumps({"model": MODEL, "messages": [user("cut \ud83d")]})
+    answer = httpx.post(f"{served.url}/v1/chat/completions", content=body, headers={"x-api-key": OWNER})
+    assert answer.status_code == 400 and "surrogate" in answer.json()["error"]["message"]
+
+
+def test_a_seed_repeats_the_noise_of_an_answer(serve):
+    """The engine's noise depends on seed and uid."""
+    served = serve(["x"])
+    for client in (client_of(served), client_of(served, OWNER)):
+        for _ in range(2):
+            client.chat.completions.create(model=MODEL, messages=[user("a")], n=2, seed=7)
+    assert {one.uid for one in served.policy.asked} == {"seeded.0", "seeded.1"}
+    client.chat.completions.create(model=MODEL, messages=[user("a")])
+    assert served.policy.asked[-1].uid not in ("seeded.0", "seeded.1")
+
+
+def test_a_long_answer_is_streamed_where_a_decoder_leaves_out_the_first_space():
+    """As Llama 2's does: only the first word of a text loses its space."""
+    pieces = ["<unk>", "</s>", "▁", *"abcde", *(f"▁{letter}" for letter in "abcde")]
+    vocab, merges = (
+        {piece: place for place, piece in enumerate(pieces)},
+        [("▁", letter) for letter in "abcde"],
+    )
+    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+    words = " ".join("abcde" * 60)
+    turn = StreamedTurn(TurnReader(tokenizer), Request([user("x")]), 0, [2], "")
+    ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+    assert "".join(delta.text for token in ids for delta in turn.heard([token])) == words

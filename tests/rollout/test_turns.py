@@ -509,3 +509,9 @@ def test_a_token_that_ends_the_turn_and_begins_the_observation_is_written_once(w
     other = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert Continuation(tokenizer).after_turn([TOOL], ended=True, last_id=other) == whole
     assert Continuation(tokenizer).after_turn([TOOL], ended=False, last_id=None) == whole
+
+
+@pytest.mark.parametrize("broken", [[{"role": "user", "content": "cut \ud83d"}], "cut \ud83d"])
+def test_an_observation_that_is_no_unicode_costs_its_trajectory(broken):
+    generation = play(Policy(["a", "b"]), lambda: Script(StepResult(broken), StepResult(done=True)))
+    assert "surrogate" in notes(generation)["error"] and not any(generation.response_mask)

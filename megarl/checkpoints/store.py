@@ -81,6 +81,7 @@ class CheckpointStore:
         self._num_hidden = 0
         self._damaged: set[int] = set()  # found by `newest_good` of this process
         self._abandoned: set[int] = set()  # of a history that the run does not continue
+        self._remote_is_known = True  # False: it could not be read, and may have newer checkpoints
         self._mirror = None if remote is None else Mirror(self.root, remote, keep, say)
         with naming(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -200,6 +201,7 @@ class CheckpointStore:
         try:
             return self._fetch_newer(-1 if local is None else local.step) or local
         except OSError as error:
+            self._remote_is_known = False
             if local is None:
                 raise ValueError(f"there is no good checkpoint in {self.root}, and {error}") from error
             self._say(
@@ -224,7 +226,8 @@ class CheckpointStore:
 
     def abandon_later(self, step: int) -> None:
         """The run goes on from `step` (-1: from the beginning) though there are checkpoints of later steps: they do not
-        count any more, here and at the remote, and are removed once there is a new one.
+        count any more, here and at the remote, and are removed once there is a new one. Those of a remote that could not be read
+        stay: nobody has chosen to go on without them.
 
         Raises:
             OSError: the file of the best step cannot be written.
@@ -234,7 +237,7 @@ class CheckpointStore:
             for later in steps_in(self.root)
             if later > step and _is_checkpoint(self.root / folder_name(later))
         }
-        if self._mirror is not None:
+        if self._mirror is not None and self._remote_is_known:
             self._mirror.abandon_later(step, self._ignored())
         if self._best is not None and self._best > step:
             write_best(self.root, None)

@@ -222,6 +222,32 @@ def test_a_remote_that_cannot_be_read(
     assert len(lines) == 1 and "newer checkpoints than" in lines[0] and "closed" in lines[0]
 
 
+def test_newer_ones_of_a_remote_that_could_not_be_read_stay(
+    tmp_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with CheckpointStore(old, Keep(last=2), URL, say=pytest.fail) as store:
+        save(store, 1)
+    with CheckpointStore(new, Keep(last=2), URL, say=lambda line: None) as store:
+        assert_whole(store.newest_good(), 1)
+        for step in (2, 3):
+            save(store, step)
+
+    def closed(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError("no answer")
+
+    # The run comes back to its first machine, and the remote does not answer as it starts.
+    with CheckpointStore(old, Keep(last=2), URL, say=lambda line: None) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, "ls", closed)
+            assert_whole(store.newest_good(), 1)
+        store.abandon_later(1)
+        save(store, 2, again=True)
+    assert remote.steps() == [2, 3]
+    with CheckpointStore(old, Keep(last=2), URL, say=lambda line: None) as store:
+        assert_whole(store.newest_good(), 3)
+
+
 def test_what_is_being_copied_is_not_pruned(tmp_path: Path, remote: Remote) -> None:
     begun, go = threading.Event(), threading.Event()
 

@@ -93,7 +93,10 @@ def read_chat(value: Any) -> Any:
             messages = json.loads(value)
         except ValueError:
             return value
-        if isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages):
+        is_chat = isinstance(messages, list) and all(
+            isinstance(item, dict) and "role" in item for item in messages
+        )
+        if messages and is_chat:  # "[]" is a text, such as the answer that there are none
             return messages
     return value
 

@@ -333,7 +333,13 @@ def response_chat(prompt: Any, response: Any, key: str) -> Chat:
         raise ValueError(f"the last message of {key!r} is of {after[-1]['role']!r}, not of the assistant")
     if not before and after[0]["role"] == "assistant":
         raise ValueError(f"{key!r} begins with the assistant's message, but the row has no prompt before it")
-    return after if after[: len(before)] == before else [*before, *after]
+    return after if _is_whole_chat(before, after) else [*before, *after]
+
+
+def _is_whole_chat(prompt: Chat, messages: Chat) -> bool:
+    """Whether messages have the prompt in them: at their beginning, or behind a system message or earlier turns."""
+    places = 1 if messages[0]["role"] == "assistant" else max(1, len(messages) - len(prompt))
+    return any(messages[at : at + len(prompt)] == prompt for at in range(places))
 
 
 def _scores(row: dict[str, Any], keys: PreferenceKeys, count: int) -> list[float]:

@@ -46,6 +46,11 @@ PAIRS = {
         "chosen": [QUESTION, answer(GOOD)],
         "rejected": [QUESTION, answer(BAD)],
     },
+    "whole chats beside the question alone": {
+        "prompt": QUESTION["content"],
+        "chosen": [QUESTION, answer(GOOD)],
+        "rejected": [QUESTION, answer(BAD)],
+    },
     "null columns of rankings": {
         "prompt": [QUESTION], "chosen": GOOD, "rejected": BAD, "responses": None, "ranks": None
     },
@@ -57,6 +62,27 @@ def test_every_form_of_a_pair_is_the_same_pair(row):
     ranking = read_ranking(row, PreferenceKeys())
     assert ranking.chats == [[QUESTION, answer(GOOD)], [QUESTION, answer(BAD)]]
     assert ranking.scores == [1.0, 0.0] and ranking.margin == 0.0
+
+
+def test_a_whole_chat_may_have_more_before_the_prompt():
+    """As HuggingFaceH4/orca_dpo_pairs has it: the prompt is the question, the chats begin with a system message."""
+    system, earlier = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}
+    for before in ([system], [system, earlier, answer("Hello")]):
+        row = {"prompt": QUESTION["content"]} | {
+            key: [*before, QUESTION, answer(text)] for key, text in (("chosen", GOOD), ("rejected", BAD))
+        }
+        assert read_ranking(row, PreferenceKeys()).chats == [row["chosen"], row["rejected"]]
+    # A question that is asked again after the answer is no prompt.
+    after = [answer("What?"), QUESTION, answer(GOOD)]
+    row = {"prompt": [QUESTION], "chosen": after, "rejected": BAD}
+    assert read_ranking(row, PreferenceKeys()).chats[0] == [QUESTION, *after]
+
+
+def test_an_empty_list_in_json_is_a_text():
+    """No chat is empty, but an answer may be that there is nothing: no calls, no results."""
+    row = {"prompt": "The even primes above 2, as JSON?", "chosen": "[]", "rejected": "[4]"}
+    chats = read_ranking(row, PreferenceKeys()).chats
+    assert [chat[-1] for chat in chats] == [answer("[]"), answer("[4]")]
 
 
 def test_ranks_fall_and_scores_rise():

@@ -56,9 +56,10 @@ print(address)
 EOF
 }
 
-# Whether the recipe is valid, and made for this job's nodes and devices.
+# Whether the recipe is valid, and made for this job's nodes and devices; and whether a job array's tasks copy their checkpoints to
+# different places.
 check_recipe() {
-    local found
+    local found url
     megarl config --command "${command}" --json "${recipe}" "${overrides[@]}" > "${folder}/config.json" \
         2> "${folder}/config.err" || {
         sed "s/^/node.sh: ${node}: /" "${folder}/config.err" >&2
@@ -67,12 +68,17 @@ check_recipe() {
     found="$(python3 -c '
 import json, sys
 keys = json.load(open(sys.argv[1]))["keys"]
-print(*(keys["trainer." + key]["value"] for key in ("nnodes", "n_gpus_per_node")))' "${folder}/config.json")"
-    read -r nnodes per_node <<< "${found}"
+url = keys.get("trainer.checkpoint_url", {}).get("value") or ""  # eval has none
+print(*(keys["trainer." + key]["value"] for key in ("nnodes", "n_gpus_per_node")), url)' "${folder}/config.json")"
+    read -r nnodes per_node url <<< "${found}"
     [[ "${nnodes}" == "${SLURM_JOB_NUM_NODES}" ]] ||
         fail "the job has ${SLURM_JOB_NUM_NODES} nodes, and the recipe is made for trainer.nnodes=${nnodes}: submit with --nodes ${nnodes}"
     [[ "${per_node}" == "${devices}" ]] ||
         fail "the job has ${devices} devices a node, and the recipe is made for trainer.n_gpus_per_node=${per_node}: give --devices ${per_node}"
+    # With one place for all a task would go on from another one's checkpoint, and remove it there.
+    # shellcheck disable=SC2016 # megarl reads the variable
+    [[ -z "${SLURM_ARRAY_TASK_ID:-}" || -z "${url}" || "${url%/}" == */"${SLURM_ARRAY_TASK_ID}" ]] ||
+        fail "trainer.checkpoint_url=${url} is the same for all tasks of the job array: end it with the task's number, /"'${oc.env:SLURM_ARRAY_TASK_ID}'
 }
 
 stop_ray() {

@@ -1,11 +1,14 @@
 """One node's part of a Slurm job, with stand-ins for Ray that fail when a test wants it; test_slurm.py has a real Ray."""
 
+import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.waiting import wait_for
 
@@ -106,6 +109,18 @@ def test_a_head_that_never_stays_is_an_error(tmp_path: Path) -> None:
     assert code == 2 and "Ray's head did not start in 3 tries" in said
     assert len((tmp_path / "starts").read_text().splitlines()) == 3
     assert not (tmp_path / "given").exists() and not (tmp_path / "done").exists()
+
+
+def test_tasks_of_a_job_array_copy_checkpoints_to_places_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 1, "trainer.checkpoint_url": "s3://bucket/sweep"}
+    config = json.dumps({"keys": {key: {"value": value} for key, value in keys.items()}})
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    process = start_node(tmp_path, "localhost", 1, megarl=f"#!{sys.executable}\nprint({config!r})\n")
+    assert process.wait(60) == 2
+    said = (tmp_path / "said").read_text()
+    assert "trainer.checkpoint_url=s3://bucket/sweep is the same for all tasks of the job array" in said
 
 
 def test_a_worker_follows_a_head_that_was_started_again(tmp_path: Path) -> None:

@@ -53,6 +53,12 @@ def test_without_a_container_the_nodes_use_this_environment(dry_run: Callable[..
     assert not {word for word in words if word.startswith(("--gpus", "--exclusive"))}
 
 
+def test_a_job_with_a_part_of_its_nodes_leaves_the_rest_to_others() -> None:
+    """sbatch takes options from the script, too, and has none that takes --exclusive back."""
+    lines = (ROOT / "launch/slurm/train.sbatch").read_text().splitlines()
+    assert not [line for line in lines if line.startswith("#SBATCH --exclusive")]
+
+
 def test_the_command_refuses_what_the_script_would(
     refused: Callable[..., str],
     capsys: pytest.CaptureFixture,

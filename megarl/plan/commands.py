@@ -96,7 +96,7 @@ def run_memory(options: argparse.Namespace) -> None:
                 f"device (less {reserve_words(options.reserve)})"
             )
         config, plan = found
-        keys = layout_keys(config)
+        keys = layout_keys(load_config(TrainConfig, options.recipe, options.overrides), config)
     else:
         check_models(config, inputs.model, inputs.critic, inputs.reward, inputs.teachers)
         plan = plan_of(config, inputs, limit, reserve)

@@ -12,16 +12,31 @@ from megarl.models import ModelConfig, logical_tensors
 from megarl.plan.inputs import PlanInputs, read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory, served_bytes
 
+_MEGATRON, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+# Keys of a layout that is found, by section: those that are always given, and those that are given where the recipe has another value.
 KEYS = {
-    "actor_rollout_ref.actor.megatron": (
+    _MEGATRON: (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "expert_model_parallel_size",
+    ),
+    _ROLLOUT: ("tensor_model_parallel_size", "expert_parallel_size", "num_engines"),
+}
+IF_CHANGED = {
+    _MEGATRON: (
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
+        "virtual_pipeline_model_parallel_size",
+        "pipeline_model_parallel_layout",
+        "context_parallel_size",
+        "expert_tensor_parallel_size",
     ),
-    "actor_rollout_ref.rollout": ("tensor_model_parallel_size", "expert_parallel_size", "num_engines"),
+    _ROLLOUT: (),
 }
+FOLLOWING = {
+    _MEGATRON: ("sequence_parallel",),
+    _ROLLOUT: ("nodes_per_engine",),
+}  # from the sizes, where they are null
 
 
 def fit(
@@ -95,16 +110,42 @@ def _engine(rollout: RolloutConfig, model: ModelConfig, tp: int, per_node: int) 
     )
 
 
-def layout_keys(config: TrainConfig) -> list[str]:
-    """The keys of a recipe's layout, as key=value."""
-    policy = config.actor_rollout_ref
-    keys = [f"trainer.nnodes={config.trainer.nnodes}"]
-    for section, names in KEYS.items():
-        values = policy.actor.megatron if section.endswith("megatron") else policy.rollout
-        keys += [
-            f"{section}.{name}={getattr(values, name)}" for name in names if getattr(values, name) is not None
-        ]
-    return keys
+def layout_keys(recipe: TrainConfig, found: TrainConfig) -> list[str]:
+    """Keys that turn the recipe into the layout that `fit` found, as key=value.
+
+    Args:
+        recipe: as it was read, not resolved.
+    """
+    keys = [f"trainer.nnodes={found.trainer.nnodes}"]
+    before, after = recipe.actor_rollout_ref, found.actor_rollout_ref
+    sections = {
+        _MEGATRON: (before.actor.megatron, after.actor.megatron),
+        _ROLLOUT: (before.rollout, after.rollout),
+    }
+    for section, (old, new) in sections.items():
+        for name in (*KEYS[section], *IF_CHANGED[section]):
+            value = getattr(new, name)
+            if name in KEYS[section] or value != getattr(old, name):
+                keys.append(f"{section}.{name}={as_yaml(value)}")
+        keys += [f"{section}.{name}=null" for name in FOLLOWING[section] if getattr(old, name) is not None]
+    # A layout of their own would keep roles from following the actor's.
+    roles = {
+        "actor_rollout_ref.ref": before.ref,
+        "critic": recipe.critic,
+        "reward_model": recipe.reward_model,
+    }
+    roles |= {f"actor_rollout_ref.teachers.{name}": role for name, role in (before.teachers or {}).items()}
+    own = [name for name, role in roles.items() if role is not None and role.megatron is not None]
+    return [*keys, *(f"{name}.megatron=null" for name in own)]
+
+
+def as_yaml(value: str | int | bool | tuple[str, ...] | None) -> str:
+    """The value as YAML writes it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
 
 
 def _plans(
@@ -143,9 +184,12 @@ def _candidates(config: TrainConfig, model: ModelConfig, nodes: int, engines: bo
                     policy,
                     actor=replace(policy.actor, megatron=megatron),
                     ref=replace(policy.ref, megatron=megatron),
+                    teachers=policy.teachers
+                    and {name: replace(each, megatron=megatron) for name, each in policy.teachers.items()},
                     rollout=rollout,
                 ),
                 critic=None if config.critic is None else replace(config.critic, megatron=megatron),
+                reward_model=replace(config.reward_model, megatron=megatron),
             )
 
 
@@ -205,7 +249,6 @@ def powers(most: int) -> list[int]:
 # Advice: changes of one or two keys that are legal, each with the memory that it leads to.
 
 _POLICY = "actor_rollout_ref"
-_MEGATRON = f"{_POLICY}.actor.megatron"
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,10 @@ class MemoryPlan:
         return sum(max(stages) for stages in roles.values())
 
     def fullest(self, phase: str) -> int:
-        return max(self.total(phase, pool) for pool in self.pools)
+        return self.total(phase, self.fullest_pool(phase))
+
+    def fullest_pool(self, phase: str) -> str:
+        return max(self.pools, key=lambda pool: self.total(phase, pool))
 
     def without_engines(self) -> MemoryPlan:
         """The same plan without the engines, which then have devices of their own."""
@@ -161,7 +164,9 @@ class MemoryPlan:
         for phase in self.phases:
             over = self.fullest(phase) + self.reserve - self.limit
             if over > 0:
-                largest = max(self.owners, key=lambda owner: max(owner.at(phase)))
+                pool = self.fullest_pool(phase)
+                there = (owner for owner in self.owners if owner.pool == pool)
+                largest = max(there, key=lambda owner: max(owner.at(phase)))
                 found.append(
                     f"{phase} takes {over / GIB:.1f} GiB more than there are; the largest part is {largest.name} "
                     f"({max(largest.at(phase)) / GIB:.1f} GiB)"
@@ -455,8 +460,10 @@ def taken(config: TrainConfig | TuningConfig, inputs: PlanInputs, tokens: int, l
     else:
         config = replace(config, max_token_len_per_gpu=tokens)
     plan = plan_of(resolve(config), inputs, limit)
-    phases = (phase for phase in plan.phases if phase not in ("sync", "generate"))
-    return max(map(plan.fullest, phases)) + plan.reserve
+    phases = [phase for phase in plan.phases if phase not in ("sync", "generate")]
+    # Devices of engines alone, which fill them, hold the same whatever the size.
+    pools = {owner.pool for owner in plan.owners if owner.name.endswith(("_activations", "_evaluating"))}
+    return max(plan.total(phase, pool) for phase in phases for pool in pools) + plan.reserve
 
 
 def memory_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from megarl.config import TrainConfig, load_config, needs_reference, resolve
+from megarl.config import TrainConfig, all_references, load_config, resolve
 from megarl.costs.hardware import Assumptions, Hardware, find_hardware, hardware_of_card
 from megarl.costs.speed import Machine
 from megarl.plan.inputs import PlanInputs
@@ -71,7 +71,8 @@ def _gpu_of(run: RunRecord) -> Hardware | str:
 def _models(config: TrainConfig) -> list[str]:
     """Folders of the models."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    found = [policy.model.path, *([policy.ref.model.path] if needs_reference(config) else [])]
+    found = [policy.model.path, policy.rollout.speculative.draft_path]
+    found += [section.model.path for section in all_references(config).values()]
     found += [critic.model.path] if critic is not None else []
     found += [reward.model.path] if reward.enable else []
     return [path for path in found if path is not None]

@@ -22,7 +22,7 @@ from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.costs.tensors import FULL
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.plan.fit import ends, powers, sized
+from megarl.plan.fit import as_yaml, ends, powers, sized
 from megarl.plan.inputs import PlanInputs, layout_of, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
 from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
@@ -372,22 +372,13 @@ def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
     for name in (*_ALWAYS, *_IF_CHANGED):
         value = getattr(after.actor.megatron, name)
         if name in _ALWAYS or value != getattr(before.actor.megatron, name):
-            yield f"{_ACTOR}.{name}={_text(value)}"
+            yield f"{_ACTOR}.{name}={as_yaml(value)}"
     if before.model.enable_gradient_checkpointing is not None:
         yield "actor_rollout_ref.model.enable_gradient_checkpointing=null"
     for name in _ENGINE:
-        yield f"{_ROLLOUT}.{name}={_text(getattr(after.rollout, name))}"
+        yield f"{_ROLLOUT}.{name}={as_yaml(getattr(after.rollout, name))}"
     for name in _GROUPS:
         if getattr(after.rollout, name) != getattr(before.rollout, name):
-            yield f"{_ROLLOUT}.{name}={_text(getattr(after.rollout, name))}"
+            yield f"{_ROLLOUT}.{name}={as_yaml(getattr(after.rollout, name))}"
     if before.rollout.nodes_per_engine is not None:
         yield f"{_ROLLOUT}.nodes_per_engine=null"
-
-
-def _text(value: str | int | bool | tuple[str, ...] | None) -> str:
-    """The value as YAML writes it."""
-    if isinstance(value, tuple):
-        return f"[{','.join(value)}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else str(value)

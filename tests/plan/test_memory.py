@@ -310,3 +310,38 @@ def test_what_is_of_training_with_engines_alone_is_refused(
 ) -> None:
     assert main(["plan", "memory", recipe, *KEYS, "--command", "rm", "--fit"]) == 2
     assert "--fit looks for layouts of `megarl train` alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2.5_7b_ppo_gsm8k", ()),  # context parallel parts
+        (
+            "llama3_8b_ppo_reward_model",
+            ("--gpu-memory", "48"),
+        ),  # a critic with a layout of its own, a reward model without
+        (
+            "qwen2.5_7b_dapo",  # ends of a pipeline that the found layout does not have
+            (
+                "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+                "actor_rollout_ref.actor.megatron.num_layers_in_first_pipeline_stage=13",
+            ),
+        ),
+    ],
+)
+def test_the_keys_that_a_search_prints_give_its_plan(capsys, name: str, options: tuple[str, ...]) -> None:
+    recipe = str(ROOT / f"recipes/{name}.yaml")
+    found = planned(capsys, recipe, *options, "--fit")
+    again = planned(capsys, recipe, *options, *found["layout"])
+    assert found["fits"] and again["phases"] == found["phases"]
+
+
+def test_the_largest_part_is_named_on_the_devices_that_are_full() -> None:
+    recipe = str(ROOT / "recipes/qwen3_30b_a3b_grpo_async.yaml")
+    keys = [
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=160000",
+    ]
+    config, inputs = read_inputs(recipe, keys)
+    (problem,) = plan_memory(config, inputs, 79 * GIB).problems()
+    assert problem.startswith("update_actor takes ") and "the largest part is actor_optimizer" in problem

@@ -120,3 +120,13 @@ def test_a_run_that_goes_on_keeps_its_size(
         TrainConfig, REPOSITORY / recipe, [*keys, *on(task, tmp_path / "run"), NO_SIZE, "trainer.resume_mode=disable"]
     )  # fmt: skip
     assert with_chosen_size(anew)[0].actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4 * 56
+
+
+def test_engines_on_devices_of_their_own_do_not_shrink_micro_batches() -> None:
+    recipe, rollout = REPOSITORY / "recipes/qwen3_30b_a3b_grpo_async.yaml", "actor_rollout_ref.rollout"
+    keys = [NO_SIZE, f"{rollout}.max_num_seqs=1024"]
+    small, full = (
+        load_config(TrainConfig, recipe, [*keys, f"{rollout}.gpu_memory_utilization={part}"])
+        for part in (0.8, 0.92)
+    )
+    assert fitting_tokens(full, 9216, 79 * GIB) == fitting_tokens(small, 9216, 79 * GIB) > 9216

@@ -105,3 +105,29 @@ def test_a_run_without_trajectories_has_none(folder: Path) -> None:
     shutil.rmtree(folder / "rollouts")
     floors = run_floors(read_run(folder), "H100")
     assert floors.seconds == {} and "the lengths of the run's trajectories are not known" in floors.words
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.teachers={math: {model: {path: GONE}}}",
+        ],
+        ["actor_rollout_ref.rollout.speculative={algorithm: eagle3, draft_path: GONE, num_draft_tokens: 3}"],
+    ],
+    ids=["teacher", "draft"],
+)
+def test_a_teacher_or_a_draft_that_is_elsewhere_is_named(tmp_path: Path, keys: list[str]) -> None:
+    run = write_run(tmp_path / "run")
+    given = [
+        f"actor_rollout_ref.model.path={MODEL}",
+        *(key.replace("GONE", f"{tmp_path}/gone") for key in keys),
+    ]
+    config = load_config(TrainConfig, str(ROOT / "recipes" / "qwen2.5_7b_dapo.yaml"), given)
+    save_config(resolve(config), run / "config.yaml")
+    floors = run_floors(read_run(run), "H100")
+    assert (
+        floors.seconds == {}
+        and f"{tmp_path}/gone, a model of the run, is not on this machine" in floors.words
+    )

@@ -37,6 +37,7 @@ SECRET = "sk-not-for-anybodys-eyes"
 # Calls that make objects of bytes, or code of files, and the origin of these.
 UNPICKLED = {
     "checkpoints/dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: only names of a list, below
+    "rewards/processes/scorer.py": "pickle.loads",  # from a reward worker, over a socket that it inherited
     "rewards/registry.py": "pickle.loads",  # the reward function of this program itself
     "weight_sync/inbox.py": "pickle.loads",  # from a trainer rank, over a Unix socket in a folder that only this user enters
     "weight_sync/receiver.py": "pickle.loads",  # from the engine's parent, in a file in such a folder

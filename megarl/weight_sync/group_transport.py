@@ -6,7 +6,7 @@ share, so that no communicator of two ranks is made.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -34,10 +34,10 @@ class GroupTransport:
         timeout = timedelta(seconds=member.timeout)
         if device != "cpu":
             agree(member, nccl.settings(os.environ))
-        self._group: Any = member.while_all_live(lambda: _group(store, member.number, size, device, timeout))
+        self._group: Any = self._connected(lambda: _group(store, member.number, size, device, timeout))
         if device != "cpu":
             place = torch.device(device, torch.cuda.current_device())
-            member.while_all_live(lambda: self._group.eager_connect_single_device(place))
+            self._connected(lambda: self._group.eager_connect_single_device(place))
         member.on_end(self._abort)
 
     def use(self, slots: Sequence[torch.Tensor]) -> None:
@@ -86,6 +86,16 @@ class GroupTransport:
             if not arrived:
                 name = self._member.name(peer) if peer is not None else "a member of the weight sync"
                 raise LinkError(f"{name} said nothing for {timeout:g} s")
+
+    def _connected(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, in which members connect; where it fails since a member is gone, the LinkError names that member."""
+        try:
+            return self._member.while_all_live(work)
+        except RuntimeError as error:
+            # Its own connections may show a member's end before the hub has told it.
+            if isinstance(error, LinkError) or (word := self._member.wait_for_word()) is None:
+                raise
+            raise LinkError(word) from error
 
     def _abort(self) -> None:
         group, self._group = self._group, None

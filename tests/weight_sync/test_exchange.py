@@ -477,6 +477,32 @@ def test_a_member_that_dies_while_the_communicator_is_made_is_an_error_at_once(
     never.set()
 
 
+def test_a_death_that_the_communicator_notices_first_is_told_by_name(join, on_gpus, monkeypatch) -> None:
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
+    other, first = join(3), join(0)
+
+    def connect() -> None:
+        threading.Timer(0.3, other.close).start()
+        raise RuntimeError("Connection closed by peer")
+
+    on_gpus(connect)
+    with pytest.raises(LinkError, match="engine rank 1 closed its connection"):
+        GroupTransport(first, 4, "cuda")
+
+
+def test_an_error_of_the_communicator_alone_is_told_as_it_is(join, on_gpus, monkeypatch) -> None:
+    monkeypatch.setattr(group_transport, "agree", lambda member, settings: None)
+    monkeypatch.setattr(hub, "WORD_SECONDS", 0.2)
+
+    def connect() -> None:
+        raise RuntimeError("unhandled system error\nLast error: no socket interface found")
+
+    on_gpus(connect)
+    with pytest.raises(RuntimeError, match=r"system error\nLast error: no socket") as raised:
+        GroupTransport(join(0), 4, "cuda")
+    assert not isinstance(raised.value, LinkError)
+
+
 def test_a_member_that_never_joins_the_communicator_is_an_error_in_time(join, on_gpus, monkeypatch) -> None:
     never = threading.Event()
     on_gpus(never.wait)

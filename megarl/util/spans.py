@@ -18,6 +18,7 @@ Facts = dict[str, int | float | str]
 """Further facts about a span, besides its name and time."""
 
 MOST = 20_000  # spans that a process keeps: some 10 MB
+_READINGS = 16
 
 
 class Span(NamedTuple):
@@ -34,8 +35,8 @@ class Spans:
 
     def __init__(self, most: int = MOST) -> None:
         self._kept: deque[Span] = deque(maxlen=most)
-        # The time of day is read once: if it is set later, spans keep their lengths and their order.
-        self._epoch = time.time_ns() - time.perf_counter_ns()
+        # The time of day is read at the start only: if it is set later, spans keep their lengths and their order.
+        self._epoch = _epoch()
 
     def now(self) -> int:
         """Nanoseconds since the epoch."""
@@ -59,6 +60,14 @@ class Spans:
     def take(self) -> list[Span]:
         """Collect all spans, which are then no longer kept."""
         return [self._kept.popleft() for _ in range(len(self._kept))]
+
+
+def _epoch() -> int:
+    """The time of day in nanoseconds since the epoch when `time.perf_counter_ns` was 0."""
+    # A process that is interrupted between two readings has a clock of its own, some milliseconds off: the closest readings of several count.
+    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(_READINGS)]
+    before, day, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return day - (before + after) // 2
 
 
 def joined(spans: Sequence[Span], gap: int, count: str) -> list[Span]:

@@ -23,6 +23,21 @@ def test_a_span_has_the_time_of_day_and_what_was_told_of_it():
     assert spans.take() == []
 
 
+def test_an_interruption_between_two_clocks_shifts_no_span(monkeypatch):
+    original, readings = time.time_ns, []
+
+    def interrupted():
+        readings.append(original())
+        if len(readings) == 1:
+            time.sleep(0.1)
+        return readings[-1]
+
+    monkeypatch.setattr(time, "time_ns", interrupted)
+    spans = Spans()
+    before, now, after = original(), spans.now(), original()
+    assert before - 10 * MS <= now <= after + 10 * MS
+
+
 def test_a_block_that_raises_is_noted():
     spans = Spans()
     with pytest.raises(KeyError), spans.span("broken"):

@@ -198,6 +198,7 @@ class CheckpointStore:
         local = self._newest_here(verify)
         if self._mirror is None:
             return local
+        self._remote_is_known = True
         try:
             return self._fetch_newer(-1 if local is None else local.step) or local
         except OSError as error:

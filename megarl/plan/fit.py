@@ -13,30 +13,17 @@ from megarl.plan.inputs import PlanInputs, read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory, served_bytes
 
 _MEGATRON, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-# Keys of a layout that is found, by section: those that are always given, and those that are given where the recipe has another value.
-KEYS = {
-    _MEGATRON: (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-    ),
-    _ROLLOUT: ("tensor_model_parallel_size", "expert_parallel_size", "num_engines"),
-}
-IF_CHANGED = {
-    _MEGATRON: (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "virtual_pipeline_model_parallel_size",
-        "pipeline_model_parallel_layout",
-        "context_parallel_size",
-        "expert_tensor_parallel_size",
-    ),
-    _ROLLOUT: (),
-}
-FOLLOWING = {
-    _MEGATRON: ("sequence_parallel",),
-    _ROLLOUT: ("nodes_per_engine",),
-}  # from the sizes, where they are null
+# Keys of a layout that is found: those that are always given, and those that are given where the recipe has another value.
+_ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_IF_CHANGED = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "context_parallel_size",
+    "expert_tensor_parallel_size",
+)
+ENGINE_KEYS = ("tensor_model_parallel_size", "expert_parallel_size", "num_engines")
 
 
 def fit(
@@ -116,18 +103,15 @@ def layout_keys(recipe: TrainConfig, found: TrainConfig) -> list[str]:
     Args:
         recipe: as it was read, not resolved.
     """
-    keys = [f"trainer.nnodes={found.trainer.nnodes}"]
     before, after = recipe.actor_rollout_ref, found.actor_rollout_ref
-    sections = {
-        _MEGATRON: (before.actor.megatron, after.actor.megatron),
-        _ROLLOUT: (before.rollout, after.rollout),
-    }
-    for section, (old, new) in sections.items():
-        for name in (*KEYS[section], *IF_CHANGED[section]):
-            value = getattr(new, name)
-            if name in KEYS[section] or value != getattr(old, name):
-                keys.append(f"{section}.{name}={as_yaml(value)}")
-        keys += [f"{section}.{name}=null" for name in FOLLOWING[section] if getattr(old, name) is not None]
+    keys = [
+        f"trainer.nnodes={found.trainer.nnodes}",
+        *changed_keys(_MEGATRON, before.actor.megatron, after.actor.megatron, _ALWAYS, _IF_CHANGED),
+        *changed_keys(_ROLLOUT, before.rollout, after.rollout, ENGINE_KEYS),
+    ]
+    # These follow from the sizes where they are null.
+    keys += [] if before.actor.megatron.sequence_parallel is None else [f"{_MEGATRON}.sequence_parallel=null"]
+    keys += [] if before.rollout.nodes_per_engine is None else [f"{_ROLLOUT}.nodes_per_engine=null"]
     # A layout of their own would keep roles from following the actor's.
     roles = {
         "actor_rollout_ref.ref": before.ref,
@@ -139,7 +123,21 @@ def layout_keys(recipe: TrainConfig, found: TrainConfig) -> list[str]:
     return [*keys, *(f"{name}.megatron=null" for name in own)]
 
 
-def as_yaml(value: str | int | bool | tuple[str, ...] | None) -> str:
+def changed_keys(
+    section: str,
+    before: MegatronConfig | RolloutConfig,
+    after: MegatronConfig | RolloutConfig,
+    always: Sequence[str],
+    if_changed: Sequence[str] = (),
+) -> Iterator[str]:
+    """Keys of a section with the values of `after`, as key=value: some always, others where `before` has another value."""
+    for name in (*always, *if_changed):
+        value = getattr(after, name)
+        if name in always or value != getattr(before, name):
+            yield f"{section}.{name}={_as_yaml(value)}"
+
+
+def _as_yaml(value: str | int | bool | tuple[str, ...] | None) -> str:
     """The value as YAML writes it."""
     if isinstance(value, tuple):
         return f"[{','.join(value)}]"

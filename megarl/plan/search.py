@@ -22,7 +22,7 @@ from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.costs.tensors import FULL
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.plan.fit import as_yaml, ends, powers, sized
+from megarl.plan.fit import ENGINE_KEYS, changed_keys, ends, powers, sized
 from megarl.plan.inputs import PlanInputs, layout_of, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
 from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
@@ -50,7 +50,6 @@ _IF_CHANGED = (
     "grad_offload",
     "optimizer_offload",
 )
-_ENGINE = ("tensor_model_parallel_size", "expert_parallel_size", "num_engines")
 _GROUPS = ("attention_data_parallel_size", "data_parallel_lm_head")
 
 
@@ -369,16 +368,9 @@ def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:
 def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
     """Keys that turn the recipe into the found layout, as key=value."""
     before, after = recipe.actor_rollout_ref, found.actor_rollout_ref
-    for name in (*_ALWAYS, *_IF_CHANGED):
-        value = getattr(after.actor.megatron, name)
-        if name in _ALWAYS or value != getattr(before.actor.megatron, name):
-            yield f"{_ACTOR}.{name}={as_yaml(value)}"
+    yield from changed_keys(_ACTOR, before.actor.megatron, after.actor.megatron, _ALWAYS, _IF_CHANGED)
     if before.model.enable_gradient_checkpointing is not None:
         yield "actor_rollout_ref.model.enable_gradient_checkpointing=null"
-    for name in _ENGINE:
-        yield f"{_ROLLOUT}.{name}={as_yaml(getattr(after.rollout, name))}"
-    for name in _GROUPS:
-        if getattr(after.rollout, name) != getattr(before.rollout, name):
-            yield f"{_ROLLOUT}.{name}={as_yaml(getattr(after.rollout, name))}"
+    yield from changed_keys(_ROLLOUT, before.rollout, after.rollout, ENGINE_KEYS, _GROUPS)
     if before.rollout.nodes_per_engine is not None:
         yield f"{_ROLLOUT}.nodes_per_engine=null"

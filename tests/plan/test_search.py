@@ -16,10 +16,11 @@ from megarl.config.model_fit import check_models
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine
 from megarl.models import read_model_config
+from megarl.plan.fit import ENGINE_KEYS
 from megarl.plan.inputs import PlanInputs, read_inputs
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.search import _ENGINE, _GROUPS, Search, recomputations
+from megarl.plan.search import _GROUPS, Search, recomputations
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, MOE, DEEPSEEK, FULL = (
@@ -160,7 +161,7 @@ def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None
     assert {tp for tp, dp in groups if dp == 1} == {32, 64, 128}
     assert {(32, 4), (64, 8), (128, 16), (256, 32)} <= groups
     for rollout in (rollouts[0], rollouts[-1]):
-        keys = (f"{name}={getattr(rollout, name)}" for name in (*_ENGINE, *_GROUPS))
+        keys = (f"{name}={getattr(rollout, name)}" for name in (*ENGINE_KEYS, *_GROUPS))
         config, _ = read_inputs(FULL, [f"{ROLLOUT}.{key}" for key in keys])
         found = config.actor_rollout_ref.rollout
         assert found.tensor_model_parallel_size == 8 * found.nodes_per_engine

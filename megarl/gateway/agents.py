@@ -46,6 +46,7 @@ Score = Callable[[Task, Session], SessionScore]
 
 NO_SANDBOX = NoSandbox()
 _LOG_END = 400  # characters of an agent's log that its error shows
+_LOG_BYTES = 4096  # that are read for them: a log may be large, and other agents wait meanwhile
 
 
 class AgentFailed(Exception):
@@ -206,5 +207,7 @@ def _told(task: Task) -> dict[str, Any]:
 
 
 def _end_of(log: Path) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        text = file.read(_LOG_BYTES).decode(errors="replace").strip()
     return f"its log {log} ends with {text[-_LOG_END:]!r}"

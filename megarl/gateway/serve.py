@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.server import KEEP_ALIVE, listen, make_app
+from megarl.gateway.server import KEEP_ALIVE, listen, make_app, url_of
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from megarl.rollout.sglang.before_import import sglang_environment
@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> None:
         players = options.players.split(",") if options.players else []
         gateway = Gateway(engine, tokenizer, reader, names, SamplingParams(), limits, players=players)
         host, port = listener.getsockname()[:2]
-        print(f"serving {', '.join(names)} at http://{host}:{port} (OpenAI: /v1), key {key}", flush=True)
+        url = url_of(host, port)
+        print(f"serving {', '.join(names)} at {url} (OpenAI: /v1), key {key}", flush=True)
         engine.run(serve(gateway, key, listener))
     finally:
         engine.shutdown()

@@ -126,11 +126,17 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address is taken, or is not this machine's.
     """
-    listener = socket.create_server((host, port))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
     # Accepted sockets inherit it. asyncio sets it only where the socket names its protocol, which these do not; and without it the second
     # part of an answer waits 40 ms for the client to acknowledge the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server on an interface is reached."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen_locally(path: Path) -> socket.socket:

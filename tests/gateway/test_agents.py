@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cluster.guard import process_state
 from megarl.environments.environment import Task
-from megarl.gateway.agents import AgentRunner
+from megarl.gateway.agents import AgentRunner, _end_of
 from megarl.gateway.copies import ForkServer
 from megarl.gateway.sandboxes.interface import kept_environment
 from megarl.rollout.engine import EngineError
@@ -126,6 +126,14 @@ def test_a_failed_agent_costs_its_own_trajectories_alone(play):
 
 def alive(pid):
     return process_state(pid) is not None
+
+
+def test_of_a_large_log_only_the_end_is_read(tmp_path):
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.seek(2**40)  # a terabyte of zeros, which takes no place on the disk
+        file.write(b"broken\n")
+    assert _end_of(log).endswith("broken'") and len(_end_of(log)) < 3000
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -1,6 +1,7 @@
 """OpenAI's own SDK as the client, unmodified."""
 
 import json
+import socket
 import time
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.gateway.reader import StreamedTurn, TurnReader
 from megarl.gateway.requests import Request
+from megarl.gateway.server import listen, url_of
 from megarl.gateway.service import Limits
 from megarl.rollout.engine import EngineError
 from tests.data.test_published_templates import TOOLS, user
@@ -410,3 +412,15 @@ def test_a_long_answer_is_streamed_where_a_decoder_leaves_out_the_first_space():
     turn = StreamedTurn(TurnReader(tokenizer), Request([user("x")]), 0, [2], "")
     ids = tokenizer(words, add_special_tokens=False)["input_ids"]
     assert "".join(delta.text for token in ids for delta in turn.heard([token])) == words
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
+def test_it_listens_on_interfaces_of_both_protocols(host, url):
+    if ":" in host and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with listen(host, 0) as listener:
+        address = listener.getsockname()
+        assert address[0] == host
+        with socket.create_connection(address[:2], timeout=10):
+            pass
+    assert url_of(host, 80) == url

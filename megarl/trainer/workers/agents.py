@@ -36,7 +36,7 @@ from megarl.gateway.copies import ForkServer
 from megarl.gateway.reader import TurnReader
 from megarl.gateway.sandboxes.find import find_sandbox, try_sandbox
 from megarl.gateway.sandboxes.interface import NoSandbox, Sandbox, SandboxSettings, kept_environment
-from megarl.gateway.server import KEEP_ALIVE, listen, listen_locally, make_app
+from megarl.gateway.server import KEEP_ALIVE, listen, listen_locally, make_app, url_of
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -119,10 +119,9 @@ class Agents:
             assert spec.agent is not None, "checked"
             inherited = {**kept_environment(), **environment}
             forks = ForkServer(*spec.agent, settings.preload, inherited, settings.python)
-        shown = f"[{host}]" if ":" in host else host
         self._runner = AgentRunner(
             gateway,
-            f"http://{shown}:{port}",
+            url_of(host, port),
             spec.command,
             Path(spec.logs),
             seconds=settings.timeout,

@@ -106,7 +106,8 @@ def main(handle: int | None, pid: int, parent: int, mark: str, directories: list
     if _oom_kills() > oom_kills:
         cause += " (the kernel's out-of-memory killer was at work on this machine)"
     killed = kill_marked(mark, process_group=pid)
-    print(f"{ENDED}{cause}" + (f"; killed what it left behind: {killed}" if killed else ""), flush=True)
+    with contextlib.suppress(OSError):  # the log's disk may be full
+        print(f"{ENDED}{cause}" + (f"; killed what it left behind: {killed}" if killed else ""), flush=True)
     for directory in directories:
         remove_scratch(directory)
 

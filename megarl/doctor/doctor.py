@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -73,7 +76,7 @@ def examine(config: TrainConfig) -> list[Finding]:
     found += _inputs(config)
     if any(finding.level == FAILURE for finding in found):
         return found  # nothing is started for a job that cannot begin
-    config = resolve(config)
+    config = fetch_models(resolve(config), weights=False)  # they are in the cache by now
     folder = Path(config.trainer.default_local_dir)
     try:
         with _folder_within(folder) as own:
@@ -115,8 +118,10 @@ def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
             advice = "see resource_pools, trainer.nnodes, n_gpus_per_node"
             return [Finding(FAILURE, "devices", str(error), advice)]
         on_gpus = any(pool.use_gpu for pool in run.pools.values())
-        per_node = max(pool.n_gpus_per_node for pool in config.resource_pools.values()) if on_gpus else None
-        found = check_nodes(_nodes(run, folder), per_node, _needs(config))
+        nodes = _nodes(run, folder)
+        taken = Counter(device.node_id for pool in run.pools.values() for device in pool.devices)
+        gpus = [taken[node] if on_gpus or not taken[node] else None for node in nodes]
+        found = check_nodes(list(nodes.values()), gpus, _needs(config))
         return found + [_bandwidth(run, name) for name in run.pools]
 
 
@@ -166,20 +171,21 @@ def _needs(config: TrainConfig) -> dict[str, int]:
     return needed
 
 
-def _nodes(run: Run, folder: Path) -> list[NodeFacts]:
-    """Facts of every machine on which the run has devices.
+def _nodes(run: Run, folder: Path) -> dict[str, NodeFacts]:
+    """Facts of this machine, and of every machine on which the run has devices, by Ray's id of it.
 
     Raises:
         RuntimeError: a machine does not answer.
     """
-    facts = []
+    facts = {}
     own = ray.get_runtime_context().get_node_id()
     ids = dict.fromkeys([own, *(device.node_id for pool in run.pools.values() for device in pool.devices)])
     for node_id in ids:
         told = on_node(node_id, NODE_SECONDS, node_facts, str(folder.resolve()), PROBE_FILE)
         if told is None:
             raise RuntimeError(f"node {node_id} did not answer within {NODE_SECONDS:g} s")
-        facts.append(told)
+        # Compared as soon as it is told: the next machine may take seconds to answer.
+        facts[node_id] = replace(told, clock=told.clock - time.time())
     return facts
 
 

@@ -38,7 +38,7 @@ class NodeFacts:
         missing: packages of requirements/cpu.txt, which are also in requirements/gpu.txt, that are not installed.
         cuda: the version that torch is built for; None: a build without CUDA, or no torch.
         address: the address that the host's own name resolves to; None: none.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; where machines are compared, seconds ahead of the clock of the one that asked.
         shared_memory, disk: free bytes of /dev/shm (None: there is none) and of the run folder's file system.
         probe: whether a file that another node wrote into the run folder can be read here.
     """
@@ -83,8 +83,8 @@ def node_facts(folder: str, probe: str) -> NodeFacts:
         shared_memory=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None,
         disk=shutil.disk_usage(existing).free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        clock=time.time(),
         probe=Path(folder, probe).is_file(),
+        clock=time.time(),  # last, since the others take time
     )
 
 
@@ -141,16 +141,19 @@ class Finding:
 
 
 def check_nodes(
-    nodes: Sequence[NodeFacts], gpus_per_node: int | None, needed: dict[str, int]
+    nodes: Sequence[NodeFacts], gpus: Sequence[int | None], needed: dict[str, int]
 ) -> list[Finding]:
     """Findings about the machines of a cluster.
 
     Args:
-        gpus_per_node: GPUs of each machine that the job takes; None: it runs without GPUs.
+        gpus: for each machine, the GPUs that the job takes of it; None: it runs without GPUs; 0: it has no devices there, only its
+            controller.
         needed: bytes of "memory", "shared_memory" and "disk" that a node should have free at least.
     """
-    alone = (finding for node in nodes for finding in check_node(node, gpus_per_node, needed))
-    return [*_between(nodes), *alone]
+    found = [*_between(nodes)]
+    for node, taken in zip(nodes, gpus, strict=True):
+        found += _check_controller(node, needed) if taken == 0 else check_node(node, taken, needed)
+    return found
 
 
 def check_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
@@ -158,6 +161,15 @@ def check_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> lis
     on_gpus = gpus is not None
     found = [*_packages(node, on_gpus), *_gpus(node, gpus), *(_drivers(node) if on_gpus else ())]
     return [*found, *_limits(node, needed)]
+
+
+def _check_controller(node: NodeFacts, needed: dict[str, int]) -> list[Finding]:
+    """Findings about a machine on which the job has no devices."""
+    of_ranks = ("memory", "shared_memory")
+    return [
+        *_packages(node, on_gpus=False),
+        *_limits(node, {name: least for name, least in needed.items() if name not in of_ranks}),
+    ]
 
 
 def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -210,7 +222,7 @@ def _gpus(node: NodeFacts, wanted: int | None) -> Iterator[Finding]:
     listed = f"{len(node.gpus)} on {node.host}"
     listed += f", {node.gpus[0].name}, driver {node.gpus[0].driver}" if node.gpus else ""
     if len(node.gpus) < wanted:
-        yield Finding(FAILURE, "GPUs", listed, f"the job takes {wanted} of each node")
+        yield Finding(FAILURE, "GPUs", listed, f"the job takes {wanted} of them")
         return
     yield Finding(OK, "GPUs", listed)
     for number, gpu in enumerate(node.gpus[:wanted]):

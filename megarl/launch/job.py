@@ -3,9 +3,10 @@
 Guarantee: a job has the nodes and the devices that its recipe is made for, whichever of the two gives their number.
 """
 
+import posixpath
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -64,6 +65,10 @@ class Job:
     def seconds(self) -> int | None:
         """The time limit."""
         return None if self.launch.time is None else seconds_of(self.launch.time)
+
+    def run_folder_in(self, work_dir: str) -> PurePosixPath:
+        """The run folder on the machines, where relative paths count from `work_dir`; without `..`, which may lead out of a volume."""
+        return PurePosixPath(posixpath.normpath(PurePosixPath(work_dir) / self.run_folder))
 
     def recipe_text(self) -> str:
         """The recipe as one YAML document, including its bases and the overrides."""

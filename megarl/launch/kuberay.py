@@ -122,7 +122,7 @@ def _check(job: Job) -> None:
         if value is not None:
             matched(f"kuberay.{name}", value, _QUANTITY, "an amount such as 64Gi")
     _check_names(kuberay)
-    folder = PurePosixPath(work_dir(job)) / job.run_folder
+    folder = job.run_folder_in(work_dir(job))
     writable = [PurePosixPath(target) for _, target, read_only in pod_mounts(job) if not read_only]
     if not any(folder.is_relative_to(target) for target in writable):
         raise ValueError(
@@ -192,8 +192,8 @@ def worker_group(job: Job) -> dict[str, Any]:
     if kuberay.rdma_resource is not None:
         cards = str(kuberay.rdma_per_node)
         resources["limits"][kuberay.rdma_resource] = resources["requests"][kuberay.rdma_resource] = cards
-    # Without GPUs a device is one of Ray's CPUs, whatever number of cores the pod has.
-    slots = str(cpus if gpus else job.devices)
+    # Each device takes one of Ray's CPUs, whatever number of cores the pod has; without GPUs there are no further ones.
+    slots = str(max(cpus, job.devices) if gpus else job.devices)
     # The pod itself, and its extra rights and tolerations for the hardware that it has.
     template = _pod(job, "ray-worker", resources, shared_memory=kuberay.shared_memory)
     container = template["spec"]["containers"][0]
@@ -229,7 +229,8 @@ def _pod(
     container: dict[str, Any] = {
         "name": name,
         "image": launch.image,
-        "env": [{"name": key, "value": value} for key, value in _variables(job).items()],
+        # Kubernetes reads $(NAME) as a variable's value, and $$ as one $.
+        "env": [{"name": key, "value": value.replace("$", "$$")} for key, value in _variables(job).items()],
         "resources": resources,
         "securityContext": {
             "allowPrivilegeEscalation": False,

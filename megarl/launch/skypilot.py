@@ -11,7 +11,7 @@ Fields have the meaning that skypilot 0.14.1 gives them.
 from __future__ import annotations
 
 import shlex
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
@@ -155,7 +155,7 @@ def _check_folders(job: Job) -> None:
         raise ValueError(
             f"skypilot.mount, skypilot.bucket: {', '.join(sorted(double))} is the target of several entries"
         )
-    folder = PurePosixPath(_work_dir(job)) / job.run_folder
+    folder = job.run_folder_in(_work_dir(job))
     apart = job.nodes == 1 and job.checkpoint_url is not None  # one machine needs to share nothing
     if not apart and not any(folder.is_relative_to(target) for target in volumes):
         raise ValueError(

@@ -23,6 +23,25 @@ def test_a_guard_that_has_started_knows_how_its_process_ended(tmp_path: Path) ->
         assert log.read_text().removeprefix(guard.ENDED).startswith("killed")
 
 
+def test_a_guard_that_cannot_write_to_the_log_removes_what_is_left(tmp_path: Path) -> None:
+    """Logs are on the run folder's disk, which may be full."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with open("/dev/full", "w") as out, subprocess.Popen(["sleep", "60"]) as process:
+        guarded = [
+            sys.executable,
+            "-S",
+            "-I",
+            guard.__file__,
+            str(process.pid),
+            "0",
+            f"MEGARL_TEST={tmp_path}",
+        ]
+        subprocess.run([*guarded, str(scratch)], start_new_session=True, stdout=out, stderr=out, check=True)
+        process.kill()
+    wait_for(lambda: not scratch.exists())
+
+
 def test_shared_memory_that_is_named_in_a_scratch_folder_goes_with_it(tmp_path: Path) -> None:
     token = secrets.token_hex(8)
     shared = [Path(f"/dev/shm/megarl-test-{token}-{number}") for number in range(3)]

@@ -1,8 +1,11 @@
 """`megarl doctor`: findings about machines, from facts made by hand, and a real examination of this machine."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,11 +38,11 @@ def bad(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 def judged(needed: dict[str, int] | None = None, **changes: object) -> list[Finding]:
     """The findings about one node that differs from a good one."""
-    return check_nodes([replace(NODE, **changes)], 8, needed or {})
+    return check_nodes([replace(NODE, **changes)], [8], needed or {})
 
 
 def test_a_good_node_is_good() -> None:
-    assert bad(judged()) == [] and bad(check_nodes([NODE, replace(NODE, host="b")], 8, {})) == []
+    assert bad(judged()) == [] and bad(check_nodes([NODE, replace(NODE, host="b")], [8, 8], {})) == []
     assert {finding.what for finding in judged()} >= {"torch", "GPUs", "memory", "/dev/shm"}
 
 
@@ -97,7 +100,7 @@ def test_missing_packages_come_with_their_purpose_and_a_command() -> None:
     node = replace(
         NODE, gpus=(), cuda=None, versions=bare, missing=("megatron-core", "sglang", "fastapi", "orjson")
     )
-    found = [finding for finding in check_nodes([node], None, {}) if finding.level != OK]
+    found = [finding for finding in check_nodes([node], [None], {}) if finding.level != OK]
     assert [(finding.level, finding.what, finding.found) for finding in found] == [
         (FAILURE, "megatron-core", "not installed on a: models in their parallel layouts"),
         (FAILURE, "sglang", "not installed on a: rollouts, evaluation"),
@@ -119,7 +122,7 @@ def test_without_gpus_none_are_asked_for() -> None:
         for name, version in VERSIONS.items()
         if name not in ("sglang-kernel", "transformer-engine", "fla-core")
     }
-    assert bad(check_nodes([replace(NODE, gpus=(), versions=bare)], None, {})) == []
+    assert bad(check_nodes([replace(NODE, gpus=(), versions=bare)], [None], {})) == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,61 @@ def test_without_gpus_none_are_asked_for() -> None:
     ],
 )
 def test_nodes_are_compared(changes: dict[str, object], expected: list[tuple[str, str]]) -> None:
-    assert bad(check_nodes([NODE, replace(NODE, host="b", **changes)], 8, {})) == expected
+    assert bad(check_nodes([NODE, replace(NODE, host="b", **changes)], [8, 8], {})) == expected
+
+
+def examined_on(
+    found: dict[str, NodeFacts], devices: Sequence[str], monkeypatch: pytest.MonkeyPatch, *keys: str
+) -> list[Finding]:
+    """The findings of a job that joins a cluster of machines with these facts, by name; the first one is the controller's.
+
+    Args:
+        devices: the machine of each device of the job.
+    """
+    pool = SimpleNamespace(use_gpu=True, devices=[SimpleNamespace(node_id=node) for node in devices])
+    run = SimpleNamespace(pools={}, log_dir=Path())
+    context = SimpleNamespace(get_node_id=lambda: next(iter(found)))
+    clock = count(1000.0, 4.0)  # each machine takes 4 s to answer, and all clocks are the same
+    now = next(clock)
+
+    def answer(node: str, *_: object) -> NodeFacts:
+        nonlocal now
+        now = next(clock)
+        return replace(found[node], host=node, clock=now + found[node].clock - NODE.clock)
+
+    where = "megarl.doctor.doctor"
+    monkeypatch.setattr(f"{where}._inputs", lambda config: iter(()))
+    monkeypatch.setattr(f"{where}.open_engine_run", lambda *_: nullcontext(run))
+    monkeypatch.setattr(f"{where}.open_pools", lambda run, pools: run.pools.update(pool=pool))
+    monkeypatch.setattr(f"{where}.ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(f"{where}.on_node", answer)
+    monkeypatch.setattr(f"{where}._bandwidth", lambda run, name: Finding(OK, "devices", name))
+    config = load_config(TrainConfig, PPO[0], [*PPO[1:], "trainer.ray_address=10.0.0.1:6379", *keys])
+    with monkeypatch.context() as patched:
+        patched.setattr("time.time", lambda: now)
+        return examine(config)
+
+
+def test_a_cluster_whose_controller_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the head's pod of KubeRay; its machines answer one after the other."""
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    head = replace(NODE, gpus=(), available=GIB, shared_memory=GIB >> 4)
+    found = {"head": head} | dict.fromkeys("abc", NODE)
+    assert bad(examined_on(found, "aaaabbbbcccc", monkeypatch, folder)) == []
+    found |= {"b": replace(NODE, gpus=NODE.gpus[:3]), "c": replace(NODE, clock=NODE.clock + 6)}
+    assert bad(examined_on(found, "aaaabbbbcccc", monkeypatch, folder)) == [
+        (WARNING, "clocks"),
+        (FAILURE, "GPUs"),
+    ]
+
+
+def test_a_model_of_the_hub(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room that its checkpoints need is known from the folder in the Hub's cache."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(task / "model"))
+    keys = [*on(task, tmp_path / "run"), "actor_rollout_ref.model.path=owner/name", "trainer.save_freq=1"]
+    assert bad(examined_on({"a": NODE}, "aaaa", monkeypatch, *keys)) == []
+    full = {"a": replace(NODE, disk=GIB)}
+    assert bad(examined_on(full, "aaaa", monkeypatch, *keys)) == [(FAILURE, "disk of the run folder")]
 
 
 def test_bus_bandwidth() -> None:

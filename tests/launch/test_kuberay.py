@@ -1,5 +1,6 @@
 """Manifests for KubeRay: valid for its schema and its operator, safe to start again, and refused where they would fail."""
 
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -98,6 +99,14 @@ def test_workers_have_the_devices_of_the_recipe_and_the_head_has_none(launch: An
     assert volumes[mounts["/models"]] == {"persistentVolumeClaim": {"claimName": "models.v2"}}
 
 
+def test_each_gpu_has_one_of_rays_cpus_on_pods_with_few_cores(launch: Any) -> None:
+    _, job = launch(*NEEDED, "--cpus-per-node", "2")
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    gpus = int(workers["rayStartParams"]["num-gpus"])
+    assert int(workers["rayStartParams"]["num-cpus"]) == gpus > 2
+    assert workers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "2"
+
+
 def test_each_claim_has_a_volume_of_its_own(launch: Any) -> None:
     claims = ["a.b", "a-b", "a.b.c", f"{'a' * 70}1", f"{'a' * 70}2", f"{'a' * 70}3"]
     mounts = [word for number, claim in enumerate(claims) for word in ("--mount", f"{claim}:/{number}")]
@@ -157,8 +166,20 @@ def test_gang_scheduling_is_asked_for_by_labels(launch: Any) -> None:
     assert labels["ray.io/priority-class-name"] == "high"
 
 
+def expanded(value: str, before: dict[str, str]) -> str:
+    """The value of a container's variable, given the ones before it: Kubernetes' documentation of `env` ("dependent variables")."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[1] is None else before.get(found[1], found[0]),
+        value,
+    )
+
+
 def test_variables_reach_every_pod_as_they_are(launch: Any, tmp_path: Path) -> None:
-    (tmp_path / "env").write_text("# of the site\n\nNCCL_SOCKET_IFNAME=eth0\nNOTE=a $b = 'c'd\n")
+    secret = "a$$b$(NOTE)$$(NOTE)$"
+    (tmp_path / "env").write_text(
+        f"# of the site\n\nNCCL_SOCKET_IFNAME=eth0\nNOTE=a $b = 'c'd\nSECRET={secret}\n"
+    )
     _, job = launch(*NEEDED, "--env-file", str(tmp_path / "env"), "--secret", "hub")
     cluster = job["spec"]["rayClusterSpec"]
     templates = [
@@ -168,8 +189,11 @@ def test_variables_reach_every_pod_as_they_are(launch: Any, tmp_path: Path) -> N
     ]
     for template in templates:
         (container,) = template["spec"]["containers"]
-        variables = {variable["name"]: variable["value"] for variable in container["env"]}
+        variables: dict[str, str] = {}
+        for variable in container["env"]:
+            variables[variable["name"]] = expanded(variable["value"], variables)
         assert variables["NOTE"] == "a $b = 'c'd" and variables["NCCL_SOCKET_IFNAME"] == "eth0"
+        assert variables["SECRET"] == secret
         assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
 
 
@@ -178,6 +202,8 @@ def test_what_would_fail_in_the_cluster_is_refused_here(refused: Any) -> None:
     message = refused("--image", "i", "--mount", "shared:/data")
     assert "trainer.default_local_dir=outputs/megarl/ppo is /workspace/outputs/megarl/ppo" in message
     assert "shared:/data" in message
+    message = refused(*NEEDED, "trainer.default_local_dir=../runs/a")
+    assert "trainer.default_local_dir=../runs/a is /runs/a in the pods" in message
     assert "on no volume" in refused("--image", "i", "--mount", "shared:/workspace:ro")
     assert "expected CLAIM:TARGET" in refused("--image", "i", "--mount", "shared")
     assert "/workspace is the target of several" in refused(*NEEDED, "--mount", "other:/workspace")

@@ -148,6 +148,8 @@ def test_the_run_folder_is_on_a_volume_or_its_checkpoints_in_a_bucket(launch: An
         in said
     )
     assert "skypilot.mount: models:/models" in said
+    said = refused(*NEEDED, "trainer.default_local_dir=../runs/a")
+    assert "trainer.default_local_dir=../runs/a is /runs/a on the machines" in said
     assert "volumes" not in launch(*image, "trainer.checkpoint_url=s3://bucket/run")
     assert "is on no volume" in refused(
         *image, "--nodes", "2", "trainer.nnodes=2", "trainer.checkpoint_url=s3://bucket/run"

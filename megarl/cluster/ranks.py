@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _DEAD = 4  # ActorTableData.ActorState.DEAD
+_MOST_NAMED = 8  # ranks that a message names
 
 
 @dataclass(frozen=True)
@@ -243,8 +244,9 @@ class WaitTimeout(RunFailure, TimeoutError):
             if process.pid
             else f"  {process.name}: its process never came up; the machine is overloaded (without GPUs each of "
             f"trainer.n_gpus_per_node is a process), or too many roles share its device"
-            for process in silent
+            for process in silent[:_MOST_NAMED]
         ]
+        lines += [f"  and {len(silent) - _MOST_NAMED} more"] if len(silent) > _MOST_NAMED else []
         super().__init__("\n".join(lines))
 
 
@@ -254,7 +256,13 @@ def _log_part(process: RankProcess, tail: str) -> str:
 
 
 def _others_part(others: Sequence[str]) -> str:
-    return f"\nalso: {'; '.join(others)}" if others else ""
+    return f"\nalso: {listed(others, '; ')}" if others else ""
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are: a message must stay readable where a thousand ranks fail at once."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return separator.join(names[:_MOST_NAMED]) + more
 
 
 def _indent(text: str) -> str:

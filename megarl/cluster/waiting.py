@@ -34,6 +34,7 @@ from megarl.cluster.ranks import (
     WorkerDied,
     WorkerFailed,
     WorkerHung,
+    listed,
     rank_error,
 )
 from megarl.cluster.report import stacks_of
@@ -62,7 +63,6 @@ _COLLECTIVE_TIMEOUT = re.compile(
 )
 Processes = dict[Any, RankProcess]
 """By Ray's id of their actors."""
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _hung(hang: Hang, others: Sequence[str] = ()) -> WorkerHung:
     named = [*others, *(f"{process} likewise" for process in further)]
     waiting = [process.name for process in hang.processes if process not in (first, *further)]
     if waiting:
-        named.append(f"{', '.join(waiting)} wait in a collective")
+        named.insert(0, f"{listed(waiting)} wait in a collective")
     tail = on_node(first.node_id, _NODE_SECONDS, log_tail, first.log_path)
     return WorkerHung(first, hang.cause, tail[0] if tail is not None else "", named)
 
@@ -259,7 +259,7 @@ def _root_cause(
     first = min(reports, key=lambda key: (bool(_LOST_PEER.search(reports[key].message)), reports[key].time))
     others = [line for key, line in lines.items() if key != first]
     if _COLLECTIVE_TIMEOUT.search(reports[first].message):
-        others += _missing([*silent, *_waited_for(pending, processes)], processes[first].role)
+        others = _missing([*silent, *_waited_for(pending, processes)], processes[first].role) + others
     return WorkerFailed(processes[first], reports[first], others)
 
 
@@ -277,7 +277,7 @@ def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
     missing = [
         process for process, stacks in elsewhere if stacks is None or not stacks.processes or stacks.is_called
     ] or [process for process, _ in elsewhere]
-    return [f"missing in the collective: {', '.join(map(str, missing))}"] if missing else []
+    return [f"missing in the collective: {listed([*map(str, missing)])}"] if missing else []
 
 
 def _errors_of(
@@ -333,8 +333,7 @@ class MissingReporter:
         if not processes or now - self._said < self._every:
             return
         self._said = now
-        names = ", ".join(f"{process.name} ({process.host})" for process in processes[:_MOST_NAMED])
-        more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
+        names = listed([f"{process.name} ({process.host})" for process in processes])
         self._say(
-            f"  after {now - self._begun:.0f} s {len(processes)} of {self._of} processes have yet {self._what}: {names}{more}"
+            f"  after {now - self._begun:.0f} s {len(processes)} of {self._of} processes have yet {self._what}: {names}"
         )

@@ -272,6 +272,19 @@ def test_a_rank_whose_answer_is_late_was_in_the_collective(monkeypatch):
     assert waiting._missing(processes[:1], "actor") == []
 
 
+def test_messages_stay_short_where_all_of_a_thousand_ranks_fail():
+    processes = [RankProcess(None, "actor", rank, "h", "n", "log", pid=1) for rank in range(1000)]
+    lost = ranks.WorkerDied(processes[0], "killed", "", [f"{process} died, too" for process in processes[1:]])
+    assert "also: actor rank 1 (process 1 on h) died, too; " in str(lost) and str(lost).endswith(
+        "; actor rank 8 (process 1 on h) died, too and 991 more"
+    )
+    late = ranks.WaitTimeout(5, processes, 1000)
+    assert len(late.silent) == 1000 and len(str(late).splitlines()) == 10
+    assert str(late).startswith("no answer within 5 s from 1000 of 1000") and str(late).endswith(
+        "and 992 more"
+    )
+
+
 @pytest.mark.parametrize(
     ("is_dead", "kind", "told"),
     [(True, WorkerDied, "died: killed"), (False, WorkerHung, "hangs: it was found to")],

@@ -170,8 +170,17 @@ def chat_columns(prompt_key: str, response_key: str | None, section: str) -> lis
 
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, append_eos: bool) -> list[int]:
     """Token ids of plain text with the special tokens that the tokenizer itself puts before a text (such as a start
-    token), and the end token after it if `append_eos`."""
+    token), and the end token after it if `append_eos`.
+
+    Raises:
+        ValueError: the tokenizer has no end token.
+    """
     ids = list(tokenizer(text)["input_ids"])
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no end token to put behind texts: name one in its tokenizer_config.json (eos_token), or set "
+            "data.append_eos=false"
+        )
     if append_eos and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     return ids

@@ -4,6 +4,8 @@ Promises: every fact comes from the config, none is assumed; a field that change
 not supported is refused by name. Must not know: process groups, engines, RL; sniffs no class names.
 """
 
+from collections.abc import Mapping
+
 from megarl.models.alike import llama_alike
 from megarl.models.config import COMPANIONS, ModelConfig
 from megarl.models.families import FAMILIES
@@ -26,15 +28,18 @@ from megarl.models.table import (
 )
 
 
-def read_model_config(path: str) -> ModelConfig:
+def read_model_config(path: str, parts: Mapping[str, bool] | None = None) -> ModelConfig:
     """The facts of the model in the Hugging Face folder `path`.
+
+    Args:
+        parts: see `llama_alike`; families do not need them.
 
     Raises:
         ValueError: no such model, a family that is not supported, or a config field that is not.
     """
     hf = load_hf_config(path)
     kind = hf.text("model_type")
-    return FAMILIES[kind](hf) if kind in FAMILIES else llama_alike(hf, path)
+    return FAMILIES[kind](hf) if kind in FAMILIES else llama_alike(hf, path, parts)
 
 
 __all__ = [

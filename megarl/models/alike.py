@@ -9,6 +9,8 @@ Promises:
 Neither tells a rotation of neighbouring dimensions from one of halves: `megarl.doctor.computation` compares what is computed.
 """
 
+from collections.abc import Mapping
+
 from megarl.models.config import DECODER, FULL_ATTENTION, ModelConfig, decoder_facts, refuse_unsupported
 from megarl.models.families import FAMILIES, refuse_layer_types
 from megarl.models.fields import Fields, short
@@ -74,8 +76,12 @@ _HEADS = (
 )  # one or none of them, by the class that wrote the files
 
 
-def llama_alike(hf: Fields, path: str) -> ModelConfig:
+def llama_alike(hf: Fields, path: str, parts: Mapping[str, bool] | None = None) -> ModelConfig:
     """The facts of the model in the folder `path`, whose config.json is `hf`.
+
+    Args:
+        parts: `qkv_bias` and `qk_norm` of a model whose weights are not in this folder, such as that of a Megatron checkpoint's config;
+            None: the folder's files tell, and are compared with the table of weights.
 
     Raises:
         ValueError: names the fields or the tensors that Llama's architecture does not have; the folder has no weights.
@@ -92,6 +98,8 @@ def llama_alike(hf: Fields, path: str) -> ModelConfig:
         )
     refuse_unsupported(hf, _ACCEPTED)
     refuse_layer_types(hf)
+    if parts is not None:
+        return ModelConfig(family="llama", **parts, **decoder_facts(hf))
     try:
         shapes = {name: tensor.shape for name, tensor in stored_tensors(path).items()}
     except ValueError as error:

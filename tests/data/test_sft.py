@@ -308,6 +308,14 @@ def test_all_tokens_and_the_end_are_learnt(tokenizer, tmp_path, name):
     assert without["input_ids"].to_pylist() == [ids[:-1] for ids in table["input_ids"].to_pylist()]
 
 
+def test_texts_cannot_end_with_a_token_that_is_not_there(tokenizer, tmp_path):
+    path, without = write(tmp_path / "texts.jsonl", ["one two"]), copy.deepcopy(tokenizer)
+    without.eos_token = None
+    with pytest.raises(ValueError, match=r"row 0: the tokenizer has no end token .* data\.append_eos=false"):
+        SftDataset(path, without, max_length=200, text_key="doc.text")
+    assert len(SftDataset(path, without, max_length=200, text_key="doc.text", append_eos=False)) == 1
+
+
 def test_a_start_token_is_the_tokenizers(tmp_path):
     """A Llama tokenizer puts <s> before a text, as in pretraining; an end token that is there is not added again."""
     with pytest.warns(UserWarning, match="no chat template"):

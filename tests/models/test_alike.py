@@ -40,6 +40,16 @@ def test_it_has_the_facts_of_the_architecture_whose_weights_it_has(
     assert logical_tensors(config) == logical_tensors(known)
 
 
+def test_without_weights_its_parts_are_given(folder_of: Callable[[str], Path]) -> None:
+    """A Megatron checkpoint has the config in a folder of its own, without the model's files."""
+    folder = folder_of("qwen2")
+    config = read_model_config(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="not supported without its weights"):
+        read_model_config(str(folder))
+    assert read_model_config(str(folder), {"qkv_bias": True, "qk_norm": False}) == config
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

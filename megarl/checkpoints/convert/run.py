@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from megarl.checkpoints.convert.adapters import MergedSource, extract_adapters
-from megarl.checkpoints.convert.sources import open_source
+from megarl.checkpoints.convert.sources import Source, open_source
 from megarl.checkpoints.convert.targets import TARGETS, Moves
-from megarl.checkpoints.hf.export import read_companions
+from megarl.checkpoints.hf.export import one_label_fields, read_companions
 from megarl.checkpoints.hf.fused import find_vision_tensors
 from megarl.util.files import whole_folder
 
@@ -84,7 +85,8 @@ def convert(
     writing = TARGETS[kind](opened.config, opened.head, opened.mtp)
     moves = Moves(opened, writing, DTYPES.get(dtype))
     files = moves.files(shard_bytes)
-    companion_files = read_companions(opened.companions, opened.config, moves.main_dtype, opened.mtp)
+    fields = _head_fields(opened) if kind == "hf" else None
+    companion_files = read_companions(opened.companions, opened.config, moves.main_dtype, opened.mtp, fields)
     with whole_folder(target) as folder:
         with progress(console, moves.num_bytes, f"{opened.kind} -> {kind}") as advance:
             for at, items in enumerate(files):
@@ -98,6 +100,20 @@ def convert(
     if opened.config.num_mtp_layers and not opened.mtp:
         left_out.append("multi-token prediction layers")
     return Conversion(opened.kind, kind, len(moves.dtypes), moves.num_bytes, len(files), tuple(left_out))
+
+
+def _head_fields(source: Source) -> dict[str, Any] | None:
+    """Fields of config.json for the weights' head: of a critic or reward model that was trained from a language model's folder the
+    checkpoint's config is the language model's. None: the config fits.
+
+    Whether the padding token also ends texts is read from the config, which may name several ends.
+    """
+    hf = source.config.hf
+    if source.head != "value" or not source.config.architecture.endswith("ForCausalLM"):
+        return None
+    pad, ends = hf.get("pad_token_id"), hf.get("eos_token_id")
+    is_end = pad in (ends if isinstance(ends, list) else [ends])
+    return one_label_fields(source.config, None if is_end else pad)
 
 
 def _check_arguments(target: str, to: str | None, dtype: str | None, shard_bytes: int) -> None:

@@ -14,7 +14,7 @@ sharded separately, so all of the gate comes first there too. Beyond that:
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -315,6 +315,12 @@ class HFSource:
                 yield Part(copy, copy.target_box, reader.read(copy.source_local, copy.source_box))
 
 
+def _attention_parts(keys: Collection[str]) -> dict[str, bool]:
+    """Which parts of attention a checkpoint has weights of; the config of a `model_type` without a family does not say."""
+    ends = {"qkv_bias": ".self_attention.linear_qkv.bias", "qk_norm": ".self_attention.q_layernorm.weight"}
+    return {part: any(key.endswith(end) for key in keys) for part, end in ends.items()}
+
+
 class MegatronSource:
     """A distributed checkpoint, whatever the layout and the form (layers stacked or numbered) it was saved in.
 
@@ -331,9 +337,9 @@ class MegatronSource:
                 f"{self.companions} has no config.json: checkpoint {path!r} does not name its model; "
                 "name its Hugging Face folder with --hf"
             )
-        self.config = read_model_config(str(self.companions))
-        self.mtp = mtp and self.config.num_mtp_layers > 0
         self.reader = DCPReader(folder)
+        self.config = read_model_config(str(self.companions), _attention_parts(self.reader.tensors))
+        self.mtp = mtp and self.config.num_mtp_layers > 0
         tensors = {key: t for key, t in self.reader.tensors.items() if not _OPTIMIZER.match(key)}
         self.adapters = {key: t for key, t in tensors.items() if key.startswith(IN_CHECKPOINTS)}
         self.weights = {key: t for key, t in tensors.items() if key not in self.adapters}

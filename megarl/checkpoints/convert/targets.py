@@ -11,7 +11,7 @@ import torch
 
 from megarl.checkpoints.convert.sources import Source, megatron_checkpoint, stacks_layers
 from megarl.checkpoints.dcp import DCPWriter
-from megarl.checkpoints.hf.export import HFFolderWriter, in_files
+from megarl.checkpoints.hf.export import HFFolderWriter, in_files, write_files
 from megarl.checkpoints.hf.fused import stored_name
 from megarl.layout import Box, Copy, Layout, make_plan
 from megarl.models import COMPANIONS, ModelConfig, keeps_float32
@@ -56,7 +56,7 @@ class Target(Protocol):
         ...
 
     def finish(self, folder: Path, companions: Mapping[str, bytes], source: Path) -> None:
-        """Write the files that complete the checkpoint. `companions`: config, tokenizer and so on, by file name; `source`: their folder."""
+        """Write the files that complete the checkpoint. `companions`: config, tokenizer and so on, by path; `source`: their folder."""
         ...
 
 
@@ -145,9 +145,7 @@ class MegatronTarget:
         torch.save(self._common, folder / CHECKPOINT / "common.pt")
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (folder / CHECKPOINT / "metadata.json").write_text(json.dumps(config))
-        (folder / CHECKPOINT / COMPANIONS).mkdir()
-        for name, content in companions.items():
-            (folder / CHECKPOINT / COMPANIONS / name).write_bytes(content)
+        write_files(folder / CHECKPOINT / COMPANIONS, companions)
         (folder / "latest_checkpointed_iteration.txt").write_text(CHECKPOINT)
 
 

@@ -30,10 +30,10 @@ from megarl.weight_sync.layouts import hf_layout, megatron_layout
 from megarl.weight_sync.packets import crc32
 
 Item = TypeVar("Item")
-# files of a model folder other than its weights: config.json is written anew
-_COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
-               "chat_template*", "added_tokens.json", "*preprocessor_config.json", "processor_config.json", "*.model",
-               "*.py")  # fmt: skip
+# files of a model folder other than its weights: config.json is written anew. Transformers keeps further chat templates in a folder.
+_COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt",
+               "tekken.json", "*.tiktoken", "chat_template*", "additional_chat_templates/*.jinja", "added_tokens.json",
+               "*preprocessor_config.json", "processor_config.json", "*.model", "*.py")  # fmt: skip
 
 
 def read_companions(
@@ -43,7 +43,7 @@ def read_companions(
     mtp: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """The files other than weights of a model's Hugging Face folder, for a copy of the model: file name -> content.
+    """The files other than weights of a model's Hugging Face folder, for a copy of the model: path in the folder -> content.
 
     Args:
         dtype: of the copy's weights, which its config says; its `quantization_config` is left out.
@@ -62,11 +62,37 @@ def read_companions(
     if config.is_nested:
         hf["text_config"] = own
     found = (file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file())
-    files = {file.name: file.read_bytes() for file in found}
+    files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in found}
     for name, content in files.items():
         if name.endswith(".json"):
             json_object(content, str(folder / name))
     return {**files, "config.json": (json.dumps(hf, indent=2) + "\n").encode()}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, by their paths in it.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def one_label_fields(model: ModelConfig, pad_token_id: int | None) -> dict[str, Any]:
+    """The fields of config.json that turn a language model into a sequence classifier with one label.
+
+    Args:
+        pad_token_id: transformers scores a text at its last token that is not this one; None: it scores one text at a time.
+    """
+    architecture = model.architecture.replace("Qwen3_5For", "Qwen3_5TextFor")
+    return {
+        "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": pad_token_id,
+    }
 
 
 def _without_types(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -130,8 +156,7 @@ class HFFolderWriter:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": self._weight_map}
             path = self.folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n")
-        for name, content in companions.items():
-            (self.folder / name).write_bytes(content)
+        write_files(self.folder, companions)
 
 
 # Bundles: the bytes of a list of copies in host memory, laid end to end, each copy with its checksum.

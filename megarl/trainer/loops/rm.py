@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.preference import preference_loss, ranking_metrics
+from megarl.checkpoints.hf.export import one_label_fields
 from megarl.cluster import ClusterSetup
 from megarl.config import RMConfig
 from megarl.data.loader import TableLoader
@@ -144,22 +145,10 @@ def export(
 
 
 def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The fields of config.json that turn a language model into a sequence classifier with one label.
-
-    transformers scores a text at its last token that is not padding. Where the end token is also the padding token, that would be an
-    earlier token, so no padding token is named.
-    """
+    """See `one_label_fields`. Where the end token is also the padding token, transformers would score a text at an earlier token, so no
+    padding token is named."""
     pad = tokenizer.pad_token_id
-    return {
-        "architectures": [
-            model.architecture.replace("Qwen3_5For", "Qwen3_5TextFor").replace(
-                "ForCausalLM", "ForSequenceClassification"
-            )
-        ],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        "pad_token_id": None if pad == tokenizer.eos_token_id else pad,
-    }
+    return one_label_fields(model, None if pad == tokenizer.eos_token_id else pad)
 
 
 def check_class(path: str, model: ModelConfig) -> None:

@@ -221,7 +221,10 @@ def _other_models(config: TrainConfig | TuningConfig, folder: Path) -> Iterator[
         saved = folder / role / COMPANIONS
         if not all((where / "config.json").is_file() for where in (saved, Path(path).expanduser())):
             continue
-        differing = list(_differences(read_model_config(str(saved)), read_model_config(path)))
+        given = read_model_config(path)
+        # Only weights tell these facts of a `model_type` without a family, and `saved` has none.
+        parts = {"qkv_bias": given.qkv_bias, "qk_norm": given.qk_norm}
+        differing = list(_differences(read_model_config(str(saved), parts), given))
         if differing:
             yield (
                 f"{key}={path} is another model than the one that was saved: {', '.join(differing)}; give that one, another "

@@ -30,7 +30,7 @@ from megarl.checkpoints.hf.adapters import (
     load_adapters,
     write_adapter_config,
 )
-from megarl.checkpoints.hf.export import Bundle, ExportPlan, read_companions
+from megarl.checkpoints.hf.export import Bundle, ExportPlan, read_companions, write_files
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
@@ -614,12 +614,10 @@ def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
         OSError: the disk is full or not writable.
     """
     spec, companions = worker.spec, folder / COMPANIONS
-    companions.mkdir()
     source = Path(spec.path).expanduser()
-    names = []
-    for name, content in read_companions(source, worker.config, worker.dtype, worker.depth > 0).items():
-        (companions / name).write_bytes(content)
-        names.append(f"{COMPANIONS}/{name}")
+    files = read_companions(source, worker.config, worker.dtype, worker.depth > 0)
+    write_files(companions, files)
+    names = [f"{COMPANIONS}/{name}" for name in files]
     if spec.adapted:
         write_adapter_config(folder, worker.config, spec.lora, spec.path, spec.head)
         names.append(CONFIG_FILE)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
@@ -22,6 +23,7 @@ from megarl.layout import Box
 from megarl.util.files import whole_folder
 from tests.checkpoints.convert.rss import peak_growth_mb
 from tests.disks import small_disk
+from tests.fixtures.tiny_models import as_type
 from tests.megatron.hf import save_model
 from tests.weight_sync.shards import quantise
 
@@ -62,6 +64,29 @@ def test_there_and_back_keeps_weights_config_and_tokenizer(tmp_path, model):
     for name in names - {"config.json"}:
         assert (back / name).read_bytes() == (model / name).read_bytes()
     assert json.loads((back / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+
+
+def test_further_chat_templates_and_files_of_tokenizers_come_along(tmp_path, model):
+    names = ("additional_chat_templates/tool_use.jinja", "tekken.json", "vocab.txt", "qwen.tiktoken")
+    source = change(model, tmp_path / "hf")
+    (source / "additional_chat_templates").mkdir()
+    for name in names:
+        (source / name).write_text("{}")
+    convert(str(source), str(tmp_path / "there"))
+    convert(str(tmp_path / "there"), str(tmp_path / "back"))
+    assert [(tmp_path / "back" / name).read_text() for name in names] == ["{}"] * len(names)
+    assert set(AutoTokenizer.from_pretrained(tmp_path / "back").chat_template) == {"default", "tool_use"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_type_without_a_family_goes_there_and_back(tmp_path, family):
+    """Its config does not say whether it has biases or norms of queries and keys; the checkpoint's tensors do."""
+    model = make_tiny_model(tmp_path / "hf", ["one two"], vocab_size=300, hidden_size=64, family=family)
+    as_type(model, "mistral", "MistralForCausalLM")
+    convert(str(model), str(tmp_path / "there"))
+    convert(str(tmp_path / "there"), str(tmp_path / "back"))
+    assert compare(str(model), str(tmp_path / "back")).equal
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "mistral"
 
 
 def test_another_type_is_that_of_weights_and_config(tmp_path, model):
@@ -163,6 +188,23 @@ def test_a_critic_keeps_its_head(tmp_path):
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("ends", "pad"),
+    [({"eos_token_id": 2, "pad_token_id": 0}, 0), ({"eos_token_id": [2, 0], "pad_token_id": 0}, None)],
+)
+def test_a_language_model_with_a_head_of_one_label_becomes_a_classifier(tmp_path, model, ends, pad):
+    """A critic's or reward model's checkpoint has the config of the language model that it began as."""
+    score = torch.randn(1, 64)
+    change(model, tmp_path / "hf", lm_head__weight=None, score__weight=score)
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **ends}))
+    convert(str(tmp_path / "hf"), str(tmp_path / "there"))
+    convert(str(tmp_path / "there"), str(tmp_path / "back"))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
+    assert torch.equal(loaded.score.weight, score) and loaded.config.pad_token_id == pad
+    assert loaded.config.architectures == [type(loaded).__name__]
 
 
 def test_names_shapes_and_values_that_differ_are_told(tmp_path, model):

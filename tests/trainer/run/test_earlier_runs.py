@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import EvalConfig, SFTConfig, TrainConfig, load_config, resolve
+from examples.tiny_model import make_tiny_model
+from megarl.config import EvalConfig, SFTConfig, TrainConfig, load_config, resolve, save_config
 from megarl.trainer.run.checkpoints import find_resumed, open_store
-from megarl.trainer.run.earlier_runs import set_aside_earlier_run
+from megarl.trainer.run.earlier_runs import refusals, set_aside_earlier_run
 from megarl.trainer.run.logger import RunLogger, read_metrics
+from tests.fixtures.tiny_models import as_type
 
 SFT = [
     "data.train_files=a.parquet", "data.max_length=8", "data.train_batch_size=2", "optim.lr=1", "max_token_len_per_gpu=8",
@@ -118,3 +120,18 @@ def test_the_metrics_of_a_second_start_are_its_own(tmp_path: Path) -> None:
     assert [row["train/loss"] for row in read_metrics(tmp_path)] == [2.0] * 4
     for folder in (earlier, tmp_path):
         assert len(list((folder / "tensorboard").iterdir())) == 1
+
+
+def test_a_model_of_a_type_without_a_family_is_the_one_that_was_saved(tmp_path: Path) -> None:
+    """The checkpoint has its config without its weights."""
+    model = make_tiny_model(tmp_path / "model", ["one two"], hidden_size=32, num_layers=2, family="qwen2")
+    file = as_type(model, "mistral", "MistralForCausalLM") / "config.json"
+    config, checkpoint = sft(tmp_path, f"model.path={model}"), tmp_path / "step-1"
+    saved = checkpoint / "model" / "hf" / "config.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(file.read_bytes())
+    save_config(config, checkpoint / "config.yaml")
+    assert refusals(config, checkpoint) == []
+    saved.write_text(json.dumps({**json.loads(file.read_text()), "rms_norm_eps": 1e-3}))
+    (reason,) = refusals(config, checkpoint)
+    assert "norm_epsilon was 0.001" in reason

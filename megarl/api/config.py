@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from megarl.config import TrainConfig
@@ -80,7 +81,13 @@ def make_trainer_config(
         values |= {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": kl_coef}
     values = {key: value for key, value in values.items() if value is not None} | keys
     values = _batch(values, rollouts_per_device) | values
-    return load_config(TrainConfig, None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+    return load_config(TrainConfig, None, [f"{key}={_yaml(value)}" for key, value in values.items()])
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML: as JSON, but with one escape for each character, where that has two for some; paths are texts."""
+    text = json.dumps(value, ensure_ascii=False, default=os.fspath)
+    return "".join(sign if sign.isascii() else f"\\U{ord(sign):08x}" for sign in text)
 
 
 def _refuse_aliases(keys: dict[str, Any]) -> None:

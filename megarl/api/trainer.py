@@ -84,6 +84,8 @@ class PromptSupply:
         Raises:
             ValueError: no prompts, or a wrong one, by its number.
         """
+        if isinstance(prompts, str | Mapping):  # a list of it would be one of its letters, or of its keys
+            raise ValueError(f"prompts: found one {type(prompts).__name__}; give a list of prompts, [prompt]")
         if not isinstance(prompts, pa.Table) and not hasattr(prompts, "table"):
             prompts = list(prompts)  # a copy, so that later changes of the caller's list are noticed
         if not _same(prompts, self._given):

@@ -164,15 +164,18 @@ def _config(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     config = _configured(TrainConfig, options)
-    if not config.trainer.rollout_only and config.trainer.train_only is None:
+    if config.trainer.train_only is not None:
+        _run_with_restarts("offline", config, "learn_only")
+        return
+    if not config.trainer.rollout_only:
         _run_with_restarts("ppo", config)
         return
     from megarl.trainer.run.cluster_setup import cluster_setup_of
 
-    with cluster_setup_of(config) as cluster_setup:
-        from megarl.trainer.loops.offline import generate_only, learn_only
+    with cluster_setup_of(config) as cluster_setup:  # it has no checkpoint from which it could go on
+        from megarl.trainer.loops.offline import generate_only
 
-        (generate_only if config.trainer.rollout_only else learn_only)(config, cluster_setup)
+        generate_only(config, cluster_setup)
 
 
 def _supervised(command: str) -> Runner:
@@ -190,14 +193,15 @@ def _report(options: argparse.Namespace) -> None:
     run(options, lambda found: run_floors(found, options.hardware))
 
 
-def _run_with_restarts(module: str, config: TrainConfig | TuningConfig) -> None:
-    """Run `train` of a module of trainer/loops, with restarts."""
+def _run_with_restarts(module: str, config: TrainConfig | TuningConfig, function: str = "train") -> None:
+    """Run a function of a module of trainer/loops, with restarts."""
     from megarl.trainer.run.cluster_setup import cluster_setup_of
 
     with cluster_setup_of(config) as cluster_setup:  # fork servers import while this process does
         from megarl.trainer.run.failures import with_restarts
 
-        with_restarts(config, import_module(f"megarl.trainer.loops.{module}").train, cluster_setup)
+        train = getattr(import_module(f"megarl.trainer.loops.{module}"), function)
+        with_restarts(config, train, cluster_setup)
 
 
 def _eval(options: argparse.Namespace) -> None:

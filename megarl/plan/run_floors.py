@@ -16,6 +16,8 @@ from megarl.report.data import RunRecord
 from megarl.report.phases import Floors
 from megarl.trainer.run.earlier_runs import CONFIG_FILE
 
+_GO_ON = ("generate", "score_model")  # with trainer.mode=fully_async, while the models learn
+
 
 def run_floors(run: RunRecord, hardware: str | None) -> Floors:
     """The floors of a run, or why there are none.
@@ -55,7 +57,14 @@ def run_floors(run: RunRecord, hardware: str | None) -> Floors:
         f"Floors are the least seconds of the same work by the peaks of {job.devices} {gpu.name}, with prompts of {prompt:,.0f} and responses "
         f"of {response:,.0f} tokens on average, by the first and the last saved step."
     )
-    return Floors({phase.name: phase.floor for phase in job.phases}, words)
+    least = {phase.name: phase.floor for phase in job.phases}
+    if config.trainer.mode == "fully_async":
+        least = {phase: seconds for phase, seconds in least.items() if phase not in _GO_ON}
+        words += (
+            " Generation has none: it goes on while the models learn (trainer.mode=fully_async), and a step's seconds are only those for which "
+            "the models wait."
+        )
+    return Floors(least, words)
 
 
 def _gpu_of(run: RunRecord) -> Hardware | str:

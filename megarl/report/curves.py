@@ -7,7 +7,7 @@ extremes among them; a number that is not finite is a gap in its curve; a metric
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -161,10 +161,7 @@ def charts_of(
         metrics = dict(_present(curves, runs))
         values = {name: [value for run in runs for _, value in run.series(name)] for name in metrics}
         changing = {name for name, found in values.items() if len(set(map(str, found))) > 1}
-        every = [value for found in values.values() for value in found if math.isfinite(value)]
-        kind = curves.unit
-        if kind == "share" and not all(0 <= value <= 1 for value in every):  # scores need not be shares
-            kind = "number"
+        kind = unit_of(curves, (value for found in values.values() for value in found))
         if changing:
             # A metric that is zero throughout is not drawn along the axis.
             kept = [name for name in metrics if name in changing or any(values[name])]
@@ -177,6 +174,12 @@ def charts_of(
                 for name, label in metrics.items()
             ]
     return charts, constants
+
+
+def unit_of(curves: Curves, values: Iterable[float]) -> str:
+    """The unit in which these values of a chart's metrics are written: scores need not be shares."""
+    shares = all(0 <= value <= 1 for value in values if math.isfinite(value))
+    return "number" if curves.unit == "share" and not shares else curves.unit
 
 
 def _present(curves: Curves, runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:

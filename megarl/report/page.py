@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -22,6 +23,7 @@ from megarl.report.curves import (
     charts_of,
     not_finite,
     series_of,
+    unit_of,
 )
 from megarl.report.data import RunRecord, read_runs
 from megarl.report.html import MIB, figure, render
@@ -158,9 +160,8 @@ def _side_by_side(runs: Sequence[RunRecord]) -> SideBySide:
             last = [run.series(metric)[-1:] for run in runs]
             if any(last):
                 title = curves.title if len(curves.metrics) == 1 else f"{curves.title}: {label}"
-                found.last.append(
-                    [title, *(UNITS[curves.unit](each[0][1]) if each else "-" for each in last)]
-                )
+                text = UNITS[unit_of(curves, (value for run in runs for _, value in run.series(metric)))]
+                found.last.append([title, *(text(each[0][1]) if each else "-" for each in last)])
     return found
 
 
@@ -223,12 +224,13 @@ def _sync_table(run: RunRecord) -> list[list[str]]:
 
 
 def _metrics(run: RunRecord) -> list[list[str]]:
-    """Each metric with its first, least, greatest and last value."""
+    """Each metric with its first, least, greatest and last value; the least and the greatest are of those that are finite, if any is."""
     names = sorted(run.columns.keys() - {"step", "time"})
     found = []
     for name in names:
         values = [value for _, value in run.series(name)]
-        found.append([name, *(figure(value) for value in (values[0], min(values), max(values), values[-1]))])
+        finite = [value for value in values if math.isfinite(value)] or values
+        found.append([name, *(figure(value) for value in (values[0], min(finite), max(finite), values[-1]))])
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config import EvalConfig
 from megarl.config.loading import TRAINING, plain_value
+from megarl.config.loading.recipes import PREFIX
 from megarl.config.schema import walk
 from megarl.config.show import source_of
 from megarl.report.curves import UNITS
@@ -119,12 +120,15 @@ def _numbers(run: RunRecord) -> Iterator[Tile]:
 
 
 def _evaluated(run: RunRecord) -> Iterator[Tile]:
-    """The scores of an evaluation: their mean, and by source where there are several."""
-    scores = {name: value for name, value in run.steps[0].items() if name.startswith("val/score/")}
-    share = all(0 <= value <= 1 for value in scores.values())
-    for name, value in scores.items() if len(scores) > 2 else list(scores.items())[:1]:
-        label = "Score" if name == "val/score/mean" else f"Score: {name.removeprefix('val/score/')}"
-        yield Tile(label, UNITS["share" if share else "number"](value), "", repr(value))
+    """The scores of an evaluation: their mean, and by source and set where there are several."""
+    mean, numbers = "val/score/mean", run.steps[0]
+    others = [name for name in numbers if name.startswith("val/score/") or name.endswith("/score/mean")]
+    names = [name for name in dict.fromkeys((mean, *others)) if name in numbers]
+    share = all(0 <= numbers[name] <= 1 for name in names)
+    for name in names if len(names) > 2 else names[:1]:
+        part = name.removeprefix("val/").removeprefix("score/").removesuffix("/score/mean")
+        text = UNITS["share" if share else "number"](numbers[name])
+        yield Tile("Score" if name == mean else f"Score: {part}", text, "", repr(numbers[name]))
     for name, label in (("val/num_problems", "Problems"), ("val/tokens_per_s", "Tokens/s")):
         if name in run.steps[0]:
             value = run.steps[0][name]
@@ -175,11 +179,14 @@ def _facts(run: RunRecord) -> Iterator[Tile]:
 
 
 def _recipe(run: RunRecord) -> str | None:
-    """The file name of the recipe that the command names."""
+    """The recipe that the command names: the name of its file, or `recipe:NAME`."""
     words = shlex.split(run.facts.command) if run.facts is not None else []
-    return next(
-        (Path(word).name for word in words if word.endswith((".yaml", ".yml")) and "=" not in word), None
-    )
+    for word in words:
+        if word.startswith(PREFIX):
+            return word
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            return Path(word).name
+    return None
 
 
 def _moment(seconds: float | None) -> str:

@@ -85,6 +85,15 @@ def test_other_algorithms_and_any_key(model: Path) -> None:
     assert resolve_batches(resolve(by_tokens)).critic_update.micro_batch_tokens == 2048
 
 
+def test_keys_are_paths_and_texts_of_any_characters() -> None:
+    keys = {
+        "trainer.default_local_dir": Path("runs", "first"),
+        "trainer.experiment_name": "\U0001f680 \u5b9e\u2028",
+    }
+    trainer = make_trainer_config(algo="grpo", **keys).trainer
+    assert (trainer.default_local_dir, trainer.experiment_name) == ("runs/first", "\U0001f680 \u5b9e\u2028")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -229,6 +238,8 @@ def test_few_prompts_are_repeated_within_a_batch(model: Path) -> None:
     ("prompts", "words"),
     [
         ([], "prompts: there are none"),
+        ("1 + 1 =", "prompts: found one str; give a list of prompts"),
+        ({"prompt": "1 + 1 ="}, "prompts: found one dict; give a list of prompts"),
         (["1 + 1 =", 7], "prompts row 1: "),
         ([[{"role": "user"}]], "prompts row 0: "),
         (pa.table({"uid": ["a"]}), "the table lacks the columns "),

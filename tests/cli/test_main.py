@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,8 @@ from examples.tiny_model import make_tiny_model
 from megarl import __version__
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.cli.main import SCHEMAS, main
+from megarl.cluster import RayFailed
+from megarl.config import TrainConfig
 from megarl.config.loading import load_with_origins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -408,3 +411,27 @@ def test_python_dash_m() -> None:
     command = [sys.executable, "-m", "megarl", "--version"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, f"megarl {__version__}\n")
+
+
+@pytest.mark.parametrize("losses", [0, 2])
+def test_training_alone_is_started_again_too(monkeypatch, tmp_path, losses) -> None:
+    """`trainer.max_restarts` counts for `trainer.train_only`, which goes on from its checkpoints as any training does."""
+    keys = [
+        f"trainer.train_only={tmp_path}",
+        "trainer.max_restarts=2",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
+    config, _ = load_with_origins(TrainConfig, PPO, keys)
+    begun: list[object] = []
+
+    def learn(config: TrainConfig, cluster_setup: object) -> str:
+        begun.append(cluster_setup)
+        if len(begun) <= losses:
+            raise RayFailed("the raylet is gone")
+        return "hf"
+
+    monkeypatch.setattr("megarl.cli.main._configured", lambda *_: config)
+    monkeypatch.setattr("megarl.trainer.run.cluster_setup.cluster_setup_of", lambda _: nullcontext("first"))
+    monkeypatch.setattr("megarl.trainer.loops.offline.learn_only", learn)
+    assert main(["train", PPO]) == 0
+    assert begun == ["first", *[None] * losses]

@@ -54,6 +54,31 @@ def test_faster_gpus_have_lower_floors(folder: Path) -> None:
     assert all(fast[phase] < slow[phase] for phase in slow)
 
 
+def test_generation_that_goes_on_while_models_learn_has_no_floor(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A step of `fully_async` waits for a part of its generation alone: less time than the least for all of it would be no wonder."""
+    keys = [
+        f"actor_rollout_ref.model.path={MODEL}",
+        "data.max_response_length=1024",
+        "resource_pools={train: {n_gpus_per_node: 4}, rollout: {n_gpus_per_node: 4}}",
+        "actor_rollout_ref.actor.resource_pool=train",
+        "actor_rollout_ref.rollout.resource_pool=rollout",
+    ]
+    shown = {}
+    for mode in ("one_step_off", "fully_async"):
+        recipe = str(ROOT / "recipes" / "qwen2.5_7b_dapo.yaml")
+        config = load_config(TrainConfig, recipe, [*keys, f"trainer.mode={mode}"])
+        save_config(resolve(config), folder / "config.yaml")
+        floors = run_floors(read_run(folder), "H100")
+        assert {"sync", "update"} <= floors.seconds.keys()
+        shown[mode] = "generate" in floors.seconds, "goes on while the models learn" in floors.words
+    assert shown == {"one_step_off": (True, False), "fully_async": (False, True)}
+    code, text, _ = report(capsys, folder, "--hardware", "H100")
+    assert code == 0 and not re.search(r"30\.00 s [0-9.]+ floors", text)
+    assert re.search(r"15\.00 s [0-9.]+ floors", text)  # of the updates
+
+
 def with_gpus(folder: Path, *names: str) -> RunRecord:
     """The run, with these GPUs in its `run.json`."""
     gpus = tuple(RunGpus(name, 8, 80 << 30) for name in names)

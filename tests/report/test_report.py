@@ -1,14 +1,19 @@
 """`megarl report`: run folders as one page that shows everything and runs no code from the folders."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.cli.main import main
+from megarl.report.data import read_run
 from megarl.report.phases import phase_of
+from megarl.report.summary import tiles_of
 from megarl.report.timeline import nested, read_timeline
+from megarl.trainer.run.facts import RunFacts
 from megarl.util.spans import Span
 from tests.report.folders import EVIL, Page, hash_of, step_line, write_run
 
@@ -108,6 +113,39 @@ def test_two_runs_share_their_charts(folder, tmp_path):
     assert "86.7%" in text and "89.8%" in text
 
 
+def test_scores_that_are_no_shares_are_numbers_beside_each_other(tmp_path):
+    """A reward model's scores; shares stay percentages."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, score in zip(runs, (2.75, -1.25), strict=True):
+        run.mkdir()
+        line = step_line(1, critic__score__mean=score, actor__pg_clipfrac=0.125)
+        (run / "metrics.jsonl").write_text(line)
+    text = re.sub(r"\s+", " ", report(*runs, output=tmp_path / "both.html").text)
+    last = text.partition("Last value of every curve")[2]
+    assert "Training score2.75-1.25" in last and "Clip fraction: policy12.5%12.5%" in last
+
+
+def test_nan_hides_no_extremes(tmp_path):
+    values = (math.nan, 0.5, 0.25, 0.375)
+    lines = [step_line(step, actor__entropy=value) for step, value in enumerate(values, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert "actor/entropynan0.250.50.375" in re.sub(r"\s+", "", report(tmp_path).text)
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe"),
+    [
+        ("megarl train recipe:quickstart_ppo trainer.seed=7", "recipe:quickstart_ppo"),
+        ("megarl train recipes/mine.yaml data.train_files=recipe:other", "mine.yaml"),
+        ("python program.py", None),
+    ],
+)
+def test_the_recipe_is_the_one_of_the_command(folder, command, recipe):
+    facts = RunFacts(command, 0.0, "host", 1, {})
+    tiles = {tile.label: tile.value for tile in tiles_of(replace(read_run(folder), facts=facts))}
+    assert tiles.get("Recipe") == recipe
+
+
 def test_a_run_that_is_given_twice_is_refused(folder, capsys):
     assert main(["report", str(folder), f"{folder}/"]) == 2
     assert "is given twice" in capsys.readouterr().err
@@ -164,6 +202,20 @@ def test_an_evaluation_has_a_page(folder):
     )
     page = report(folder)
     assert "93.8%" in page.text and "num_problems" in page.text and page.data["series"]["val/score/mean"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "tiles"),
+    [
+        ({"aime/score/mean": 0.25, "aime/pass@4": 0.5, "math/score/mean": 0.75, "score/mean": 0.5},
+         {"Score": "50.0%", "Score: aime": "25.0%", "Score: math": "75.0%"}),
+        ({"aime/score/mean": 0.25, "score/mean": 0.25}, {"Score": "25.0%"}),
+        ({"score/mean": 2.5, "score/a": 4.0, "score/b": 1.0}, {"Score": "2.5", "Score: a": "4", "Score: b": "1"}),
+    ],
+)  # fmt: skip
+def test_an_evaluation_has_the_score_of_each_set_and_source(tmp_path, scores, tiles):
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    assert {tile.label: tile.value for tile in tiles_of(read_run(tmp_path))} == tiles
 
 
 def test_long_runs_have_small_pages(tmp_path):

@@ -24,6 +24,7 @@ _SAVING = (
     "max_run_minutes",
     "checkpoint_url",
     "resume_from_path",
+    "max_restarts",
 )
 
 

@@ -174,6 +174,7 @@ ONLY = "trainer.rollout_only=true"
         ([ONLY, "trainer.test_freq=2"], "trainer.test_freq: with trainer.rollout_only nothing is validated"),
         (["trainer.train_only=.", "trainer.val_before_train=true"], "val_before_train: with trainer.train_only nothing"),
         ([ONLY, "trainer.save_freq=2"], "trainer.save_freq: with trainer.rollout_only no model changes"),
+        ([ONLY, "trainer.max_restarts=2"], "trainer.max_restarts: with trainer.rollout_only no model changes"),
         ([ONLY, f"{POLICY}.model.indexer=train"], f"{POLICY}.model.indexer=train: with trainer.rollout_only no model changes"),
         ([ONLY, f"{POLICY}.model.lora.rank=4"], f"{POLICY}.model.lora.rank: trainer.rollout_only has no adapters"),
         (["trainer.train_only=nowhere"], "trainer.train_only=nowhere: there is no such folder"),

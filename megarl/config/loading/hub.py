@@ -24,6 +24,8 @@ TOKENIZER_KEYS = (
 )
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 _WEIGHTS = ("*.safetensors",)
+# The same weights in another format, as gpt-oss has them in folders, and Mistral's models beside Hugging Face's.
+_AGAIN = ("*/*.safetensors", "consolidated*.safetensors")
 _CODE = ("*.py",)
 
 
@@ -107,7 +109,7 @@ def _download(key: str, name: str, patterns: tuple[str, ...]) -> str:
         file=sys.stderr,
     )
     try:
-        return snapshot_download(name, allow_patterns=list(patterns))
+        return snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(_AGAIN))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

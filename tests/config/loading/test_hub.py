@@ -22,7 +22,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
     """The requests to a Hub that has every model: (id, patterns of files)."""
     asked = []
 
-    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((repo_id, tuple(allow_patterns)))
         return f"/cache/{repo_id}"
 
@@ -73,6 +73,8 @@ FILES = {
     "model.safetensors": b"weights",
     "tokenizer.json": b"{}",
     "pytorch_model.bin": b"other weights",
+    "consolidated.safetensors": b"weights in Mistral's format",
+    "original/model.safetensors": b"weights in OpenAI's format",
     "modeling.py": b"code",
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -86,7 +88,7 @@ class SmallHub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        name = path.rpartition("/")[2]
+        name = path.partition(f"{COMMIT}/")[2]
         if path.startswith("/api/models/owner/name/tree/"):
             tree = [
                 {"type": "file", "path": name, "oid": name, "size": len(body)} for name, body in FILES.items()

@@ -333,13 +333,27 @@ def response_chat(prompt: Any, response: Any, key: str) -> Chat:
         raise ValueError(f"the last message of {key!r} is of {after[-1]['role']!r}, not of the assistant")
     if not before and after[0]["role"] == "assistant":
         raise ValueError(f"{key!r} begins with the assistant's message, but the row has no prompt before it")
-    return after if _is_whole_chat(before, after) else [*before, *after]
+    if _is_whole_chat(before, after):
+        return after
+    if before[-1]["role"] == "user" and after[0]["role"] in ("system", "user"):
+        raise ValueError(
+            f"{key!r} begins with a message of {after[0]['role']!r} and does not have the prompt in it; give the messages after the "
+            "prompt, or the whole chat with the same prompt"
+        )
+    return [*before, *after]
 
 
 def _is_whole_chat(prompt: Chat, messages: Chat) -> bool:
-    """Whether messages have the prompt in them: at their beginning, or behind a system message or earlier turns."""
+    """Whether messages have the prompt in them, but for white space around texts: at their beginning, or behind a system message or
+    earlier turns."""
     places = 1 if messages[0]["role"] == "assistant" else max(1, len(messages) - len(prompt))
-    return any(messages[at : at + len(prompt)] == prompt for at in range(places))
+    wanted, found = ([_stripped(message) for message in chat] for chat in (prompt, messages))
+    return any(found[at : at + len(wanted)] == wanted for at in range(places))
+
+
+def _stripped(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
 def _scores(row: dict[str, Any], keys: PreferenceKeys, count: int) -> list[float]:

@@ -51,6 +51,11 @@ PAIRS = {
         "chosen": [QUESTION, answer(GOOD)],
         "rejected": [QUESTION, answer(BAD)],
     },
+    "a prompt with other white space": {
+        "prompt": f" {QUESTION['content']}\n",
+        "chosen": [QUESTION, answer(GOOD)],
+        "rejected": [QUESTION, answer(BAD)],
+    },
     "null columns of rankings": {
         "prompt": [QUESTION], "chosen": GOOD, "rejected": BAD, "responses": None, "ranks": None
     },
@@ -108,6 +113,10 @@ def test_all_keys_can_be_renamed():
         ({"chosen": GOOD, "rejected": BAD}, "'chosen' is a text, but the row has no prompt"),
         ({"prompt": "Hi", "chosen": "", "rejected": BAD}, "'chosen' is an empty text"),
         ({"chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, "'chosen' begins with the assistant's message, but"),
+        (
+            {"prompt": "Hi", "chosen": [QUESTION, answer(GOOD)], "rejected": BAD},
+            "'chosen' begins with a message of 'user' and does not have the prompt in it",
+        ),
         ({"prompt": "Hi", "chosen": GOOD, "rejected": [QUESTION]}, "the last message of 'rejected' is of 'user'"),
         ({"prompt": "Hi", "chosen": GOOD, "rejected": 3}, "'rejected' must be a non-empty list"),
         ({"prompt": 3, "chosen": GOOD, "rejected": BAD}, "'prompt' must be a non-empty list"),

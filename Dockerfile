@@ -3,9 +3,12 @@
 #
 #   docker build -t megarl .
 #   docker build -t megarl --build-arg CUDA_ARCHS="9.0" --build-arg MAX_JOBS=32 .
-#   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 -v "$PWD:/workspace" megarl \
-#       megarl train RECIPE                                  (`megarl recipes` lists those that come with it)
+#   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" -e HOME -e USER \
+#       -v "$HOME:$HOME" -v "$PWD:/workspace" megarl megarl train RECIPE
+#                                                            (`megarl recipes` lists those that come with it)
 #
+# --user: the image's own user, 10001, may not write into a repository of yours. Models, data and the compilers' caches are then in
+# your home directory.
 # --ipc=host: Ray's object store and NCCL share memory between processes, and docker's default of 64 MB is too small.
 # --network=host: NCCL and Ray open ports of their own choice between hosts.
 # Layers run from what changes least to what changes most; a change of megarl's own code rebuilds only the last three.
@@ -108,7 +111,7 @@ RUN stubs="$(mktemp -d)" \
         python -c "import transformer_engine.pytorch, sgl_kernel, deep_gemm, flashinfer" \
     && rm -r "${stubs}"
 
-# The compilers' caches (Triton, flashinfer, DeepGEMM) go to this user's home. 1000 is taken by Ubuntu's own user.
+# Without --user the compilers' caches (Triton, flashinfer, DeepGEMM) go to this user's home. 1000 is taken by Ubuntu's own user.
 RUN useradd --create-home --uid 10001 --user-group megarl && install -d -o megarl -g megarl /workspace
 USER 10001:10001
 WORKDIR /workspace

@@ -107,23 +107,23 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-class _Stream:
-    """A stream of the CPU, which has one timeline: all streams are equal, and always up to date."""
+class Stream:
+    """A stream where there is one timeline, as on the CPU: all streams are equal, and always up to date."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> "Stream":
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
+        return isinstance(other, Stream)
 
     def __hash__(self) -> int:
         return 0
 
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event()
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
 
     def query(self) -> bool:
         return True
@@ -131,8 +131,8 @@ class _Stream:
     __exit__, wait_stream, wait_event, synchronize = (_nothing() for _ in range(4))
 
 
-class _Event:
-    """A point on the CPU's one timeline; it has always passed."""
+class Event:
+    """A point on the one timeline; it has always passed."""
 
     def query(self) -> bool:
         return True
@@ -153,9 +153,9 @@ def _patch_cuda_module() -> None:
     cuda.empty_cache = return_freed_memory
     cuda.get_device_capability = lambda *args: (0, 0)
     cuda.is_current_stream_capturing = lambda: False
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = lambda *args: _Stream()
-    cuda.default_stream = lambda *args: _Stream()
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = lambda *args: Stream()
+    cuda.default_stream = lambda *args: Stream()
     cuda.stream = lambda stream=None: contextlib.nullcontext()
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from megarl.cli import main as cli
-from megarl.config.loading import load_with_origins
+from megarl.config.loading import SCHEMAS, load_with_origins
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -120,8 +120,8 @@ def test_commands_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cli, "RUNNERS", dict.fromkeys(cli.RUNNERS, lambda options: 0))
     for arguments in console_commands(page):
         assert cli.main(arguments) == 0, arguments
-        if arguments[0] in cli.SCHEMAS and arguments[1].startswith("recipe:"):
-            load_with_origins(cli.SCHEMAS[arguments[0]], arguments[1], arguments[2:])
+        if arguments[0] in SCHEMAS and arguments[1].startswith("recipe:"):
+            load_with_origins(SCHEMAS[arguments[0]], arguments[1], arguments[2:])
     for name in re.findall(r"\brecipe:(?:models/)?[a-z][\w.-]*\w", page.read_text()):
         stem = ROOT / "recipes" / name.removeprefix("recipe:")
         assert stem.is_dir() or stem.with_name(f"{stem.name}.yaml").is_file(), name

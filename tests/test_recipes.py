@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.loading import load_config
+from megarl.config import TrainConfig, resolve, to_dict
+from megarl.config.loading import SCHEMAS, load_config
 from megarl.models import logical_tensors, read_model_config
 from megarl.plan.sync import configured_sync
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
-SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainConfig, "eval": EvalConfig}
 # Parameters in billions, as published with the models.
 SIZES = {
     "deepseek-llm-7b": 6.91,

@@ -45,9 +45,8 @@ class AdvantageBatch:
     parts: Tensor | None = None  # [n, parts], named rewards of a trajectory; for gdpo
     turns: Turns | None = None  # of all trajectories; for gigpo
     players: Sequence[Player] | None = None  # [n], the game and the player; for spiral
-    player_baselines: Mapping[Player, float] = field(
-        default_factory=dict
-    )  # as the last step left them; for spiral
+    # As the last step left them; for spiral.
+    player_baselines: Mapping[Player, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ _PER_TOKEN = {
     "critic/vf_clipfrac": "critic/vf_clipfrac",
     "critic/vpred": "critic/vpred_mean",
 }
+# Means over tokens of their own: a sum, and the sum that counts them.
+_RATIOS = {
+    "actor/ptx_loss": "actor/ptx_tokens",
+    "actor/given_kl": "actor/given_tokens",
+    "actor/routing_changed": "actor/routing_replayed",
+    "actor/mtp_loss": "actor/mtp_tokens",
+    "actor/indexer_loss": "actor/indexer_tokens",
+}
 
 
 def add_sums(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
@@ -56,22 +64,10 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     """
     values = {name: float(value) for name, value in sums.items()}
     out = {name: values[name] / num_updates for name in _PER_UPDATE if name in values}
-    if values.get("actor/ptx_tokens", 0.0) > 0:
-        out["actor/ptx_loss"] = values["actor/ptx_loss"] / values["actor/ptx_tokens"]
-    if values.get("actor/given_tokens", 0.0) > 0:
-        out["actor/given_kl"] = values["actor/given_kl"] / values["actor/given_tokens"]
-    if values.get("actor/routing_replayed", 0.0) > 0:
-        out["actor/routing_changed"] = values["actor/routing_changed"] / values["actor/routing_replayed"]
-    routing = ("actor/routing_changed", "actor/routing_replayed")
-    out |= layer_metrics(values, "actor/", "actor/")
-    others = [f"{kind}_{sum}" for kind in ("ptx", *_OF_LAYERS) for sum in ("loss", "tokens")]
-    others += ["given_kl", "given_tokens"]
-    counted = (*_PER_UPDATE, "actor/tokens", *routing, *(f"actor/{name}" for name in others))
-    teachers = [name.removeprefix(TEACHER_KL) for name in values if name.startswith(TEACHER_KL)]
-    for name in teachers:
-        if values[f"{TEACHER_TOKENS}{name}"] > 0:
-            out[f"{TEACHER_KL}{name}"] = values[f"{TEACHER_KL}{name}"] / values[f"{TEACHER_TOKENS}{name}"]
-    counted = (*counted, *(f"{prefix}{name}" for prefix in (TEACHER_KL, TEACHER_TOKENS) for name in teachers))
+    teachers = [name for name in values if name.startswith(TEACHER_KL)]
+    ratios = _RATIOS | {name: name.replace(TEACHER_KL, TEACHER_TOKENS) for name in teachers}
+    out |= {name: values[name] / values[of] for name, of in ratios.items() if values.get(of, 0.0) > 0}
+    counted = (*_PER_UPDATE, "actor/tokens", *ratios, *ratios.values())
     own = [name for name in values if name.startswith("actor/") and name not in counted]
     for name in dict.fromkeys([*_PER_TOKEN, *own]):
         tokens = values.get(name.split("/")[0] + "/tokens", 0.0)
@@ -83,22 +79,13 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     return out
 
 
-_OF_LAYERS = ("mtp", "indexer")
-
-
-def layer_metrics(sums: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
-    """<name>mtp_loss: -log p in nats, a mean over multi-token prediction layers and the tokens that each of them predicts and that count.
-    <name>indexer_loss: the divergence of the indexers' scores from attention in nats, a mean over layers with an indexer and the tokens that teach.
-
-    Args:
-        prefix: of the names of the sums, <kind>_loss and <kind>_tokens; without tokens there are no such layers, or nothing taught.
+def layer_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """train/mtp_loss: -log p in nats, a mean over multi-token prediction layers and the tokens that each of them predicts and that count.
+    train/indexer_loss: the divergence of the indexers' scores from attention in nats, a mean over layers with an indexer and the tokens that
+    teach. Without tokens there are no such layers, or nothing taught.
     """
-    counts = {kind: sums.get(f"{prefix}{kind}_tokens", 0.0) for kind in _OF_LAYERS}
-    return {
-        f"{name}{kind}_loss": sums[f"{prefix}{kind}_loss"] / count
-        for kind, count in counts.items()
-        if count > 0
-    }
+    counts = {kind: sums.get(f"{kind}_tokens", 0.0) for kind in ("mtp", "indexer")}
+    return {f"train/{kind}_loss": sums[f"{kind}_loss"] / count for kind, count in counts.items() if count > 0}
 
 
 def _explained_variance(values: Mapping[str, float]) -> float | None:

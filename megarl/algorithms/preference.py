@@ -78,10 +78,8 @@ def _counts(difference: Tensor) -> dict[str, Tensor]:
 
 
 LossType = Literal["sigmoid", "ipo", "simpo", "orpo"]
-WITHOUT_REFERENCE = (
-    "simpo",
-    "orpo",
-)  # their responses' log-probs are means over tokens, compared with nothing
+# Losses whose responses' log-probs are means over tokens, compared with nothing.
+WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from megarl.config import DataConfig, TrainConfig, check_config, needs_rules, pl
 from megarl.config.loading.hub import fetch_models
 from megarl.config.problems import key_advice
 from megarl.data.files import DataFile, find
-from megarl.data.loader import BatchLoader, TableFeed
+from megarl.data.loader import BatchLoader, HasTable, TableFeed
 from megarl.data.prompts import ANSWER_KEY, PromptReader, Row
 from megarl.data.samplers import make_sampler
 from megarl.data.trajectories import PROMPT_SCHEMA
@@ -44,12 +44,6 @@ from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
 
 DATA_SOURCE = "python"  # the data source of prompts that name none
-
-
-class HasTable(Protocol):
-    """A data set, such as a PromptDataset."""
-
-    table: pa.Table
 
 
 Prompts: TypeAlias = Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | pa.Table | HasTable

@@ -23,7 +23,7 @@ from typing import NoReturn, TypeVar
 from megarl import __version__
 from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, PLAN_SYNC, PLANS, Runner, help_of, make_parser
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, check_config, resolve
-from megarl.config.loading import TRAINING, load_with_origins
+from megarl.config.loading import SCHEMAS, TRAINING, load_with_origins
 from megarl.config.loading.hub import fetch_models
 from megarl.config.problems import aliases, did_you_mean, flag_advice
 from megarl.config.show import changed_keys, notes, reference, resolved_keys, said_here, yaml_text
@@ -33,8 +33,6 @@ from megarl.util.plugins import load_plugins
 from megarl.util.signals import JOB_SIGNALS
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
-
-SCHEMAS = TRAINING | {"eval": EvalConfig}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -271,7 +271,7 @@ class WorkerGroup:
             refs.append(
                 process.actor.setup.remote(process.title, process.log_path, env | self._env, needs_port)
             )
-        missing = MissingReporter(self._pool.say, "to come up", len(refs))
+        missing = MissingReporter(self._pool.say, len(refs))
         groups, spares = [*self._watched_groups, self], [*self._spared_groups, self]
         facts: list[ProcessFacts] = wait(refs, groups, self._pool.setup_seconds, self._watch, spares, missing)
         for number, fact in zip(numbers, facts, strict=True):

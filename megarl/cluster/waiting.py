@@ -321,11 +321,11 @@ def _actor_id(source: ray.ObjectRef) -> Any:
 
 
 class MissingReporter:
-    """Called again and again with the processes that have not answered; passes a line to `say` once in `every` seconds."""
+    """Called again and again with the processes that have not come up; passes a line to `say` once in `every` seconds."""
 
-    def __init__(self, say: Callable[[str], None], what: str, of: int, every: float = 20.0) -> None:
-        """`what`: the event that is awaited, as in "to come up"; `of`: the number of processes at the beginning."""
-        self._say, self._what, self._of, self._every = say, what, of, every
+    def __init__(self, say: Callable[[str], None], of: int, every: float = 20.0) -> None:
+        """`of`: the number of processes at the beginning."""
+        self._say, self._of, self._every = say, of, every
         self._begun = self._said = time.monotonic()
 
     def __call__(self, processes: Sequence[RankProcess]) -> None:
@@ -335,5 +335,5 @@ class MissingReporter:
         self._said = now
         names = listed([f"{process.name} ({process.host})" for process in processes])
         self._say(
-            f"  after {now - self._begun:.0f} s {len(processes)} of {self._of} processes have yet {self._what}: {names}"
+            f"  after {now - self._begun:.0f} s {len(processes)} of {self._of} processes have yet to come up: {names}"
         )

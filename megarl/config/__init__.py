@@ -35,7 +35,6 @@ from megarl.config.model_fit import (
 )
 from megarl.config.resolve import (
     all_references,
-    engines_of,
     eval_rollout,
     evaluates,
     full_kl_in_loss,
@@ -88,7 +87,6 @@ from megarl.config.schema.rewards import (
     RewardModelConfig,
 )
 from megarl.config.schema.rollout import SamplingConfig
-from megarl.config.schema.run import HealthConfig
 from megarl.config.schema.supervised import (
     DPOConfig,
     DPODataConfig,
@@ -113,7 +111,6 @@ __all__ = [
     "EvalConfig",
     "EvalDataConfig",
     "FilterGroupsConfig",
-    "HealthConfig",
     "JudgeConfig",
     "LoraConfig",
     "MegatronConfig",
@@ -143,7 +140,6 @@ __all__ = [
     "check_model",
     "check_models",
     "config_problems",
-    "engines_of",
     "eval_rollout",
     "evaluates",
     "fit_problems",

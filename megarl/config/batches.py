@@ -31,7 +31,7 @@ from megarl.config.schema.commands import (
 )
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.supervised import TuningConfig, learns_rankings
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,7 @@ def _layout_cell(engines: RolloutPlan | EnginesPlan) -> str:
 def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Path:
     """Write `batch_plan.json` into a run folder; the file is complete or absent."""
     path = Path(folder) / "batch_plan.json"
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(asdict(plan), indent=2) + "\n")
     return path
 
 

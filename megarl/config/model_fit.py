@@ -26,6 +26,7 @@ from megarl.config.schema.commands import (
     RefConfig,
     RolloutConfig,
     TrainConfig,
+    rollout_section,
 )
 from megarl.config.schema.models import FLOAT8_TOKENS
 from megarl.config.schema.supervised import TuningConfig
@@ -168,7 +169,7 @@ def fit_problems(
     The configuration is resolved, and `check_config` may refuse it: layouts with sizes below 1 are left out.
     """
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts | None]] = []
-    rollout: tuple[str, RolloutConfig] | None = None
+    rollout = None if isinstance(config, TuningConfig) else rollout_section(config)
     if isinstance(config, TuningConfig):
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
@@ -183,9 +184,6 @@ def fit_problems(
                 and key not in own
             )  # the actor's problem
         ]
-        rollout = (ROLLOUT_KEY, policy.rollout)
-    else:
-        rollout = ("rollout", config.rollout)
     # All problems of all roles are collected: a user who mends one should not have to start again to hear of the next.
     problems: list[str] = []
     for key, megatron, facts in megatrons:
@@ -378,7 +376,7 @@ def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: Mo
         return
     key = "actor_rollout_ref.model.path" if isinstance(config, TrainConfig) else "model.path"
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
+    _, rollout = rollout_section(config)
     drafted = drafted_room(rollout.speculative.algorithm, rollout.speculative.num_draft_tokens)
     field, most = model.context_length
     if prompt + response + drafted > most:

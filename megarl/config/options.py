@@ -67,10 +67,10 @@ def unknown_options(given: Collection[str], table: OptionTable) -> list[str]:
 def options_text(table: OptionTable) -> Iterator[str]:
     """The table for the reference page, as Markdown."""
     yield f"Refused, by names of {table.package} (regular expressions of whole names):\n"
-    rows = "\n".join(f"| {_names(pattern)} | {_cell(why)} |" for pattern, why in table.refused.items())
+    rows = "\n".join(f"| {_names(pattern)} | {cell(why)} |" for pattern, why in table.refused.items())
     yield f"| option | why, and what to use |\n|---|---|\n{rows}\n"
     yield "Looked at, and passed on:\n"
-    rows = "\n".join(f"| `{name}` | {_cell(text)} |" for name, text in table.known.items())
+    rows = "\n".join(f"| `{name}` | {cell(text)} |" for name, text in table.known.items())
     yield f"| option | what it does |\n|---|---|\n{rows}\n"
 
 
@@ -78,5 +78,6 @@ def _names(pattern: str) -> str:
     return ", ".join(f"`{part}`" for part in pattern.split("|"))
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """A text in a cell of a table in Markdown."""
     return text.replace("|", "\\|").replace("<", "&lt;")

@@ -94,7 +94,7 @@ def lacks_size(config: TrainConfig | TuningConfig) -> bool:
     if isinstance(config, TuningConfig):
         return config.max_token_len_per_gpu is None
     actor = config.actor_rollout_ref.actor
-    return _counted(actor.use_dynamic_bsz, _actor_size(actor)) == (None, None)
+    return _counted(actor.use_dynamic_bsz, micro_batch_size(actor)) == (None, None)
 
 
 MegatronSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig
@@ -362,7 +362,7 @@ def _resolve_actor(config: TrainConfig, pools: dict[str, PoolConfig]) -> ActorCo
         mode = OWN_AGGREGATION.get(actor.policy_loss.loss_mode, "token-mean")
     if mode == "seq-mean-token-sum-norm" and scale is None:
         scale = float(config.data.max_response_length)
-    tokens, trajectories = _chosen(actor.use_dynamic_bsz, _actor_size(actor), least_tokens(config))
+    tokens, trajectories = _chosen(actor.use_dynamic_bsz, micro_batch_size(actor), least_tokens(config))
     return replace(
         actor,
         resource_pool=pool,
@@ -408,7 +408,7 @@ def _resolve_critic(critic: CriticConfig, actor: ActorConfig, actor_model: str, 
     dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     size = _counted(dynamic, (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu))
     if size == (None, None):
-        size = _chosen(dynamic, _actor_size(actor), longest)
+        size = _chosen(dynamic, micro_batch_size(actor), longest)
     megatron, checkpointing = critic.megatron or actor.megatron, critic.model.enable_gradient_checkpointing
     if critic.megatron is None and checkpointing is not None:
         # The critic's own, not the actor's.
@@ -433,7 +433,7 @@ def _resolve_reward_model(reward: RewardModelConfig, actor: ActorConfig, longest
         return reward
     tokens, trajectories = reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu
     if tokens is None and trajectories is None:
-        tokens, trajectories = _actor_size(actor)
+        tokens, trajectories = micro_batch_size(actor)
         if tokens is not None and trajectories is None:
             # The actor's size holds its own longest sequence, perhaps not the reward model's.
             tokens = max(tokens, reward.max_length or longest)
@@ -447,8 +447,8 @@ def _resolve_reward_model(reward: RewardModelConfig, actor: ActorConfig, longest
     )
 
 
-def _actor_size(actor: ActorConfig) -> Size:
-    return actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+def micro_batch_size(role: ActorConfig | CriticConfig) -> Size:
+    return role.ppo_max_token_len_per_gpu, role.ppo_micro_batch_size_per_gpu
 
 
 def _counted(dynamic: bool | None, size: Size) -> Size:

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from megarl.config import engine_options, megatron_options
-from megarl.config.loading import plain_value
+from megarl.config.loading import SCHEMAS, plain_value
 from megarl.config.loading.document import YamlDumper
-from megarl.config.options import options_text
+from megarl.config.options import cell, options_text
 from megarl.config.problems import aliases, first_match
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, megatron_sections, needs_reference, resolve
 from megarl.config.schema import (
@@ -33,7 +33,7 @@ from megarl.config.schema.commands import (
     RefConfig,
     TrainConfig,
 )
-from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig, TuningConfig
+from megarl.config.schema.supervised import RMConfig, SFTConfig, TuningConfig
 
 Config = TrainConfig | TuningConfig | EvalConfig
 
@@ -337,13 +337,7 @@ file system that they share (`HF_HOME`).
 def reference() -> str:
     """The page, as Markdown."""
     parts = [_INTRODUCTION]
-    for command, schema in (
-        ("train", TrainConfig),
-        ("sft", SFTConfig),
-        ("rm", RMConfig),
-        ("dpo", DPOConfig),
-        ("eval", EvalConfig),
-    ):
+    for command, schema in SCHEMAS.items():
         parts.append(f"## megarl {command}\n\n{schema.__doc__}\n")
         parts += _sections(schema, "", {})
     parts.append(_options())
@@ -373,7 +367,7 @@ def _sections(schema: type, prefix: str, seen: dict[type, str]) -> Iterator[str]
     for member, section, name in inner:
         key = f"{prefix}{member.name}.{name}"
         optional = " May be null." if member.default is None and not name else ""
-        yield f"### `{key.rstrip('.')}`\n\n{_cell(member.metadata['help'])}{optional}\n"
+        yield f"### `{key.rstrip('.')}`\n\n{cell(member.metadata['help'])}{optional}\n"
         if section in seen:
             yield f"The keys of `{seen[section]}`.\n"
         else:
@@ -393,7 +387,7 @@ def _row(key: str, member: Field, kind: Any) -> str:
     meaning = rules["help"] + "".join(f" Valid: {text}." for text in valid)
     if rules.get("formula"):
         meaning += f" `{rules['formula']}`"
-    return f"| `{key}` | {type_text(kind)} | {_default(member)} | {_cell(meaning)} |"
+    return f"| `{key}` | {type_text(kind)} | {_default(member)} | {cell(meaning)} |"
 
 
 def _default(member: Field) -> str:
@@ -405,10 +399,6 @@ def _default(member: Field) -> str:
     if isinstance(value, list):
         return f"`[{', '.join(str(item) for item in value)}]`"
     return f"`{value}`" if value != "" else '`""`'
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _options() -> str:
@@ -427,7 +417,7 @@ def _options() -> str:
 
 
 def _flags() -> str:
-    rows = "\n".join(f"| `--{flag}` | {_cell(advice)} |" for flag, advice in aliases()["flags"].items())
+    rows = "\n".join(f"| `--{flag}` | {cell(advice)} |" for flag, advice in aliases()["flags"].items())
     return (
         "## For users of slime\n\nmegarl has keys, not flags. What a flag of slime's is called here:\n\n"
         f"| flag | megarl |\n|---|---|\n{rows}\n"

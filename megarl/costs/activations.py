@@ -219,9 +219,8 @@ def _grouped_attention(run: RankPass, name: str) -> int:
     else:
         each = item * (2 * queries + 3 * keys)
     if config.qk_norm:
-        copies = (
-            groups > 1 and not run.use.fused
-        )  # queries of several groups are put together before their norm
+        # Queries of several groups are put together before their norm.
+        copies = groups > 1 and not run.use.fused
         each += item * copies * queries + FLOAT32 * (2 if config.qk_norm_all_heads else heads + groups)
         if config.qk_norm_all_heads and not run.use.fused:  # keys are copied out of the fused tensor
             each += item * keys
@@ -286,9 +285,8 @@ def delta_net_inputs(run: RankPass) -> int:
 def _delta_net_outputs(run: RankPass, name: str) -> int:
     """Bytes that a delta net keeps after its rule."""
     item, share = run.use.itemsize, delta_net_shares(run)
-    each = (
-        2 * item * share.values + FLOAT32 * share.heads
-    )  # the output before and after its norm, and the norm's root
+    # The output before and after its norm, and the norm's root.
+    each = 2 * item * share.values + FLOAT32 * share.heads
     each += FLOAT32 * share.values * (1 + (item < FLOAT32))  # gates in float32
     return share.tokens * (each + item * share.values * run.keeps(name + "out_proj"))
 
@@ -313,9 +311,8 @@ def _latent_attention(run: RankPass, name: str) -> int:
         parts = run.use.layout.cp
     attended = run.use.recomputes("core_attn")
     width = dim if padded and not attended else mla.v_head_dim
-    if run.use.recomputes(
-        "mla_up_proj"
-    ):  # of its tensors attention keeps the padded values alone, which are in a copy
+    # Of its tensors attention keeps the padded values alone, which are in a copy.
+    if run.use.recomputes("mla_up_proj"):
         each = item * heads * dim * parts if padded and not attended else 0
     else:
         each = item * heads * (dim + (dim + width) * parts)
@@ -334,9 +331,8 @@ def _latent_attention(run: RankPass, name: str) -> int:
     if mla.q_lora_rank is not None:
         size += _norm(run, mla.q_lora_rank, run.own, *(name + part for part in up[:1]))
     size += _norm(run, mla.kv_lora_rank, run.own, *(name + part for part in up[1:]))
-    return (
-        size + run.own * mla.qk_rope_head_dim * item
-    )  # in addition to the latent keys and values, in one tensor
+    # In addition to the latent keys and values, in one tensor.
+    return size + run.own * mla.qk_rope_head_dim * item
 
 
 def _gated(run: RankPass, tokens: int, width: int, fc2: str, weighted: bool = False) -> int:
@@ -380,9 +376,8 @@ def router_bytes(run: RankPass) -> int:
     """Bytes of the scores of a layer's router and of the tensors made from them."""
     moe = run.use.config.moe
     assert moe is not None
-    if (
-        run.use.fused
-    ):  # the map of tokens to experts, and two rows for each expert by which tokens are sorted and put back
+    # The map of tokens to experts, and two rows for each expert by which tokens are sorted and put back.
+    if run.use.fused:
         return run.own * ((FLOAT32 + 1) * moe.num_experts + FLOAT32 * (2 * moe.num_experts + 1))
     scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
     return run.own * FLOAT32 * (scores + 2 * moe.top_k)

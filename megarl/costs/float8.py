@@ -36,8 +36,7 @@ def weight_copies(weights: Iterable[LocalTensor], layers: frozenset[str], backwa
     for tensor in weights if layers else ():
         if tensor.projection and in_layer(tensor.name) in layers:
             rows, columns = (-(-size // FLOAT8_BLOCK) for size in tensor.shape)
-            sides = [(rows, columns), (columns, rows)][
-                : 1 + backward
-            ]  # a row of scales has a multiple of four
+            # A row of scales has a multiple of four.
+            sides = [(rows, columns), (columns, rows)][: 1 + backward]
             total += sum(prod(tensor.shape) + _SCALE * a * (-(-b // 4) * 4) for a, b in sides)
     return total

@@ -303,9 +303,8 @@ def _backward_moments(run: RankPass, layer: Layer) -> Iterator[int]:
         kept = run.input_bytes(product // item, layer.name + "mlp.linear_fc2")
         yield whole + run.gathered + product  # gradients of the second linear layer's output and input
         yield whole - kept + 3 * product  # of the product, and of gate and up
-        yield (
-            whole - kept + run.gathered * run.keeps(linear) + outputs
-        )  # of the first linear layer's input, beside the input itself
+        # Of the first linear layer's input, beside the input itself.
+        yield whole - kept + run.gathered * run.keeps(linear) + outputs
     if run.is_delta_net(layer.name):
         yield from (attention + 2 * run.hidden + extra for extra in _delta_net_backward(run, layer))
         return
@@ -451,9 +450,8 @@ def _evaluating(run: RankPass, stage: int) -> int:
         tokens = 6 if run.float8 else 4  # as in `_float8_forward`
         biases = run.routed * _with_biases(run) * config.hidden_size
         parts.append(routed * (tokens * config.hidden_size + first) + biases + more)
-        if any(
-            slot.number is not None for slot, _ in run.tensors.slots
-        ):  # and each expert's sum, and these together
+        # And each expert's sum, and these together.
+        if any(slot.number is not None for slot, _ in run.tensors.slots):
             others.append(
                 routed * max(6 * config.hidden_size + first, 3 * config.hidden_size + 2 * first) + more
             )
@@ -491,9 +489,8 @@ def _evaluated_attention(run: RankPass) -> int:
     heads = config.num_attention_heads // tp
     if mla is None:
         queries, keys = heads * config.head_dim, config.num_query_groups // tp * config.head_dim
-        if (
-            run.use.fused and run.use.layout.cp > 1
-        ):  # keys and values of two ranks, and outputs of each, beside copies of the rank's own
+        # Keys and values of two ranks, and outputs of each, beside copies of the rank's own.
+        if run.use.fused and run.use.layout.cp > 1:
             return run.tokens * run.use.itemsize * (5 * queries + 9 * keys)
         each = (3 + config.qk_norm) * (queries + keys)
         return run.tokens * run.use.itemsize * (each + config.hidden_size)

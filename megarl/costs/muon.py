@@ -12,11 +12,8 @@ from megarl.config.schema.models import MuonConfig
 MOMENTUM = 4  # bytes of an element
 FILLED = 0.9  # the part of a bucket, with room for its largest matrix on each rank, that matrices fill before it ends
 ALIGNMENT, PADDING = 64, 128  # elements: of a matrix's start, of a bucket's end
-_OTHERS = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-    "value_head.weight",
-)  # matrices that AdamW updates
+# Matrices that AdamW updates.
+_OTHERS = ("embedding.word_embeddings.weight", "output_layer.weight", "value_head.weight")
 _BY_ROWS = (
     "linear_qkv",
     "linear_fc1",

@@ -12,10 +12,8 @@ from megarl.costs.tensors import (
     shared_buckets,
 )
 
-HEAD, EMBEDDING = (
-    "head",
-    "",
-)  # places in a backward pass: behind the last layer, and before the first one
+# Places in a backward pass: behind the last layer, and before the first one.
+HEAD, EMBEDDING = "head", ""
 
 
 def gathered_bytes(use: ModelUse, tensors: StageTensors) -> tuple[int, int]:

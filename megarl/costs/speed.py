@@ -365,9 +365,8 @@ class Passes:
         layout = self.layout
         dense = max(self.stage_weights[0]) / layout.tp / (layout.dp * layout.cp)
         experts = max(self.stage_weights[1]) / (layout.ep * layout.etp * layout.expert_dp)
-        states = (
-            STATES if self.muon is None else STATES - MOMENTUM
-        )  # nearly all weights are matrices of layers
+        # Nearly all weights are matrices of layers.
+        states = STATES if self.muon is None else STATES - MOMENTUM
         moved = (dense + experts) * (GRADIENT + 2 * states + self.itemsize)
         seconds = moved / (self.machine.gpu.hbm * self.machine.assumed.hbm)
         if self.muon is not None:

@@ -448,9 +448,8 @@ def training_bytes(
     frozen = [tensor for tensor in tensors.weights if not tensor.trained]
     muons = [tensor for tensor in trained if use.muon is not None and tensor.matrix is not None]
     elements = states = sum(tensor.numel for tensor in trained)
-    wide = own_copies = sum(
-        tensor.numel for tensor in trained if tensor.float32
-    )  # of these in float32 anyway
+    # Elements of these that are in float32 anyway.
+    wide = own_copies = sum(tensor.numel for tensor in trained if tensor.float32)
     orthogonalised = sum(tensor.numel for tensor in muons)  # of these elements there is one state
     if use.distributed:  # of the stages, the first alone has buckets
         buffers = list(_buffers(trained, use.layout, use.overlap and stage == 0, use.muon is not None))

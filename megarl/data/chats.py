@@ -70,7 +70,7 @@ class ChatKeywords:
         keywords = _from_json(row.get(TEMPLATE_KWARGS_KEY))
         if keywords is not None:
             if not isinstance(keywords, Mapping):
-                raise ValueError(f"{TEMPLATE_KWARGS_KEY!r} must be an object, found {_brief(keywords)}")
+                raise ValueError(f"{TEMPLATE_KWARGS_KEY!r} must be an object, found {brief(keywords)}")
             for name in keywords:
                 if name in OWN_TEMPLATE_KEYS:
                     raise ValueError(f"{TEMPLATE_KWARGS_KEY!r}: megarl sets {name} itself; leave it out")
@@ -79,7 +79,7 @@ class ChatKeywords:
         if tools:
             if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
                 raise ValueError(
-                    f"{self.tools_key!r} must be a list of objects (JSON schemas of functions), found {_brief(tools)}; "
+                    f"{self.tools_key!r} must be a list of objects (JSON schemas of functions), found {brief(tools)}; "
                     "data.tools_key=null reads no tools"
                 )
             own["tools"] = tools
@@ -113,7 +113,7 @@ def check_messages(messages: Any, key: str) -> list[Message]:
     """
     messages = read_chat(messages)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{key!r} must be a non-empty list of {{role, content}}, found {_brief(messages)}")
+        raise ValueError(f"{key!r} must be a non-empty list of {{role, content}}, found {brief(messages)}")
     return [_message(message, f"{key!r} message {position}") for position, message in enumerate(messages)]
 
 
@@ -134,7 +134,7 @@ def prompt_messages(prompt: Any, key: str) -> list[Message]:
 def _message(message: Any, place: str) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{place} needs the string 'role', found {_brief(message)}")
+        raise ValueError(f"{place} needs the string 'role', found {brief(message)}")
     kept = {name: value for name, value in message.items() if value is not None or name == "content"}
     calls = _calls(kept.pop("tool_calls", []), place)
     if calls:  # some templates take an empty list for a message that calls
@@ -143,14 +143,14 @@ def _message(message: Any, place: str) -> Message:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError(
-                f"{place}: 'content' has parts that are not texts, {_brief(content)}; only {{type: text, text: ...}} can "
+                f"{place}: 'content' has parts that are not texts, {brief(content)}; only {{type: text, text: ...}} can "
                 "be read"
             )
     elif content is not None and not isinstance(content, str):
-        raise ValueError(f"{place} needs the string 'content', found {_brief(message)}")
+        raise ValueError(f"{place} needs the string 'content', found {brief(message)}")
     elif content is None and not _may_lack_content(kept):
         raise ValueError(
-            f"{place} needs the string 'content', found {_brief(message)}: only an assistant's message with tool_calls or "
+            f"{place} needs the string 'content', found {brief(message)}: only an assistant's message with tool_calls or "
             "reasoning may have none"
         )
     return kept
@@ -166,7 +166,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """The calls of a message, as a list: a template would take each character of a text for a call."""
     found = _from_json(calls) or []
     if not isinstance(found, list) or not all(isinstance(call, Mapping) for call in found):
-        raise ValueError(f"{place}: 'tool_calls' must be a list of calls, found {_brief(calls)}")
+        raise ValueError(f"{place}: 'tool_calls' must be a list of calls, found {brief(calls)}")
     for call in found:
         function = function_of(call)
         arguments = function.get("arguments")
@@ -214,7 +214,8 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """A value as errors show it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

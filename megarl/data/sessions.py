@@ -89,13 +89,16 @@ def num_sessions(table: pa.Table) -> int:
     return len(first_rows(table))
 
 
-def by_request(table: pa.Table) -> dict[str, pa.Table]:
-    """The rows of each session, by the uid of its request."""
+def rows_by_request(table: pa.Table) -> dict[str, range]:
+    """The row numbers of each session, by the uid of its request."""
     bounds = np.append(first_rows(table), table.num_rows).tolist()
     uids = table["uid"].to_pylist()
-    return {
-        request_of(uids[start]): table.slice(start, end - start) for start, end in itertools.pairwise(bounds)
-    }
+    return {request_of(uids[start]): range(start, end) for start, end in itertools.pairwise(bounds)}
+
+
+def by_request(table: pa.Table) -> dict[str, pa.Table]:
+    """The rows of each session, by the uid of its request."""
+    return {uid: table.slice(rows.start, len(rows)) for uid, rows in rows_by_request(table).items()}
 
 
 def requested(table: pa.Table, rows: list[int], uids: list[str]) -> pa.Table:

@@ -133,6 +133,11 @@ class SftDataset:
         self.num_truncated += 1
 
 
+def trained_tokens(table: pa.Table) -> int:
+    """The number of trained tokens of `SFT_SCHEMA`; no token predicts the first one of an example."""
+    return sum(sum(mask[1:]) for mask in table["loss_mask"].to_pylist())
+
+
 def text_of_row(row: dict[str, Any], key: str) -> str:
     """The plain text of a row.
 

@@ -33,7 +33,7 @@ from megarl.config.checks.data import file_problems
 from megarl.config.checks.layout import split_sequences
 from megarl.config.loading.hub import fetch_models, model_problems
 from megarl.config.problems import raise_if_any
-from megarl.config.schema.commands import ActorRolloutRefConfig
+from megarl.config.schema.commands import rollout_section
 from megarl.data.chats import ChatKeywords
 from megarl.data.files import (
     Column,
@@ -43,6 +43,7 @@ from megarl.data.files import (
     missing_columns,
     num_rows,
     resolve_files,
+    with_holders,
     without_filled_nulls,
 )
 from megarl.data.labels import LabelledKeys, read_labelled
@@ -167,12 +168,12 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
     Raises:
         ValueError: see `find_environment` and `find_function`.
     """
-    gateway = _policy(config).rollout.gateway
+    _, rollout = rollout_section(config)
+    gateway, multi_turn = rollout.gateway, rollout.multi_turn
     if gateway.enable:
         for key, name in (("agent", gateway.agent), ("score", gateway.score)):
             if name is not None and (key == "score" or gateway.python is None):
                 find_function(name, f"rollout.gateway.{key}")
-    multi_turn = _policy(config).rollout.multi_turn
     if multi_turn.enable and multi_turn.environment is not None:
         find_environment(multi_turn.environment, multi_turn.options or {})
 
@@ -180,18 +181,14 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
 def _environment_problems(config: Config) -> Iterator[str]:
     """Problems of an environment's options; an unknown name is reported by config_problems, or is of a plugin imported later."""
     if (
-        not isinstance(config, TuningConfig)
-        and _policy(config).rollout.multi_turn.environment in ENVIRONMENTS
+        isinstance(config, TuningConfig)
+        or rollout_section(config)[1].multi_turn.environment not in ENVIRONMENTS
     ):
-        try:
-            check_environment(config)
-        except ValueError as error:
-            yield str(error)
-
-
-def _policy(config: TrainConfig | EvalConfig) -> ActorRolloutRefConfig | EvalConfig:
-    """The section that has the policy's model and its engines."""
-    return config.actor_rollout_ref if isinstance(config, TrainConfig) else config
+        return
+    try:
+        check_environment(config)
+    except ValueError as error:
+        yield str(error)
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
@@ -222,9 +219,7 @@ def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[
     """Engines on GPUs have equal shares of the vocabulary, padded to a multiple of 64; on a CPU SGLang (0.5.21) pads further."""
     if model is None or isinstance(config, TuningConfig):
         return
-    key, rollout = "rollout", _policy(config).rollout
-    if isinstance(config, TrainConfig):
-        key = f"actor_rollout_ref.{key}"
+    key, rollout = rollout_section(config)
     cutting, ranks = f"{key}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if rollout.data_parallel_lm_head:  # the ranks of a group of data parallel attention share the head
         cutting += " / attention_data_parallel_size"
@@ -349,7 +344,9 @@ def _examples(data: Any, section: str) -> _Rows:
     """`data`: a section with the keys of a text's or a chat's columns."""
     if data.text_key is not None:
         text = Column(data.text_key, f"{section}.text_key")
-        return _Rows(_top([text.name]), lambda _: [text], lambda row: text_of_row(row.values, data.text_key))
+        return _Rows(
+            with_holders([text.name]), lambda _: [text], lambda row: text_of_row(row.values, data.text_key)
+        )
     keywords = ChatKeywords(data.tools_key, data.apply_chat_template_kwargs)
     columns = chat_columns(data.prompt_key, data.response_key, section)
     keys = [*(column.name for column in columns), *keywords.columns]
@@ -359,7 +356,7 @@ def _examples(data: Any, section: str) -> _Rows:
         chat_of_row(values, data.prompt_key, data.response_key)
         keywords.of_row(values)
 
-    return _Rows(_top(keys), lambda _: [*columns, *keywords.needed], check)
+    return _Rows(with_holders(keys), lambda _: [*columns, *keywords.needed], check)
 
 
 def _of_sft(config: SFTConfig) -> Iterator[_Source]:
@@ -389,7 +386,7 @@ def _of_rankings(config: RMConfig | DPOConfig) -> Iterator[_Source]:
         keywords.of_row(values)
 
     rows = _Rows(
-        _top([*keys.columns(), *keywords.columns]),
+        with_holders([*keys.columns(), *keywords.columns]),
         lambda present: [*keys.needed(present), *keywords.needed],
         check,
     )
@@ -401,10 +398,5 @@ def _of_rankings(config: RMConfig | DPOConfig) -> Iterator[_Source]:
         answer = data.normalize_response_key
         if answer is not None:
             column = Column(answer, "data.normalize_response_key")
-            rows = _Rows(_top([answer]), lambda _: [column], lambda row: lookup(row.values, answer))
+            rows = _Rows(with_holders([answer]), lambda _: [column], lambda row: lookup(row.values, answer))
         yield _Source("data.normalize_files", data.normalize_files, rows)
-
-
-def _top(keys: Sequence[str]) -> list[str]:
-    """The columns that dotted keys may be in."""
-    return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))

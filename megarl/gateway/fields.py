@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.data.chats import brief
 from megarl.gateway.requests import Request, RequestError
 
 _NAMES = {
@@ -28,7 +29,7 @@ def field(body: Mapping[str, Any], name: str, kind: type, place: str = "", requi
         return None
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise RequestError(f"{where} must be {_NAMES[kind]}, found {_brief(value)}", param=where)
+        raise RequestError(f"{where} must be {_NAMES[kind]}, found {brief(value)}", param=where)
     return value
 
 
@@ -48,7 +49,7 @@ def refuse(body: Mapping[str, Any], names: Mapping[str, Sequence[Any]], why: str
     """RequestError: a field has another value than those that change nothing."""
     for name, allowed in names.items():
         if body.get(name) is not None and body[name] not in allowed:
-            raise RequestError(f"{name}={_brief(body[name])}: {why}", param=name)
+            raise RequestError(f"{name}={brief(body[name])}: {why}", param=name)
 
 
 def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = body.get(name) or []
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"{name} must be a text or a list of texts, found {_brief(value)}", param=name)
+        raise RequestError(f"{name} must be a text or a list of texts, found {brief(value)}", param=name)
     return tuple(texts)
 
 
@@ -89,7 +90,7 @@ def text_of(content: Any, place: str, kinds: Sequence[str]) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{place} must be a text or a list of parts, found {_brief(content)}", param=place)
+        raise RequestError(f"{place} must be a text or a list of parts, found {brief(content)}", param=place)
     return "\n".join(part_text(part, f"{place}[{place_}]", kinds) for place_, part in enumerate(content))
 
 
@@ -97,9 +98,7 @@ def part_text(part: Any, place: str, kinds: Sequence[str]) -> str:
     """The text of a part of content. RequestError: it is no text, such as an image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds or not isinstance(part.get("text"), str):
-        raise RequestError(
-            f"{place}: this model reads texts alone, found {kind or _brief(part)}", param=place
-        )
+        raise RequestError(f"{place}: this model reads texts alone, found {kind or brief(part)}", param=place)
     return part["text"]
 
 
@@ -114,7 +113,7 @@ def tool(name: Any, description: Any, parameters: Any, place: str) -> dict[str, 
     schema = parameters
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise RequestError(
-            f"{place} ({name}): a tool needs a JSON schema of its parameters, an object, found {_brief(schema)}",
+            f"{place} ({name}): a tool needs a JSON schema of its parameters, an object, found {brief(schema)}",
             param=place,
         )
     return {
@@ -149,8 +148,3 @@ def check_request(request: Request) -> Request:
             param="tool_choice",
         )
     return request
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -194,9 +194,8 @@ class StreamedTurn:
             tail = self._reader.text(self._ids[_TAIL:])
             # What is before the tail, a space included that some decoders (Llama 2's, Mistral's) leave out before the first word of a text.
             head = text[: len(text) - len(tail)]
-            if (
-                tail and _BROKEN not in head and text.endswith(tail)
-            ):  # else a token's text depends on the token before it
+            # Else a token's text depends on the token before it.
+            if tail and _BROKEN not in head and text.endswith(tail):
                 self._text, self._ids, text = self._text + head, self._ids[_TAIL:], tail
         return self._tell(
             self._reader.settled(self._text + text, self._request.stop, self._call_mark, self._in_reasoning)

@@ -12,6 +12,7 @@ from megarl.gpu_test.pairs import (
     LENGTHS,
     Case,
     Compared,
+    attention,
     ends_of,
     made,
     queries_keys_values,
@@ -20,28 +21,6 @@ from megarl.gpu_test.pairs import (
 
 HEADS, GROUPS, WIDTH = 8, 2, 64
 KEY_WIDTH, VALUE_WIDTH = 64, 128  # of a gated delta net's heads
-
-
-def attention_with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """Causal attention of packed sequences by its formula, in float32: each head's softmax has its sink as a further logit, which has no value.
-
-    query, key, value: [tokens, heads, width]; sinks: [heads]; window: positions that a query sees, its own included; None: all.
-    """
-    outputs, first = [], 0
-    times = query.shape[1] // key.shape[1]
-    for length in LENGTHS:
-        q, k, v = (part[first : first + length].transpose(0, 1) for part in (query, key, value))
-        k, v = k.repeat_interleave(times, 0), v.repeat_interleave(times, 0)
-        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        if window is not None:
-            seen = seen.triu(1 - window)
-        scores = (q @ k.transpose(1, 2) / query.shape[2] ** 0.5).masked_fill(~seen, -torch.inf)
-        with_sink = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
-        outputs.append((with_sink.softmax(-1)[..., :-1] @ v).transpose(0, 1))
-        first += length
-    return torch.cat(outputs)
 
 
 def sinks_and_window(device: str, window: int | None) -> Iterator[Compared]:
@@ -63,7 +42,7 @@ def sinks_and_window(device: str, window: int | None) -> Iterator[Compared]:
         *inputs, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
     )  # fmt: skip
     query, key, value = references
-    expected = attention_with_sinks(query, key, value, reference, window)
+    expected = attention(query, key, value, reference, window)
     grown = [*leaves, ("sinks", offset, reference)]
     yield from with_gradients(found.view(expected.shape), expected, grown)
 

@@ -27,6 +27,7 @@ from megarl.gpu_test.pairs import (
     LENGTHS,
     Case,
     Compared,
+    attention,
     compared,
     ends_of,
     made,
@@ -60,20 +61,6 @@ def fla_checks(device: str, *, has_fla: bool) -> Iterator[Check]:
         return
     for name, (case, tolerance) in family_kernels.FLA.items():
         yield compared(name, lambda case=case: case(device), tolerance)
-
-
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of packed sequences by its formula, in float32; [tokens, heads, width] each."""
-    outputs, first = [], 0
-    times = query.shape[1] // key.shape[1]
-    for length in LENGTHS:
-        q, k, v = (part[first : first + length].transpose(0, 1) for part in (query, key, value))
-        k, v = k.repeat_interleave(times, 0), v.repeat_interleave(times, 0)
-        scores = q @ k.transpose(1, 2) / query.shape[2] ** 0.5
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        outputs.append((scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1))
-        first += length
-    return torch.cat(outputs)
 
 
 def _te_attention(device: str, heads: int, groups: int, width: int, value_width: int) -> Iterator[Compared]:

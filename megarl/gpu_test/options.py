@@ -10,34 +10,25 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.gpu_test.runner import LOG, Check, tail
-from megarl.gpu_test.several import TINY, read_metrics
-from megarl.util.packages import example, shipped
+from megarl.gpu_test.several import ACTOR, ROLLOUT, SHORT, TINY, command, read_metrics
+from megarl.util.packages import example
 
 NUM_STEPS = 2
 NORM = "actor/grad_norm"
 DIFFERENCE = "training/rollout_log_prob_diff_mean"
 # Nats, in bfloat16. The random models' logits have a deviation of about 0.3: log-probs of another model would differ by as much.
 CLOSE = 0.05
-ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 COMMON = (
-    "data.val_files=null",
-    "data.train_batch_size=32",
-    "data.max_response_length=24",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    *SHORT,
     f"{ACTOR}.tensor_model_parallel_size=1",
-    f"{ACTOR}.pipeline_model_parallel_size=1",
-    f"{ROLLOUT}.tensor_model_parallel_size=1",
     f"{ROLLOUT}.gpu_memory_utilization=0.2",  # enough for tiny models, and several runs may share a card
-    "critic.megatron.pipeline_model_parallel_size=1",
-    "trainer.test_freq=-1",
-    "trainer.logger=[console]",
     f"trainer.total_training_steps={NUM_STEPS}",
 )
 ONE = (*COMMON, f"{ROLLOUT}.num_engines=1", "trainer.n_gpus_per_node=1")
@@ -152,30 +143,6 @@ DEEPEP = (
 )
 
 
-def run_options(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, ONE, OPTIONS)
-
-
-def run_engines(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, ONE, ENGINES)
-
-
-def run_families(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, ONE, FAMILIES, CLOSE)
-
-
-def run_layouts(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, TWO, LAYOUTS)
-
-
-def run_experts(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, TWO, EXPERTS)
-
-
-def run_deepep(folder: Path) -> Iterator[Check]:
-    yield from run_all(folder, TWO, DEEPEP)
-
-
 def run_all(
     folder: Path, settings: tuple[str, ...], cases: Sequence[Case], close: float | None = None
 ) -> Iterator[Check]:
@@ -213,19 +180,17 @@ def run_all(
             )
 
 
+run_options = partial(run_all, settings=ONE, cases=OPTIONS)
+run_engines = partial(run_all, settings=ONE, cases=ENGINES)
+run_families = partial(run_all, settings=ONE, cases=FAMILIES, close=CLOSE)
+run_layouts = partial(run_all, settings=TWO, cases=LAYOUTS)
+run_experts = partial(run_all, settings=TWO, cases=EXPERTS)
+run_deepep = partial(run_all, settings=TWO, cases=DEEPEP)
+
+
 def sizes(case: Case) -> dict[str, Any]:
     """The sizes of a run's tiny model."""
     return {**TINY, **MORE.get(case.family, {}), **case.more}
-
-
-def command(folder: Path, family: str, run: Path) -> list[str]:
-    """The command of a run on the step's data and its model of a family."""
-    return [
-        *(sys.executable, "-m", "megarl", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
-        f"data.train_files={folder}/data/train.parquet",
-        f"actor_rollout_ref.model.path={folder}/{family}",
-        f"trainer.default_local_dir={run}",
-    ]
 
 
 def judged(name: str, code: int, rows: list[dict[str, float]], log: str = "") -> Check:

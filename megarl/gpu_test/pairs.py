@@ -1,4 +1,4 @@
-"""Outputs and gradients of a kernel, in pairs with torch's, and the inputs that both have."""
+"""Outputs and gradients of a kernel, in pairs with torch's, and the inputs that both have; attention by its formula."""
 
 from __future__ import annotations
 
@@ -80,3 +80,31 @@ def with_gradients(
     yield Compared("output", found, expected)
     for name, leaf, other in leaves:
         yield Compared(f"gradient of {name}", leaf.grad, other.grad)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed sequences by its formula, in float32.
+
+    query, key, value: [tokens, heads, width]; sinks: [heads], further logits of each head's softmax, which have no value; None: there are
+    none; window: positions that a query sees, its own included; None: all.
+    """
+    outputs, first = [], 0
+    times = query.shape[1] // key.shape[1]
+    for length in LENGTHS:
+        q, k, v = (part[first : first + length].transpose(0, 1) for part in (query, key, value))
+        k, v = k.repeat_interleave(times, 0), v.repeat_interleave(times, 0)
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
+        scores = (q @ k.transpose(1, 2) / query.shape[2] ** 0.5).masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+        outputs.append((scores.softmax(-1)[..., :length] @ v).transpose(0, 1))
+        first += length
+    return torch.cat(outputs)

@@ -23,7 +23,7 @@ from typing import Any
 from megarl import __version__
 from megarl.gpu_test.steps import Machine, Step
 from megarl.rollout.sglang.before_import import sglang_environment
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 PASSED, FAILED, IMPOSSIBLE = "passed", "failed", "impossible"
 LAST_LINES = 30
@@ -231,10 +231,8 @@ def write(file: Path, record: Record, order: Sequence[str]) -> tuple[Path, Path]
     record = Record(record.date, record.facts, results)
     file.parent.mkdir(parents=True, exist_ok=True)
     text = file.with_suffix(".md")
-    with whole_file(file) as out:
-        out.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
-    with whole_file(text) as out:
-        out.write_text(page(record), encoding="utf-8")
+    write_text(file, json.dumps(asdict(record), indent=1) + "\n")
+    write_text(text, page(record))
     return file, text
 
 

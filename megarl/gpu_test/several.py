@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,30 +31,27 @@ TINY = {
     "vocab_size": 512, "hidden_size": 256, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "ffn_hidden_size": 512,
 }  # fmt: skip
-SETTINGS = (
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+# Of all short runs of tiny models.
+SHORT = (
     "data.val_files=null",
     "data.train_batch_size=32",
     "data.max_response_length=24",
     "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.rollout.num_engines=2",
-    "actor_rollout_ref.rollout.max_restarts=5",
+    f"{ACTOR}.pipeline_model_parallel_size=1",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
     "critic.megatron.pipeline_model_parallel_size=1",
-    "trainer.n_gpus_per_node=2",
     "trainer.test_freq=-1",
     "trainer.logger=[console]",
+)
+SETTINGS = (
+    *SHORT,
+    f"{ACTOR}.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.num_engines=2",
+    f"{ROLLOUT}.max_restarts=5",
+    "trainer.n_gpus_per_node=2",
     f"trainer.total_training_steps={NUM_STEPS}",
 )
-
-
-def run_pairs(folder: Path) -> Iterator[Check]:
-    yield from train(folder, kill=False)
-
-
-def run_killed(folder: Path) -> Iterator[Check]:
-    yield from train(folder, kill=True)
 
 
 def train(folder: Path, *, kill: bool) -> Iterator[Check]:
@@ -61,16 +59,9 @@ def train(folder: Path, *, kill: bool) -> Iterator[Check]:
     arithmetic = example("arithmetic")
     arithmetic.write_arithmetic(folder / "data", 16, 64, 16, seed=3)
     example("tiny_model").make_tiny_model(folder / "model", arithmetic.arithmetic_texts(), **TINY)
-    metrics = folder / "run" / "metrics.jsonl"
-    command = [
-        *(sys.executable, "-m", "megarl", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
-        *SETTINGS,
-        f"data.train_files={folder}/data/train.parquet",
-        f"actor_rollout_ref.model.path={folder}/model",
-        f"trainer.default_local_dir={folder}/run",
-    ]
-    token = secrets.token_hex(8)
-    with subprocess.Popen(command, env={**os.environ, MARK: token}) as process:
+    run, token = folder / "run", secrets.token_hex(8)
+    metrics, arguments = run / "metrics.jsonl", [*command(folder, "model", run), *SETTINGS]
+    with subprocess.Popen(arguments, env={**os.environ, MARK: token}) as process:
         if kill:
             yield _killed(process, token, metrics)
         code = process.wait()
@@ -80,6 +71,19 @@ def train(folder: Path, *, kill: bool) -> Iterator[Check]:
     yield Check("steps", steps[-1:] == [NUM_STEPS] and len(set(steps)) == NUM_STEPS, str(steps))
     if rows:
         yield from _figures(rows[-1])
+
+
+run_pairs, run_killed = partial(train, kill=False), partial(train, kill=True)
+
+
+def command(folder: Path, model: str, run: Path) -> list[str]:
+    """The command of a run on the step's data and one of its models."""
+    return [
+        *(sys.executable, "-m", "megarl", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
+        f"data.train_files={folder}/data/train.parquet",
+        f"actor_rollout_ref.model.path={folder}/{model}",
+        f"trainer.default_local_dir={run}",
+    ]
 
 
 def _killed(process: subprocess.Popen, token: str, metrics: Path) -> Check:

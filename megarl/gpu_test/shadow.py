@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.gpu_test.runner import Check
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 FILE = Path(__file__).with_name("shadow_ranks.json")
 MIB, GIB = 1 << 20, 1 << 30
@@ -136,8 +136,7 @@ def main() -> None:
     for number in map(int, sys.argv[1:]) if sys.argv[1:] else range(len(CASES)):
         case = CASES[number]
         known[case.name] = {**kept(shadow_case(case)), "versions": versions}
-        with whole_file(FILE) as out:
-            out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        write_text(FILE, json.dumps(known, indent=1) + "\n")
 
 
 def _size(size: int) -> str:

@@ -11,16 +11,15 @@ from typing import Any
 
 import yaml
 
-from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, TuningConfig, resolve
+from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.values import value_problems
-from megarl.config.loading import load_config, load_with_origins
+from megarl.config.loading import SCHEMAS, load_config, load_with_origins
 from megarl.config.loading.document import YamlDumper, merge, parse_override, plain, read_file
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.problems import raise_if_any
 from megarl.config.schema.launch import LaunchConfig
 
-SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d)|(?P<only>\d+)")
 # Valid as a Kubernetes label and as a Slurm job name; at most 47 characters, since KubeRay appends to them and a label has 63.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")

@@ -36,9 +36,8 @@ def place_engines(
     nodes: dict[str, list[int]] = defaultdict(list)
     for index, place in enumerate(devices):
         nodes[place.node].append(index)
-    groups: dict[object, list[str]] = defaultdict(
-        list
-    )  # nodes among which parts of an engine may be exchanged
+    # Nodes among which parts of an engine may be exchanged.
+    groups: dict[object, list[str]] = defaultdict(list)
     for node, indices in nodes.items():
         engines = {index // ranks_per_engine for index in indices if index < target.num_ranks}
         alone = len(engines) == 1 and max(indices) < target.num_ranks

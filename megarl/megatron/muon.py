@@ -28,10 +28,8 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 from megarl.config.schema.models import MuonConfig, OptimConfig
 
 MOMENTUM = "momentum_buffer"  # the one state of Muon, as emerging-optimizers 0.3.0 calls it
-_PRECISION = {
-    "bfloat16": "medium",
-    "float32": "highest",
-}  # torch's names for how products of float32 are computed
+# torch's names for how products of float32 are computed.
+_PRECISION = {"bfloat16": "medium", "float32": "highest"}
 
 
 def settings(muon: MuonConfig) -> dict[str, Any]:

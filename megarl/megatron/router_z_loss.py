@@ -53,9 +53,8 @@ class RouterZLoss:
 
     def _add(self, router_pass: RouterPass, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The logits, [this rank's tokens, experts], to whose gradient the loss's is added."""
-        if not (
-            self._weight and torch.is_grad_enabled()
-        ):  # as in the first pass of a layer that is computed again
+        # As in the first pass of a layer that is computed again.
+        if not (self._weight and torch.is_grad_enabled()):
             return logits
         assert router_pass.bounds is not None
         mask = router_pass.own_part(router_pass.bounds.mask)

@@ -24,7 +24,6 @@ from megarl.models.table import (
     sglang_keeps_float32,
     sglang_padding,
     sglang_pieces,
-    sglang_vocab_share,
 )
 
 
@@ -61,5 +60,4 @@ __all__ = [
     "sglang_keeps_float32",
     "sglang_padding",
     "sglang_pieces",
-    "sglang_vocab_share",
 ]

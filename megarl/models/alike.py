@@ -69,11 +69,8 @@ _NO_PART = frozenset(
     ]
 )
 _FIRST = "model.layers.0.self_attn."
-_HEADS = (
-    "lm_head.weight",
-    "score.weight",
-    "score.bias",
-)  # one or none of them, by the class that wrote the files
+# One or none of them, by the class that wrote the files.
+_HEADS = ("lm_head.weight", "score.weight", "score.bias")
 
 
 def llama_alike(hf: Fields, path: str, parts: Mapping[str, bool] | None = None) -> ModelConfig:

@@ -23,10 +23,8 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 STRIP_ELEMENTS = 1 << 20  # on a CPU, so that a strip stays in its caches
 GPU_STRIP_ELEMENTS = 1 << 24  # smaller ones take a GPU less time than their kernels take to start
-TILE = (
-    16,
-    256,
-)  # rows and columns that a program of the kernel has, which 4 warps read 16 bytes a thread at a time
+# Rows and columns that a program of the kernel has, which 4 warps read 16 bytes a thread at a time.
+TILE = (16, 256)
 
 Block = tuple[int, int]
 """Rows and columns that share a scale."""

@@ -37,7 +37,7 @@ from megarl.plan.memory import GIB, MemoryPlan, memory_json, plan_memory, plan_o
 from megarl.plan.page import page
 from megarl.plan.search import Search
 from megarl.plan.sync import LINK_WORDS, MethodCost, PlanReport, planned_sync, report, size_text
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 from megarl.weight_sync.sync_plan import COLOCATED, MAPPED, SyncPlan
 
 
@@ -181,8 +181,7 @@ def run_step(options: argparse.Namespace) -> None:
     job = plan_job(config, inputs, machine, plan, sync=not options.without_sync)
     advice = [] if plan.fits else changes(options.recipe, options.overrides, config, plan, reserve)
     if options.html is not None:
-        with whole_file(Path(options.html)) as temporary:
-            temporary.write_text(page(job, Path(options.recipe).name, advice), encoding="utf-8")
+        write_text(options.html, page(job, Path(options.recipe).name, advice))
     if options.json:
         found = [{"keys": change.keys, "peak": change.peak, "fits": change.fits} for change in advice]
         _print_json(as_json(job, found))

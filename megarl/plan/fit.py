@@ -48,9 +48,8 @@ def fit(
     """
     itemsize = 1 if config.actor_rollout_ref.model.lora.blocks is not None else 2
     sizes = _engine_sizes(config, inputs, limit - (reserve or 0), max_nodes) if engines else []
-    least = itemsize * sum(
-        map(prod, logical_tensors(inputs.model).values())
-    )  # of the weights, on all devices
+    # Bytes of the weights, on all devices.
+    least = itemsize * sum(map(prod, logical_tensors(inputs.model).values()))
     for nodes in range(1, max_nodes + 1):
         if least > nodes * config.trainer.n_gpus_per_node * limit:
             continue

@@ -39,7 +39,7 @@ from megarl.report.phases import (
 )
 from megarl.report.summary import Tile, differences, set_keys, status_of, tiles_of
 from megarl.trainer.run.timeline import CONTROLLER
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 _LAST_STEPS = 20  # of tables that have a row for each step
 _LINKS = ("local", "intra_node", "inter_node", "total", "max_per_rank")
@@ -256,6 +256,5 @@ def run(options: argparse.Namespace, floors: Callable[[RunRecord], Floors]) -> N
     output = Path(options.output) if options.output is not None else default
     runs = read_runs(folders)
     text = page(runs, [floors(each) for each in runs])
-    with whole_file(output) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(output, text)
     print(f"{output}: {len(text.encode()) / 1e6:.1f} MB")

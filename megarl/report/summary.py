@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarl.config import EvalConfig
-from megarl.config.loading import TRAINING, plain_value
+from megarl.config.checks.run import flat
+from megarl.config.loading import SCHEMAS, plain_value
 from megarl.config.loading.recipes import PREFIX
 from megarl.config.schema import walk
 from megarl.config.show import source_of
@@ -143,7 +143,6 @@ def _metric_tile(run: RunRecord, metric: str, label: str, unit: str) -> Tile:
     text = UNITS[unit if unit == "number" or all(0 <= value <= 1 for value in values) else "number"]
     best_step, best = (min if metric in _FALLING else max)(points, key=lambda point: point[1])
     last_step, last = run.series(metric)[-1]
-    note = ""
     if len(points) > 1:
         note = f"{text(values[0])} → {text(last)}"
         if best != last:
@@ -193,26 +192,18 @@ def _moment(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds is not None else ""
 
 
-_SCHEMAS = (*TRAINING.values(), EvalConfig)
 # Where a run writes, which differs between any two.
 _PLACES = ("trainer.default_local_dir", "trainer.rollout_data_dir")
 _NOTHING = object()
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each key of a configuration."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def set_keys(run: RunRecord) -> list[tuple[str, str, str]]:
     """(key, value, default) of keys whose values are not their defaults; default "": the key has none. Values that follow from
     other keys (`resolve`) are left out."""
-    keys = dict(flat(run.config))
-    defaults = max((_defaults(schema) for schema in _SCHEMAS), key=lambda found: len(found.keys() & keys))
+    keys = flat(run.config)
+    defaults = max(
+        (_defaults(schema) for schema in SCHEMAS.values()), key=lambda found: len(found.keys() & keys)
+    )
     found = []
     for key, value in keys.items():
         default = defaults.get(key, _NOTHING)
@@ -224,7 +215,7 @@ def set_keys(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """(key, its value in each run) of keys whose values differ; "-": the run has no such key."""
-    keys = [dict(flat(run.config)) for run in runs]
+    keys = [flat(run.config) for run in runs]
     names = dict.fromkeys(name for each in keys for name in each)
     found = []
     for name in names:

@@ -200,9 +200,8 @@ class _Draft:
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
     versions: tuple[int, int] | None = None  # of the weights that chose the first token and the last one
-    experts: list[np.ndarray] = field(
-        default_factory=list
-    )  # of the tokens, by turn, where the engine returns them
+    # Of the tokens, by turn, where the engine returns them.
+    experts: list[np.ndarray] = field(default_factory=list)
 
     kept: list[KeptTokens] = field(default_factory=list)  # of each turn and observation
 

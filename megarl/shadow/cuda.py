@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # its tables are made of torch's functions as they are before they are patched
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megarl import platform
 from megarl.shadow.mode import Shadow
 from megarl.shadow.values import read_values
 
@@ -56,55 +57,11 @@ def install(card: Card, current: Callable[[], Shadow | None]) -> None:
     )
 
 
-class _Stream:
-    """There is one stream: all streams equal it, and it is always up to date."""
-
+class _Stream(platform.Stream):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
         self.cuda_stream = self.stream_id = self.device_index = 0
         self.device_type = 1
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Event:
-    """A point in time that has passed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        return 0.0
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -165,7 +122,7 @@ def _cuda_module(card: Card, current: Callable[[], Shadow | None]) -> None:
         setattr(cuda, name, answer)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
         setattr(cuda.random, name, answers[name])
-    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.Stream, cuda.Event = _Stream, platform.Event
     cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _nothing
     torch.version.cuda = "13.0"
     for name, answer in {

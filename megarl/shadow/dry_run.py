@@ -31,7 +31,7 @@ from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.page import fullest, page, size_text
 from megarl.shadow.requests import Request
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 CLASSES = "classes"
 MODULE = "megarl.shadow.process"
@@ -82,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
         else []
     )
     if options.html is not None:
-        with whole_file(Path(options.html)) as temporary:
-            temporary.write_text(page(options.recipe, found, reports, options.tolerance), encoding="utf-8")
+        write_text(options.html, page(options.recipe, found, reports, options.tolerance))
     if options.json:
         agreed = {role: asdict(agreement) for role, agreement in fit.items()}
         told = {"comparisons": [asdict(row) for row in found], "agreement": agreed, "ranks": reports}

@@ -85,9 +85,8 @@ class Shadow(TorchDispatchMode):
         if func._overloadpacket in _INDEXING and any(
             i is not None and i.dtype == torch.bool for i in args[1]
         ):
-            if (
-                func._overloadpacket is aten.index or args[2].numel() > 1
-            ):  # one number fills a mask without being asked where
+            # One number fills a mask without being asked where.
+            if func._overloadpacket is aten.index or args[2].numel() > 1:
                 self.wait()
             args = (args[0], positions(args[1]), *args[2:])
         found = sized_by_values(func, args, kwargs)

@@ -81,9 +81,8 @@ class ShadowSFT(_SingleRank, SFTWorker):
 
 class ShadowRM(_SingleRank, RMWorker):
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
-        return ModelWorker.load(
-            self, path, head, trainable=trainable
-        )  # the head's first values take no memory
+        # The head's first values take no memory.
+        return ModelWorker.load(self, path, head, trainable=trainable)
 
 
 class ShadowDPO(_SingleRank, DPOWorker): ...

@@ -27,6 +27,12 @@ def whole_file(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text in UTF-8, as `whole_file` does."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
     """Name `path` in errors of the file system: the error of a write to a full disk names no file."""

@@ -17,9 +17,8 @@ STRIP_ELEMENTS = 1 << 20
 # The projections whose weights SGLang's Fp8Config quantises (0.5.21): every linear layer and all experts, but for the
 # router, the embedding and the head.
 _ATTENTION = {f"{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")} | {"kv_a_proj_with_mqa"}
-_PROJECTIONS = (
-    _ATTENTION | {"gate_proj", "up_proj", "down_proj"} | {"w1", "w2", "w3"} | {"wq_b", "wk"}
-)  # w1 to w3 are MiniMax-M2's; wq_b and wk belong to DeepSeek-V3.2's indexers
+# w1 to w3 are MiniMax-M2's; wq_b and wk belong to DeepSeek-V3.2's indexers.
+_PROJECTIONS = _ATTENTION | {"gate_proj", "up_proj", "down_proj"} | {"w1", "w2", "w3"} | {"wq_b", "wk"}
 
 
 def is_quantised(tensor: str) -> bool:

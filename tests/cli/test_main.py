@@ -17,10 +17,10 @@ from examples.arithmetic import arithmetic_texts, write_arithmetic
 from examples.tiny_model import make_tiny_model
 from megarl import __version__
 from megarl.algorithms.advantages import ESTIMATORS
-from megarl.cli.main import SCHEMAS, main
+from megarl.cli.main import main
 from megarl.cluster import RayFailed
 from megarl.config import TrainConfig
-from megarl.config.loading import load_with_origins
+from megarl.config.loading import SCHEMAS, load_with_origins
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")

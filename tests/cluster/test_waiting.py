@@ -231,7 +231,7 @@ def process(rank: int) -> RankProcess:
 
 def test_who_is_missing_is_said_with_their_machines():
     said: list[str] = []
-    missing = MissingReporter(said.append, "to come up", 16, every=0.0)
+    missing = MissingReporter(said.append, 16, every=0.0)
     missing([])
     assert said == []
     missing([process(3), process(5)])
@@ -245,7 +245,7 @@ def test_who_is_missing_is_said_with_their_machines():
 
 def test_nothing_is_said_of_what_is_quick():
     said: list[str] = []
-    MissingReporter(said.append, "to come up", 16, every=1e6)([process(1)])
+    MissingReporter(said.append, 16, every=1e6)([process(1)])
     assert said == []
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.cli.main import SCHEMAS, main
+from megarl.cli.main import main
 from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.loading import load_with_origins
+from megarl.config.loading import SCHEMAS, load_with_origins
 from megarl.config.schema import section_type, table_type, walk
 from megarl.config.show import notes, reference, resolved_keys, said_here, source_of, yaml_text
 

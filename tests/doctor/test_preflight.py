@@ -12,9 +12,9 @@ import pytest
 
 from examples.tiny_model import make_tiny_model
 from megarl.checkpoints import CheckpointStore, Keep
-from megarl.cli.main import SCHEMAS, main
+from megarl.cli.main import main
 from megarl.config import load_config, resolve, save_config
-from megarl.config.loading import hub
+from megarl.config.loading import SCHEMAS, hub
 from megarl.doctor.preflight import ROWS, delta_net_problems, preflight
 from megarl.models import read_model_config
 from megarl.util.gpus import Gpu

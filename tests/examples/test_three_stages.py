@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from examples.three_stages import DEFAULT_OUT, POLICIES, commands
-from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.loading import load_config
+from megarl.config import TrainConfig, resolve, to_dict
+from megarl.config.loading import SCHEMAS, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainConfig, "eval": EvalConfig}
 
 
 def texts(value: Any) -> Iterator[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megarl.gpu_test import family_kernels
-from megarl.gpu_test.kernels import TORCH, TRANSFORMER_ENGINE, attention, checks, fla_checks
-from megarl.gpu_test.pairs import LENGTHS, compared
+from megarl.gpu_test.kernels import TORCH, TRANSFORMER_ENGINE, checks, fla_checks
+from megarl.gpu_test.pairs import LENGTHS, attention, compared
 from megarl.shadow import device
 
 
@@ -77,7 +77,7 @@ def test_the_reference_of_attention_with_sinks_is_that_of_transformers(window: i
         mask = torch.zeros(1, 1, length, length).masked_fill(hidden, -torch.inf)
         expected.append(eager_attention_forward(layer, *own, mask, 16**-0.5)[0][0])
         first += length
-    found = family_kernels.attention_with_sinks(query, key, value, sinks, window)
+    found = attention(query, key, value, sinks, window)
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 

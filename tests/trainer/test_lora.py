@@ -21,10 +21,10 @@ from megarl.checkpoints.hf.adapters import AdapterExport, write_peft_adapter
 from megarl.checkpoints.hf.export import ExportPlan, assemble
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
+from megarl.data.sft import trained_tokens
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.loops.sft import trained_tokens
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import (
     MicroBatching,

@@ -6,7 +6,7 @@ the model's size; a checkpoint with anything missing, left over or of another sh
 output appears complete or not at all, and was checked against the target's own definition before it appears.
 """
 
-from megarl.checkpoints.convert.compare import Comparison, compare
-from megarl.checkpoints.convert.run import Conversion, convert
+from megarl.checkpoints.convert.compare import compare
+from megarl.checkpoints.convert.run import convert
 
-__all__ = ["Comparison", "Conversion", "compare", "convert"]
+__all__ = ["compare", "convert"]

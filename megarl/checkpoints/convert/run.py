@@ -24,8 +24,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Conversion:
     """The result of a conversion. `left_out`: the parts of the source that were left out, in words."""
 
-    source_kind: str
-    target_kind: str
     num_tensors: int
     num_bytes: int
     num_files: int
@@ -74,7 +72,7 @@ def convert(
             )
         tensors = extract_adapters(opened, target, DTYPES.get(dtype))
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return Conversion(opened.kind, to, len(tensors), num_bytes, 1, ())
+        return Conversion(len(tensors), num_bytes, 1, ())
     # All checks come before the first file is written.
     if adapter is not None:
         opened = MergedSource(opened, adapter)
@@ -99,7 +97,7 @@ def convert(
     left_out = [opened.ignored] if opened.ignored else []
     if opened.config.num_mtp_layers and not opened.mtp:
         left_out.append("multi-token prediction layers")
-    return Conversion(opened.kind, kind, len(moves.dtypes), moves.num_bytes, len(files), tuple(left_out))
+    return Conversion(len(moves.dtypes), moves.num_bytes, len(files), tuple(left_out))
 
 
 def _head_fields(source: Source) -> dict[str, Any] | None:

@@ -160,9 +160,8 @@ class Moves:
 
     def __init__(self, source: Source, target: Target, dtype: torch.dtype | None) -> None:
         self.source, self.target = source, target
-        plan = make_plan(
-            source.layout, target.layout, max_copy_bytes=READ_ELEMENTS
-        )  # an element counts as one
+        # An element counts as one.
+        plan = make_plan(source.layout, target.layout, max_copy_bytes=READ_ELEMENTS)
         self._copies: dict[Item, list[Copy]] = {item: [] for item in target.items}
         places = {
             (item.local, item.box.start[: target.num_leading(item.local)]): item for item in target.items

@@ -228,9 +228,8 @@ class Export(ABC):
         checksums = np.empty(len(copies), dtype=np.int64)
         for index, (copy, dtype, part) in enumerate(zip(copies, dtypes, data.split(sizes), strict=True)):
             source = parameters[copy.source_local][copy.source_box.slices].to(dtype)
-            part.copy_(
-                source.flatten().view(torch.uint8)
-            )  # as bytes: four-byte elements may begin anywhere here
+            # As bytes: four-byte elements may begin anywhere here.
+            part.copy_(source.flatten().view(torch.uint8))
             checksums[index] = crc32(part)
         return Bundle(data.numpy(), checksums)
 

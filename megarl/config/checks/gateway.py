@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.checks.values import given_keys
-from megarl.config.schema.commands import EvalConfig, TrainConfig
+from megarl.config.schema.commands import EvalConfig, TrainConfig, rollout_section
 from megarl.config.schema.rollout import CONTAINERS, SANDBOXES, GatewayConfig
 
 _NO_SESSIONS = {
@@ -16,10 +16,8 @@ _NO_SESSIONS = {
 
 def gateway_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Problems of the section gateway in a resolved configuration."""
-    trains = isinstance(config, TrainConfig)
-    rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
-    prefix = "actor_rollout_ref.rollout.gateway" if trains else "rollout.gateway"
-    gateway = rollout.gateway
+    key, rollout = rollout_section(config)
+    prefix, gateway = f"{key}.gateway", rollout.gateway
     if not gateway.enable:
         if given := given_keys(gateway):
             names = ", ".join(f"{prefix}.{name}" for name in given)

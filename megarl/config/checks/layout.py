@@ -18,6 +18,7 @@ from megarl.config.resolve import (
     GLOBAL_POOL,
     eval_rollout,
     megatron_sections,
+    micro_batch_size,
     pool_devices,
     reference_key,
     references,
@@ -31,6 +32,7 @@ from megarl.config.schema.commands import (
     EvalConfig,
     MegatronConfig,
     TrainConfig,
+    rollout_section,
 )
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import PoolConfig
@@ -269,7 +271,7 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     if config.critic is not None:
         critic = config.critic
         yield from _mini_batch_problems(critic.ppo_mini_batch_size, config, roles["critic"])
-        if _micro_batch(critic) != _micro_batch(actor):  # else it is the actor's problem
+        if micro_batch_size(critic) != micro_batch_size(actor):  # else it is the actor's problem
             yield from _micro_batch_problems("critic", critic, config)
     for name, ref in references(config).items():
         key = reference_key(name)
@@ -311,12 +313,8 @@ def _share_problems(what: str, sequences: int, role: _Role) -> Iterator[str]:
         )
 
 
-def _micro_batch(role: ActorConfig | CriticConfig) -> tuple[int | None, int | None]:
-    return role.ppo_max_token_len_per_gpu, role.ppo_micro_batch_size_per_gpu
-
-
 def _micro_batch_problems(key: str, role: ActorConfig | CriticConfig, config: TrainConfig) -> Iterator[str]:
-    tokens, trajectories = _micro_batch(role)
+    tokens, trajectories = micro_batch_size(role)
     keys = f"{key}.ppo_max_token_len_per_gpu and {key}.ppo_micro_batch_size_per_gpu"
     if tokens is not None and trajectories is not None:
         yield (
@@ -343,12 +341,11 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
         if (own := (config.resource_pools or {}).get(name or "")) is not None and own.n_gpus_per_node > 0:
             per_node = f"resource_pools.{name}.n_gpus_per_node={own.n_gpus_per_node}"
             yield from _node_problems(f"{POLICY}.rollout", eval_rollout(config), own, per_node)
+    key, rollout = rollout_section(config)
     if isinstance(config, TrainConfig):
         yield from _teacher_engine_problems(config)
-        key, rollout = f"{POLICY}.rollout", config.actor_rollout_ref.rollout
         pool = (config.resource_pools or {}).get(rollout.resource_pool or "")
     else:
-        key, rollout = "rollout", config.rollout
         pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
     if pool is not None and min(rollout.tensor_model_parallel_size, pool.n_gpus_per_node) > 0:
         per_node = f"resource_pools.{rollout.resource_pool}.n_gpus_per_node"

@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.config.checks.data import file_problems
 from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, leaves_tokens_out, top_k_in_loss
-from megarl.config.schema.commands import EvalConfig, RolloutConfig, TrainConfig
+from megarl.config.schema.commands import EvalConfig, RolloutConfig, TrainConfig, rollout_section
 from megarl.config.schema.rewards import RULES, JudgeConfig, RewardModelConfig
 from megarl.config.schema.rollout import ENVIRONMENTS
 
@@ -108,10 +108,7 @@ def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
 
 def speculative_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Problems of the section speculative, whatever the model and the devices."""
-    if isinstance(config, TrainConfig):
-        rollout, prefix = config.actor_rollout_ref.rollout, _ROLLOUT
-    else:
-        rollout, prefix = config.rollout, "rollout"
+    prefix, rollout = rollout_section(config)
     speculative, key = rollout.speculative, f"{prefix}.speculative"
     if speculative.algorithm is None:
         if given := given_keys(speculative):
@@ -224,10 +221,7 @@ def evaluation_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Problems of the section multi_turn, and of tokens that end a turn."""
-    if isinstance(config, TrainConfig):
-        rollout, prefix = config.actor_rollout_ref.rollout, _ROLLOUT
-    else:
-        rollout, prefix = config.rollout, "rollout"
+    prefix, rollout = rollout_section(config)
     multi_turn = rollout.multi_turn
     if any(token < 0 for token in rollout.stop_token_ids):
         yield f"{prefix}.stop_token_ids={list(rollout.stop_token_ids)}: token ids are not negative"

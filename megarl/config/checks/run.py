@@ -236,9 +236,9 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
     Args:
         config: resolved, like the one that `save_config` wrote to `saved`.
     """
-    after = _flat(to_dict(config))
+    after = flat(to_dict(config))
     before = {key: value for key, value in _BEFORE.items() if key in after}
-    before |= _flat(safe_load(saved.read_text(encoding="utf-8")))
+    before |= flat(safe_load(saved.read_text(encoding="utf-8")))
     return {
         key: (before.get(key, _ABSENT), after.get(key, _ABSENT))
         for key in dict.fromkeys([*before, *after])
@@ -258,13 +258,13 @@ def refused_changes(changes: dict[str, tuple[Any, Any]]) -> list[str]:
     return found
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; an empty section is a leaf."""
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a configuration by dotted key; an empty section is a leaf."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            leaves |= _flat(value, f"{key}.")
+            leaves |= flat(value, f"{key}.")
         else:
             leaves[key] = value
     return leaves

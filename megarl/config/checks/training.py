@@ -505,11 +505,8 @@ def _indexer_problems(role: _Trained, model: TrainedModelConfig) -> Iterator[str
         )
 
 
-_OWN = (
-    "seed",
-    "grad_offload",
-    "optimizer_offload",
-)  # keys of megatron that a critic on the actor's base may have of its own
+# Keys of megatron that a critic on the actor's base may have of its own.
+_OWN = ("seed", "grad_offload", "optimizer_offload")
 
 
 def _lora_problems(key: str, lora: LoraConfig) -> Iterator[str]:

@@ -44,9 +44,9 @@ from megarl.config.schema import (
     type_text,
     walk,
 )
-from megarl.config.schema.commands import TrainConfig
+from megarl.config.schema.commands import EvalConfig, TrainConfig
 from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 T = TypeVar("T")
 
@@ -117,8 +117,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def save_config(config: Any, path: str | Path) -> Path:
     """Write a configuration as YAML, every key of it; the file is complete or absent."""
     text = yaml.dump(to_dict(config), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return Path(path)
 
 
@@ -302,6 +301,8 @@ def _show(entry: Entry) -> str:
 
 TRAINING = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 """The commands that train a model, each with the class of its recipes."""
+SCHEMAS = {**TRAINING, "eval": EvalConfig}
+"""All commands with recipes."""
 
 
 def recipe_command(recipe: str, overrides: Sequence[str]) -> str:

@@ -446,3 +446,10 @@ class EvalConfig:
         (),
         is_path=True,
     )
+
+
+def rollout_section(config: TrainConfig | EvalConfig) -> tuple[str, RolloutConfig]:
+    """The dotted key and the section of the policy's engines."""
+    if isinstance(config, TrainConfig):
+        return f"{POLICY}.rollout", config.actor_rollout_ref.rollout
+    return "rollout", config.rollout

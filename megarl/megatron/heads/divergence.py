@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.megatron.heads.log_probs import (
     CHUNK_TOKENS,
-    FurtherGradients,
+    HeadGradients,
     chunk_logits,
     owned_labels,
     vocab_share,
@@ -105,7 +105,7 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, other_hidden, other_weight, norms, of_p = ctx.saved_tensors
         rows, temperature, chunk_tokens, beta = ctx.settings
-        real, found = weight[:rows], FurtherGradients(hidden, weight, rows, ctx.needs_input_grad[1])
+        real, found = weight[:rows], HeadGradients(hidden, weight, rows, ctx.needs_input_grad[1])
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             log_p = chunk_logits(hidden[chunk], real, temperature).sub_(norms[chunk, :1])

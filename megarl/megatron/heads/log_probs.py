@@ -115,11 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_norm, output = ctx.saved_tensors
         start, rows, temperature, chunk_tokens, with_entropy = ctx.settings
-        real = weight[:rows]
-        grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks in float32 whatever the weight's dtype; a bfloat16 sum would lose late chunks.
-        # A frozen weight has none.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        real, found = weight[:rows], HeadGradients(hidden, weight, rows, ctx.needs_input_grad[1])
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             grad_logits = _grad_logits(
@@ -132,15 +128,8 @@ class _TokenLogProbs(torch.autograd.Function):
             local, owned = owned_labels(labels[chunk], start, rows)
             if rows:
                 grad_logits.scatter_add_(1, local[:, None], (grad[chunk, 0] * owned)[:, None])
-            grad_logits = grad_logits.div_(temperature).to(weight.dtype)
-            grad_hidden[chunk] = grad_logits @ real
-            if grad_weight is None:
-                continue
-            if weight.dtype == torch.float32:
-                grad_weight[:rows].addmm_(grad_logits.t(), hidden[chunk])
-            else:
-                grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+            found.add(chunk, grad_logits.div_(temperature).to(weight.dtype))
+        return found.hidden, found.weight(), *[None] * 7
 
 
 def _reduce_chunk(
@@ -179,8 +168,9 @@ def _grad_logits(
     return p.mul_(factor)
 
 
-class FurtherGradients:
-    """The gradients of a divergence, chunk by chunk, in addition to the gradients of `token_log_probs` for the same states and weight in one graph.
+class HeadGradients:
+    """Gradients chunk by chunk: of `token_log_probs` on a CPU, or of a divergence, in addition to those of `token_log_probs` for the same states and
+    weight in one graph.
 
     Attributes:
         hidden: [tokens, hidden]; of the hidden states, this rank's part.
@@ -191,6 +181,7 @@ class FurtherGradients:
         self._states, self._weight, self._rows = hidden, weight, rows
         self.hidden, self._total = torch.empty_like(hidden), None
         if with_weight:
+            # Summed over chunks in float32 whatever the weight's dtype; a bfloat16 sum would lose late chunks.
             # On a GPU in the gradient buffer, where there is one: `fused_log_probs` has added its part there.
             on_gpu = weight.is_cuda
             self._total = gradient_sum(weight) if on_gpu else torch.zeros_like(weight, dtype=torch.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.megatron.heads.log_probs import (
     CHUNK_TOKENS,
-    FurtherGradients,
+    HeadGradients,
     chunk_logits,
     owned_labels,
     vocab_share,
@@ -162,7 +162,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, norms = ctx.saved_tensors
         start, rows, temperature, chunk_tokens = ctx.settings
-        real, found = weight[:rows], FurtherGradients(hidden, weight, rows, ctx.needs_input_grad[1])
+        real, found = weight[:rows], HeadGradients(hidden, weight, rows, ctx.needs_input_grad[1])
         for first in range(0, len(hidden), chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             logits = chunk_logits(hidden[chunk], real, temperature)

@@ -134,9 +134,8 @@ class _LayerComputation:
 
         def pack(tensor: Tensor) -> Tensor | tuple:
             if tensor.untyped_storage()._cdata != storage:
-                return (
-                    tensor.detach()
-                )  # not the tensor itself: an output that held itself would never be freed
+                # Not the tensor itself: an output that held itself would never be freed.
+                return tensor.detach()
             number, offset = divmod(tensor.storage_offset(), size)
             return number, tensor.shape, tensor.stride(), offset
 

@@ -284,9 +284,8 @@ def _same_parts(ours: Parts, truth: Parts) -> bool:
             )
         if len(ours.parts) != len(truth.parts):
             return False
-        if (_names(truth) and not _names(ours)) or (
-            _names(ours) and not _names(truth)
-        ):  # x = 1, y = 2 and 1, 2
+        # Such as x = 1, y = 2 and 1, 2.
+        if (_names(truth) and not _names(ours)) or (_names(ours) and not _names(truth)):
             return all(map(_same, ours.parts, truth.parts))
         left = list(truth.parts)
         for part in ours.parts:

@@ -33,9 +33,8 @@ def equivalent(answer: str, truth: str, time_limit: float = 5.0) -> bool | None:
     if folded(ours) == folded(theirs):
         return folded(theirs) != ""
     numbers = number(ours), number(theirs)
-    if (
-        numbers[0] is not None and numbers[1] is not None
-    ):  # most answers; the rest takes a hundred times as long
+    # Most answers; the rest takes a hundred times as long.
+    if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
     _warm_up()
     read, write = os.pipe()

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 FEW_TOKENS = 16  # so few remaining prompt tokens are not worth another batch
-_BEAT = struct.Struct(
-    "dq"
-)  # a time and a number of requests, in the machine's own form, which is written and read at once
+# A time and a number of requests, in the machine's own form, which is written and read at once.
+_BEAT = struct.Struct("dq")
 
 
 def experts_as_bytes(result: Any, processor: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

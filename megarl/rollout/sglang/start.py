@@ -499,9 +499,8 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
     if model.get("model_type", "").startswith("qwen3_5"):
         overrides |= _text_overrides(model)
     if model.get("model_type") in SPARSE and config.device != "cuda":
-        overrides["architectures"] = [
-            "DeepseekV2ForCausalLM"
-        ]  # megarl.rollout.sglang.models.sparse_attention
+        # Of megarl.rollout.sglang.models.sparse_attention.
+        overrides["architectures"] = ["DeepseekV2ForCausalLM"]
     if config.judging_temperature not in (None, 1.0):
         overrides[TEMPERATURE] = config.judging_temperature
     if model.get("model_type") == "gpt_oss":

@@ -257,9 +257,8 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
         pairs = [n * n / 2 if before < 0 else n * n / 2 - max(0, n - before - 1) ** 2 / 2 for n in lengths]
         count("te.attention", 2 * sum(pairs) * q.shape[-2] * (q.shape[-1] + v.shape[-1]))
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-        statistics = torch.empty(
-            (*q.shape[:-1], 1), dtype=torch.float32, device=q.device
-        )  # cuDNN's log-sum-exp
+        # cuDNN's log-sum-exp.
+        statistics = torch.empty((*q.shape[:-1], 1), dtype=torch.float32, device=q.device)
         return [out, statistics, torch.empty(2, dtype=torch.int64, device=q.device)]
 
     def fused_attn_bwd(*args):

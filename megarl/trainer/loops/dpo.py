@@ -8,6 +8,7 @@ other responses before each step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,10 +31,9 @@ from megarl.config import DPOConfig, DPOLossConfig, learns_rankings
 from megarl.data.labels import LabelledChats, mismatched_chats
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceChats, ranking_lengths, texts_of
-from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
-from megarl.trainer.stages.prompt_data import labelled_keys, preference_keys
+from megarl.trainer.stages.prompt_data import labelled_keys, preference_keys, text_reading
 from megarl.trainer.workers.dispatch import compared_chats, labels, rows_to_share
 
 
@@ -41,7 +41,14 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model, data = read_model(config), config.data
     labelled = not learns_rankings(config)
-    training, validation = load_labelled(config) if labelled else load_preferences(config)
+    dataset: Callable[..., LabelledChats | PreferenceChats]
+    if labelled:
+        dataset = partial(LabelledChats, keys=labelled_keys(data))
+    else:
+        most = config.max_token_len_per_gpu
+        dataset = partial(PreferenceChats, keys=preference_keys(data), max_tokens=most)
+    read = partial(dataset, **text_reading(config), truncation=data.truncation)
+    training, validation = read(data.train_files), None if data.val_files is None else read(data.val_files)
 
     def loader_of(table: pa.Table) -> TableLoader:
         return TableLoader(SimpleNamespace(table=table), data.train_batch_size, data.shuffle, data.seed)
@@ -63,49 +70,6 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
             update=partial(step, ranks, config.dpo),
             validate=None if held_out is None else partial(check, ranks, config.dpo, held_out),
         )
-
-
-def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChats | None]:
-    """The training and the validation preferences.
-
-    Raises:
-        ValueError: names the file or row that is wrong.
-    """
-    data = config.data
-    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
-
-    def dataset(files: str | tuple[str, ...]) -> PreferenceChats:
-        return PreferenceChats(
-            files if isinstance(files, str) else list(files),
-            tokenizer,
-            max_length=data.max_length,
-            max_tokens=config.max_token_len_per_gpu,
-            keys=preference_keys(data),
-            truncation=data.truncation,
-            chat_template_kwargs=data.apply_chat_template_kwargs,
-            tools_key=data.tools_key,
-        )
-
-    return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
-
-
-def load_labelled(config: DPOConfig) -> tuple[LabelledChats, LabelledChats | None]:
-    """The training and the validation examples of KTO. ValueError: names the file or row that is wrong."""
-    data = config.data
-    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
-
-    def dataset(files: str | tuple[str, ...]) -> LabelledChats:
-        return LabelledChats(
-            files if isinstance(files, str) else list(files),
-            tokenizer,
-            max_length=data.max_length,
-            keys=labelled_keys(data),
-            truncation=data.truncation,
-            chat_template_kwargs=data.apply_chat_template_kwargs,
-            tools_key=data.tools_key,
-        )
-
-    return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
 
 
 def chat_sums(ranks: Ranks, chats: pa.Table) -> np.ndarray:

@@ -31,7 +31,7 @@ from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.stages.validation import ValidationSet, validate
 from megarl.trainer.workers.agents_spec import agents_spec
 from megarl.trainer.workers.multi_turn import turns_spec
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 FILES = "trajectories"  # file of data.val_files; a set has trajectories-<name>.parquet
 
@@ -84,8 +84,7 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
             write_trajectories(table, folder / f"{FILES}{name.removeprefix('val')}.parquet")
         num_tokens = sum(int(list_lengths(table, "response_ids").sum()) for table in answers.values())
         result = {**scores, "num_problems": float(num_problems), "tokens_per_s": num_tokens / seconds}
-        with whole_file(folder / "scores.json") as temporary:
-            temporary.write_text(json.dumps(result, indent=2) + "\n")
+        write_text(folder / "scores.json", json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms.preference import preference_loss, ranking_metrics
 from megarl.checkpoints.hf.export import one_label_fields
 from megarl.cluster import ClusterSetup
-from megarl.config import RMConfig
+from megarl.config import RMConfig, RMDataConfig
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import (
     PreferenceDataset,
@@ -23,10 +24,9 @@ from megarl.data.preferences import (
     read_answers,
     texts_of,
 )
-from megarl.data.tokenizer import load_tokenizer
 from megarl.models import ModelConfig
 from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
-from megarl.trainer.stages.prompt_data import preference_keys
+from megarl.trainer.stages.prompt_data import preference_keys, text_reading
 from megarl.trainer.stages.reward_model import FILE, measure_normalization, score_lists
 from megarl.trainer.workers.dispatch import compared_texts
 
@@ -36,11 +36,18 @@ def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     # Mistakes in the data are found before any process starts.
     model, data = read_model(config, "value"), config.data
     check_class(config.model.path, model)
-    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
-    training, validation = load_preferences(config, data.train_files, tokenizer), None
-    if data.val_files is not None:
-        validation = load_preferences(config, data.val_files, tokenizer).table
-    answers = load_answers(config, training.table, tokenizer)
+    texts = text_reading(config)
+    read = partial(
+        PreferenceDataset,
+        **texts,
+        max_tokens=config.max_token_len_per_gpu,
+        keys=preference_keys(data, data.margin_key),
+        truncation=data.truncation,
+        end_at_eos=data.end_at_eos,
+    )
+    training = read(data.train_files)
+    validation = None if data.val_files is None else read(data.val_files).table
+    answers = load_answers(data, training.table, read, texts)
     loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
     counts = training.table.num_rows, None if validation is None else validation.num_rows
     found = {"cut {} texts": training.num_truncated, "left out {} rows": training.num_dropped}
@@ -52,34 +59,22 @@ def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
             loader,
             update=partial(train_batch, ranks),
             validate=None if validation is None else partial(validate, ranks, validation),
-            export=partial(export, ranks, data.normalize, answers, classifier_fields(model, tokenizer)),
+            export=partial(
+                export, ranks, data.normalize, answers, classifier_fields(model, texts["tokenizer"])
+            ),
         )
 
 
-def load_preferences(
-    config: RMConfig, files: str | tuple[str, ...], tokenizer: PreTrainedTokenizerBase
-) -> PreferenceDataset:
-    data = config.data
-    return PreferenceDataset(
-        files if isinstance(files, str) else list(files),
-        tokenizer,
-        max_length=data.max_length,
-        max_tokens=config.max_token_len_per_gpu,
-        keys=preference_keys(data, data.margin_key),
-        truncation=data.truncation,
-        end_at_eos=data.end_at_eos,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        tools_key=data.tools_key,
-    )
-
-
-def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedTokenizerBase) -> pa.Table | None:
+def load_answers(
+    data: RMDataConfig, training: pa.Table, read: Callable[..., PreferenceDataset], texts: Mapping[str, Any]
+) -> pa.Table | None:
     """The reference answers; None: none are configured.
 
     Args:
         training: the training rankings.
+        read: the rankings of files.
+        texts: `text_reading`.
     """
-    data = config.data
     if data.normalize == "none":
         return None
     num = None if data.normalize_max_samples == -1 else data.normalize_max_samples
@@ -87,16 +82,13 @@ def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedToke
     if files is None:
         return best_answers(training, num)
     if data.normalize_response_key is None:
-        return best_answers(load_preferences(config, files, tokenizer).table, num)
+        return best_answers(read(files).table, num)
     answers = read_answers(
-        files if isinstance(files, str) else list(files),
-        tokenizer,
+        files,
+        **texts,
         prompt_key=data.prompt_key,
         response_key=data.normalize_response_key,
-        max_length=data.max_length,
         end_at_eos=data.end_at_eos,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        tools_key=data.tools_key,
     )
     return answers if num is None else answers.slice(0, num)
 

@@ -10,18 +10,27 @@ from megarl.cluster import ClusterSetup
 from megarl.config import SFTConfig
 from megarl.costs.flops import model_flops
 from megarl.data.loader import TableLoader
-from megarl.data.sft import SftDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.sft import SftDataset, trained_tokens
 from megarl.data.trajectories import list_lengths
 from megarl.trainer.loops.supervised import VAL_LOSS, Ranks, open_ranks, read_model, run_steps
+from megarl.trainer.stages.prompt_data import text_reading
 from megarl.trainer.workers.dispatch import rows_to_share
 
 
 def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    model = read_model(config)
-    training, validation = load_examples(config)
-    loader = TableLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
+    model, data = read_model(config), config.data
+    read = partial(
+        SftDataset,
+        **text_reading(config),
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        text_key=data.text_key,
+        append_eos=data.append_eos,
+        truncation=data.truncation,
+    )
+    training, validation = read(data.train_files), None if data.val_files is None else read(data.val_files)
+    loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
     counts = len(training), None if validation is None else len(validation)
     notes = []
     if training.num_truncated:
@@ -37,28 +46,6 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
             update=partial(train_batch, ranks, model_flops(model).pair_share),
             validate=None if validation is None else partial(validate, ranks, validation.table),
         )
-
-
-def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
-    """The training and the validation examples."""
-    data, model = config.data, config.model
-    tokenizer = load_tokenizer(model.tokenizer_path, model.trust_remote_code)
-
-    def dataset(files: str | tuple[str, ...]) -> SftDataset:
-        return SftDataset(
-            files if isinstance(files, str) else list(files),
-            tokenizer,
-            max_length=data.max_length,
-            prompt_key=data.prompt_key,
-            response_key=data.response_key,
-            text_key=data.text_key,
-            append_eos=data.append_eos,
-            truncation=data.truncation,
-            chat_template_kwargs=data.apply_chat_template_kwargs,
-            tools_key=data.tools_key,
-        )
-
-    return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
 
 
 def train_batch(ranks: Ranks, pair_share: float, batch: pa.Table) -> dict[str, float]:
@@ -83,8 +70,3 @@ def with_idle_rows(examples: pa.Table, num_rows: int) -> pa.Table:
         pa.array([[False] * len(shortest["input_ids"][0])], examples.schema.field("loss_mask").type),
     )
     return pa.concat_tables([examples, *[idle] * (num_rows - examples.num_rows)])
-
-
-def trained_tokens(batch: pa.Table) -> int:
-    """The number of trained tokens; no token predicts the first one of an example."""
-    return sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist())

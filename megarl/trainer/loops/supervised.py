@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,33 +14,28 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import ClusterSetup, group_kind
-from megarl.config import (
-    TuningConfig,
-    check_models,
-    position_warnings,
-)
-from megarl.layout.grid import ParallelLayout
+from megarl.cluster import ClusterSetup
+from megarl.config import TuningConfig, check_models, position_warnings
+from megarl.config.resolve import GLOBAL_POOL
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.loops.driver import Driver, Metrics, epochs
 from megarl.trainer.roles.adapters import check_adapters
-from megarl.trainer.roles.model_roles import Role, say_layers
+from megarl.trainer.roles.model_roles import Role, say_layers, start_model
 from megarl.trainer.roles.roles import open_pools
 from megarl.trainer.run.checkpoints import Checkpoints, Stateful
-from megarl.trainer.run.cluster_setup import MODEL_PROCESSES, pools_of
+from megarl.trainer.run.cluster_setup import pools_of
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.workers.dispatch import (
-    NAMED,
     MicroBatching,
     ModelSpec,
     indexer_coef,
     plan_rows,
     prediction_training,
 )
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 VAL_LOSS = "val/loss"
 # By role, the class of its ranks and the head of its model.
@@ -171,7 +166,6 @@ def open_ranks(
         for line in (*position_warnings(config, model), *notes):
             run.say(line)
         open_pools(run, pools_of(config))
-        pool = run.pools["global"]
         spec = ModelSpec(
             path=config.model.path,
             head=head,
@@ -184,26 +178,11 @@ def open_ranks(
             indexer_coef=indexer_coef(config.model),
         )
         with run.status("starting the model's ranks"):
-            # With many ranks calls go through relays; where there is a fork server, ranks are forked with their imports done.
-            kind = group_kind(len(pool), run.relays_from)
-            group = run.start(
-                kind(
-                    role,
-                    worker,
-                    pool,
-                    len(pool),
-                    {"spec": spec, **arguments},
-                    run.log_dir,
-                    around=NAMED,
-                    fork_server=run.fork_servers.get(MODEL_PROCESSES),
-                )
-            )
-            run.profiled.append(group)
-            run.wait(group.started)
-        say_layers(run, group, pool)
-        layout = ParallelLayout.from_config(config.megatron, len(pool))
-        batching = MicroBatching(config.data.train_batch_size, config.max_token_len_per_gpu, None)
-        yield Ranks(config, run, Role(group, layout, batching), num_steps)
+            batching = MicroBatching(config.data.train_batch_size, config.max_token_len_per_gpu, None)
+            started = start_model(run, role, worker, GLOBAL_POOL, {"spec": spec, **arguments}, batching)
+            run.wait(started.group.started)
+        say_layers(run, started.group, run.pools[GLOBAL_POOL])
+        yield Ranks(config, run, replace(started, batching=batching), num_steps)
 
 
 def validation_metrics(found: dict[str, float]) -> dict[str, float]:
@@ -265,11 +244,9 @@ def run_steps(
 def save_best(run: Run, step: int, metrics: dict[str, float], export: Callable[[Path], str]) -> None:
     """Write the model as `best/hf` in the run folder, and its step and metrics into `best/best.json`."""
     folder = run.folder / "best"
-    (folder / "best.json").unlink(
-        missing_ok=True
-    )  # it would describe another model while this one is written
+    # It would describe another model while this one is written.
+    (folder / "best.json").unlink(missing_ok=True)
     run.say(f"step {step}: the lowest {VAL_LOSS} so far, {metrics[VAL_LOSS]:.6g}")
     export(folder / FOLDER)
     found = {"step": step, **{name: value for name, value in metrics.items() if name.startswith("val/")}}
-    with whole_file(folder / "best.json") as temporary:
-        temporary.write_text(json.dumps(found, indent=2) + "\n")
+    write_text(folder / "best.json", json.dumps(found, indent=2) + "\n")

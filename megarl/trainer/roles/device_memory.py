@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster import WorkerLost
 from megarl.config import reference_is_actor, references
 from megarl.costs.phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 
 if TYPE_CHECKING:
     from megarl.cluster import Device, WorkerGroup
@@ -220,8 +220,7 @@ class DeviceMemory:
             "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in rows
         ]
         title = f"device memory after step {self.run.at_step}: the fullest device, by owner and phase"
-        with whole_file(self.run.folder / MEMORY_FILE) as temporary:
-            temporary.write_text("\n".join([title, "", *lines]) + "\n")
+        write_text(self.run.folder / MEMORY_FILE, "\n".join([title, "", *lines]) + "\n")
 
 
 def _totals(account: Account, names: set[str]) -> dict[Device, int]:

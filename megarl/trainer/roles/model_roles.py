@@ -141,7 +141,7 @@ def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
     actor = config.actor_rollout_ref.actor
     kwargs = actor_arguments(config, num_steps)
     worker = ACTOR_CRITIC if "critic" in kwargs else ACTOR
-    return _start_model(run, "actor", worker, actor.resource_pool, kwargs, _batching(config, actor))
+    return start_model(run, "actor", worker, actor.resource_pool, kwargs, _batching(config, actor))
 
 
 def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
@@ -150,7 +150,7 @@ def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> 
     if critic.model.share_base:
         return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
     kwargs = {"spec": critic_spec(config, num_steps)}
-    return _start_model(run, "critic", CRITIC, critic.resource_pool, kwargs, batching)
+    return start_model(run, "critic", CRITIC, critic.resource_pool, kwargs, batching)
 
 
 def start_references(config: TrainConfig, run: Run, actor: Role) -> dict[str, Role]:
@@ -173,7 +173,7 @@ def _start_reference(config: TrainConfig, run: Run, actor: Role, role: str, ref:
         pair_share = model_flops(read_model_config(ref.model.path), "lm").pair_share
         return Role(actor.group, actor.layout, replace(batching, pair_share=pair_share))
     kwargs = {"spec": reference_spec(config, role), "temperature": policy.rollout.temperature}
-    return _start_model(run, role, ACTOR, ref.resource_pool, kwargs, batching)
+    return start_model(run, role, ACTOR, ref.resource_pool, kwargs, batching)
 
 
 def start_reward_model(config: TrainConfig, run: Run) -> Role:
@@ -181,10 +181,10 @@ def start_reward_model(config: TrainConfig, run: Run) -> Role:
     reward = config.reward_model
     batching = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
     kwargs = {"spec": reward_model_spec(config)}
-    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, kwargs, batching)
+    return start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, kwargs, batching)
 
 
-def _start_model(
+def start_model(
     run: Run,
     name: str,
     worker_class: str,
@@ -195,6 +195,7 @@ def _start_model(
     """Start a model's ranks. `kwargs`: arguments of the ranks' class, `spec` among them."""
     spec = kwargs["spec"]
     pool, model = run.pools[pool_name], read_model_config(spec.path)
+    # With many ranks calls go through relays; where there is a fork server, ranks are forked with their imports done.
     group = group_kind(len(pool), run.relays_from)(
         name,
         worker_class,

@@ -41,7 +41,7 @@ from megarl.config import (
     save_config,
 )
 from megarl.models import ModelConfig, logical_tensors
-from megarl.util.files import whole_file
+from megarl.util.files import write_text
 from megarl.util.gpus import gpus_here
 
 RUN_FILE = "run.json"
@@ -142,8 +142,7 @@ def _change(folder: Path, **changes: Any) -> None:
 
 
 def _write(folder: Path, facts: RunFacts) -> None:
-    with whole_file(folder / RUN_FILE) as temporary:
-        temporary.write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
+    write_text(folder / RUN_FILE, json.dumps(asdict(facts), indent=2) + "\n")
 
 
 def _command() -> str:

@@ -87,9 +87,8 @@ class Run:
     watch: Watch | None = None  # detects processes that hang
     phase_timeout: float | None = None  # the most seconds of a call
     restarts: Restarts | None = None  # restarts engines that die; None: their death ends the run
-    spares: list[WorkerGroup] = field(
-        default_factory=list
-    )  # further groups whose dead ranks are replaced before they are called
+    # Further groups whose dead ranks are replaced before they are called.
+    spares: list[WorkerGroup] = field(default_factory=list)
     relays_from: int | None = None  # from so many ranks of a model on, calls go through relays
     store: CheckpointStore | None = None
     resumed: Checkpoint | None = None  # the checkpoint that the run continues from

@@ -17,6 +17,7 @@ from megarl.config import (
     RMDataConfig,
     SamplingConfig,
     TrainConfig,
+    TuningConfig,
     needs_rules,
     plays_turns,
     teacher_of_sources,
@@ -29,6 +30,7 @@ from megarl.data.preferences import PreferenceKeys
 from megarl.data.prompts import ANSWER_KEY, SOURCE_KEY, PromptDataset, PromptReader
 from megarl.data.samplers import make_sampler
 from megarl.data.stream import StreamFeed, cut_pieces
+from megarl.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +88,17 @@ def training_reading(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def text_reading(config: TuningConfig) -> dict[str, Any]:
+    """How the texts of supervised training are read, as keywords of their data sets."""
+    data, model = config.data, config.model
+    return {
+        "tokenizer": load_tokenizer(model.tokenizer_path, model.trust_remote_code),
+        "max_length": data.max_length,
+        "chat_template_kwargs": data.apply_chat_template_kwargs,
+        "tools_key": data.tools_key,
+    }
+
+
 def preference_keys(data: RMDataConfig | DPODataConfig, margin: str | None = None) -> PreferenceKeys:
     """The columns of rankings; `margin`: the column of the margins, where the loss has them."""
     return PreferenceKeys(
@@ -132,7 +145,7 @@ def read_prompts(
         ValueError: names the file and row that is wrong.
     """
     return PromptDataset(
-        [files] if isinstance(files, str) else list(files),
+        files,
         tokenizer,
         max_samples=None if max_samples == -1 else max_samples,
         uid_prefix=uid_prefix,

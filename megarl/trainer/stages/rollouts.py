@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ import pyarrow as pa
 
 from megarl.cluster import WorkerGroup
 from megarl.config import RolloutConfig, SamplingConfig, TrainConfig, leaves_tokens_out
-from megarl.data.sessions import first_rows, request_of
+from megarl.data.sessions import num_sessions, request_of, rows_by_request
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import EngineCounts, SamplingParams
 from megarl.trainer.run.run import Run
@@ -112,11 +111,10 @@ def answer_all(
 
 def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:
     """The rows of a table in the order of their requests' `uids`, in memory of `blocks`."""
-    first = first_rows(table)
-    bounds = np.append(first, table.num_rows).tolist()
-    names = table["uid"].to_pylist()
-    at = {request_of(names[start]): range(start, end) for start, end in itertools.pairwise(bounds)}
-    assert len(at) == len(first) == len(uids), f"{len(first)} sessions for {len(uids)} requests"
+    at = rows_by_request(table)
+    assert len(at) == num_sessions(table) == len(uids), (
+        f"{num_sessions(table)} sessions for {len(uids)} requests"
+    )
     return take(table, np.array([row for uid in uids for row in at[uid]], dtype=np.int64), blocks)
 
 

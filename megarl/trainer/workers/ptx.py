@@ -16,7 +16,7 @@ import torch
 from megarl.algorithms.policy_loss import ptx_loss
 from megarl.config import TrainConfig
 from megarl.data.loader import TableLoader
-from megarl.data.sft import SftDataset
+from megarl.data.sft import SftDataset, trained_tokens
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.workers.dispatch import MicroBatching, Plan, plan_rows
@@ -56,7 +56,7 @@ def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TableLo
     if texts is None:
         return None
     examples = SftDataset(
-        texts.files if isinstance(texts.files, str) else list(texts.files),
+        texts.files,
         tokenizer,
         max_length=texts.max_length,
         prompt_key=texts.prompt_key,
@@ -82,8 +82,7 @@ def plan_ptx(
             lengths, layout, batching.max_tokens, batching.micro_batch_size, batching.pair_share
         )
         plan.append([[[start + row for row in micro] for micro in share] for share in shares])
-        # No token predicts the first one of an example.
-        counts.append(sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist()))
+        counts.append(trained_tokens(batch))
         start += batch.num_rows
     return pa.concat_tables(batches), PtxUpdate(plan, counts, coef)
 

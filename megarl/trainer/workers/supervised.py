@@ -54,7 +54,7 @@ class SFTWorker(ModelWorker):
         assert result.stats["tokens"] == num_learnt, (result.stats, num_learnt)
         return {
             "train/loss": result.stats["loss"] / num_learnt,
-            **layer_metrics(result.stats, "", "train/"),
+            **layer_metrics(result.stats),
             **{f"train/{name}": value for name, value in result.numbers().items()},
             "perf/tokens": float(sum(len(ids) for ids in table["input_ids"])),
         }

@@ -13,7 +13,8 @@ import pytest
 from megarl.checkpoints import CheckpointStore, seal_file
 from megarl.config import SFTConfig, TuningTrainerConfig, load_config, resolve, save_config
 from megarl.data.loader import TableLoader
-from megarl.trainer.loops.sft import trained_tokens, with_idle_rows
+from megarl.data.sft import trained_tokens
+from megarl.trainer.loops.sft import with_idle_rows
 from megarl.trainer.loops.supervised import Progress, Ranks, run_steps
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.checkpoints import find_resumed, open_store

@@ -61,7 +61,8 @@ def read_result(uid: str, result: Any, seconds: float, length: int | None = None
             elif name == "steps" and isinstance(entry, Sequence) and not isinstance(entry, str):
                 steps = _steps(entry, length)
             elif isinstance(entry, str):
-                notes[name] = entry
+                # Other kinds of text, such as enumerations, may have no meaning in the process that the score is sent to.
+                notes[name] = str.__str__(entry)
             elif name != "score" and _is_number(entry):
                 numbers[name] = float(entry)
     if not _is_number(value):

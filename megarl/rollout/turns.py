@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -102,7 +103,8 @@ class Player:
     async def play(
         self, task: Task, prompt_ids: Sequence[int], sampling: SamplingParams, weight_version: int
     ) -> Generation:
-        """Play one trajectory to its end. The engine's exceptions are raised, the environment's are recorded."""
+        """Play one trajectory to its end. The engine's exceptions are raised, the environment's are recorded; after these, and where the
+        trajectory is cancelled, the environment is closed, too."""
         keywords = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
         continuation = Continuation(self._tokenizer, keywords)
         draft = _Draft(task.uid, list(prompt_ids), len(prompt_ids) + sampling.max_new_tokens)
@@ -110,7 +112,7 @@ class Player:
         try:
             environment = await self._call("__init__", self._make)
             observation = await self._call("reset", environment.reset, task)
-            draft.state = state_of(observation)
+            draft.state = _state(observation)
             if observation is not None:
                 shortened = self._shorten(observation)
                 draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
@@ -120,6 +122,11 @@ class Player:
             error = None
         except EnvironmentFailed as failure:
             error = str(failure)
+        except BaseException:
+            if environment is not None:
+                with suppress(EnvironmentFailed):
+                    await self._call("close", environment.close)
+            raise
         if environment is not None:
             try:
                 await self._call("close", environment.close)
@@ -145,7 +152,10 @@ class Player:
                 "step", environment.step, Turn(number, text, ids, generation.finish_reason)
             )
             draft.note(result)
-            if result.done or not result.observation or generation.finish_reason == "length":
+            if result.done or result.observation is None or generation.finish_reason == "length":
+                return
+            _check_observation(result.observation)
+            if not result.observation:
                 return
             if draft.num_turns == limits.max_assistant_turns or number == limits.max_user_turns:
                 return
@@ -159,7 +169,7 @@ class Player:
                 draft.finish_reason = "length"
                 return
             draft.add_observation(observation_ids)
-            draft.state = state_of(result.observation if result.state is None else result.state)
+            draft.state = _state(result.observation if result.state is None else result.state)
 
     def _shorten(self, observation: Observation) -> Observation:
         _check_observation(observation)
@@ -250,13 +260,15 @@ class _Draft:
         """Record the score and numbers of a step.
 
         Raises:
-            EnvironmentFailed: the result is no StepResult, or its score or a number is not finite.
+            EnvironmentFailed: the result is no StepResult, its numbers have no names, or its score or a number is not finite.
         """
         if not isinstance(result, StepResult):
             raise EnvironmentFailed(f"step: it returned {result!r}, not a StepResult")
+        if not isinstance(result.numbers, Mapping):
+            raise EnvironmentFailed(f"step: numbers={result.numbers!r} is no mapping of names to numbers")
         given = {**result.numbers, **({} if result.score is None else {"score": result.score})}
         for name, value in given.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, Real) or not math.isfinite(value):  # numpy's numbers, too
                 raise EnvironmentFailed(f"step: {name}={value!r} is no finite number")
         if result.score is not None:
             self.score = float(result.score)
@@ -292,6 +304,13 @@ class _Draft:
             routed_experts=np.concatenate(self.experts) if self.experts else None,
             kept=kept if len(kept.ids) else None,
         )
+
+
+def _state(told: Observation | None) -> str:
+    try:
+        return state_of(told)
+    except (TypeError, ValueError) as error:  # such as keys that are tuples
+        raise EnvironmentFailed(f"its state cannot be written as JSON: {error}") from error
 
 
 def _check_observation(observation: Observation) -> None:

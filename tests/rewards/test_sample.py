@@ -1,4 +1,6 @@
 import math
+import pickle
+from enum import StrEnum
 
 import numpy as np
 import pytest
@@ -26,6 +28,15 @@ def test_a_dict_has_numbers_and_notes_beside_the_score():
     assert (score.score, score.numbers) == (0.5, {"accuracy": 1.0, "length": 3.0})
     assert score.notes == {"why": "too short", "pred": "12"}
     assert read_result("u", {"score": 0, "pred": None}, 0.0).notes == {}
+
+
+def test_texts_of_any_kind_are_notes_that_every_process_can_read():
+    class Verdict(StrEnum):  # pickle finds no class that is local, or in the controller's main file
+        RIGHT = "right"
+
+    score = read_result("u", {"score": 1.0, "verdict": Verdict.RIGHT, "name": np.str_("x")}, 0.0)
+    assert score.notes == {"verdict": "right", "name": "x"}
+    assert pickle.loads(pickle.dumps(score)) == score
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,12 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
         ([say("go"), StepResult(score=float("nan"))], "step: score=nan is no finite number"),
         ([say("go"), StepResult(numbers={"x": "y"})], "step: x='y' is no finite number"),
         ([say("go"), StepResult([{"content": "x"}])], "must be a text or a list of chat messages"),
+        ([say("go"), StepResult(np.zeros(3))], "must be a text or a list of chat messages"),
+        ([say("go"), StepResult(numbers=None)], "step: numbers=None is no mapping"),
+        (
+            [say("go"), replace(say("on"), state={(0, 1): "x"})],
+            "its state cannot be written as JSON: keys must be",
+        ),
     ],
 )
 def test_an_environment_that_fails_costs_its_trajectory(results, error):
@@ -309,6 +315,36 @@ def test_one_that_answers_when_all_is_over_harms_nobody(monkeypatch):
     assert threads[0].is_alive()
     threads[0].join()
     assert not raised
+
+
+def test_scores_and_numbers_may_be_those_of_numpy():
+    result = StepResult(done=True, score=np.float32(0.5), numbers={"moves": np.int64(3)})
+    generation = play(Policy(["5"]), partial(Script, result))
+    assert (notes(generation)["error"], generation.environment_score) == (None, 0.5)
+    assert notes(generation)["numbers"]["moves"] == 3.0
+
+
+@pytest.mark.parametrize("cause", ["cancelled", "engine"])
+def test_an_environment_is_closed_whatever_ends_its_trajectory(cause):
+    script, asked = Script(), asyncio.Event()
+
+    async def answer(uid, ids, sampling, experts_from):
+        asked.set()
+        if cause == "engine":
+            raise EngineError("gone")
+        await asyncio.sleep(100)
+
+    async def begin_and_cancel():
+        player = Player(lambda: script, MultiTurnConfig(), TOKENIZER, answer)
+        playing = asyncio.create_task(player.play(task(), PROMPT, SamplingParams(), VERSION))
+        await asyncio.wait([asyncio.create_task(asked.wait())])
+        if cause == "cancelled":
+            playing.cancel()
+        await asyncio.wait([playing])
+        return playing.cancelled()
+
+    assert asyncio.run(begin_and_cancel()) == (cause == "cancelled")
+    assert script.closed
 
 
 def test_what_the_engine_raises_is_no_fault_of_the_environment():

@@ -15,7 +15,9 @@ from megarl.rewards.sandbox.sandbox import Limits, TestResult, run_tests
 # A problem may have very many tests: after these, the first failure decides.
 _NUM_SCORED = 10
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
-_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+# Of any language: else the end of a block of text would be taken for the beginning of the next one.
+_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
 
 
 def compute_score(
@@ -60,10 +62,14 @@ def compute_score(
 
 
 def extract_program(response: str) -> str:
-    """The last fenced block that is Python's or has no language, thinking aside; without one the whole text."""
+    """The last fenced block that is marked as Python's, else the last one without a language, thinking aside; without one the whole text."""
     text = _THINKING.sub("", response)
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    blocks = [(language.lower(), block) for language, block in _BLOCK.findall(text)]
+    for languages in (_PYTHON, ("",)):
+        found = [block for language, block in blocks if language in languages]
+        if found:
+            return found[-1]
+    return text
 
 
 def read_tests(ground_truth: str) -> list[tuple[dict[str, Any], Any]]:

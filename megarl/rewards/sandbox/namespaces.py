@@ -57,8 +57,9 @@ def make_root(folders: Sequence[str], writable: Sequence[str] = ()) -> None:
     # Before the folders: one of them may lie in /tmp.
     os.mkdir(f"{_MOUNT_POINT}/tmp")
     _mount("tmpfs", f"{_MOUNT_POINT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_TMP_BYTES},mode=1777")
-    for path in [*_system_folders(), *sorted(folders, key=len)]:  # outer folders before the ones within them
-        if os.path.islink(path):  # /lib -> usr/lib
+    system = _system_folders()
+    for path in [*system, *sorted(folders, key=len)]:  # outer folders before the ones within them
+        if path in system and os.path.islink(path):  # /lib -> usr/lib
             if not os.path.lexists(_MOUNT_POINT + path):
                 os.symlink(os.readlink(path), _MOUNT_POINT + path)
         elif path in writable or not os.path.exists(_MOUNT_POINT + path):  # else it is within another one

@@ -66,7 +66,8 @@ def run_tests(
     paths = list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
     request = {
         "isolation": isolation,
-        "folders": [os.path.realpath(sys.base_prefix), *paths],
+        # Python imports by the name that it was started with, which may lead through a link, as uv's and home directories do.
+        "folders": [*dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix))), *paths],
         "paths": paths,
         "program": program,
         "seconds": limits.seconds,

@@ -239,6 +239,26 @@ def test_the_program_sees_no_other_test(isolation):
     assert [result.output for result in results] == ["1\n", "1\n"]
 
 
+def test_python_may_be_installed_behind_a_link(isolation, tmp_path):
+    """uv's environments name their Python by a link."""
+    link, environment = tmp_path / "python", tmp_path / "environment"
+    link.symlink_to(sys.base_prefix)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (environment / "lib" / version / "site-packages").mkdir(parents=True)
+    (environment / "pyvenv.cfg").write_text(f"home = {link}/bin\n")
+    python = environment / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(link / "bin" / version)
+    code = (
+        "from megarl.rewards.sandbox.sandbox import *\n"
+        "assert sys.base_prefix != os.path.realpath(sys.base_prefix)\n"
+        f"print(run_tests('import heapq', [{{'kind': 'stdin'}}], Limits(20.0), {isolation!r}))"
+    )
+    root = Path(sandbox.__file__).parents[3]
+    done = subprocess.run([python, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert "outcome='ok'" in done.stdout, done
+
+
 def test_total_time_and_stopping_at_failures(isolation):
     tests = [{"kind": "stdin", "input": text} for text in ("0", "1", "2", "0")]
     program = "import time\nx = int(input())\n1 / (1 - x)\nif x == 2:\n    time.sleep(100)"

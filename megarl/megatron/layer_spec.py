@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.megatron.all_heads_norm import norm_all_heads
-from megarl.megatron.cpu import torch_te
+from megarl.megatron.cpu import rotary, torch_te
 from megarl.megatron.sparse.attention import SparseSelfAttention
 from megarl.megatron.transformer_config import has_transformer_engine
 
@@ -53,6 +53,17 @@ class PlainNorm:
         plain = copy(config)
         plain.layernorm_zero_centered_gamma = False
         return norm(config=plain, **options)
+
+
+class PackedDeltaNet(GatedDeltaNet):
+    """A gated delta net that takes the bounds of packed sequences as they are.
+
+    Megatron-core 0.19.2 has the host wait for the device four times in each layer, to check that sequences end with the tokens and can be cut
+    over context parallel ranks. `PackedBatch` ensures both.
+    """
+
+    def _resolve_cu_seqlens(self, cu_seqlens_padded: Tensor, *unused: Any, **more: Any) -> Tensor:
+        return cu_seqlens_padded
 
 
 class LiveLayer(TransformerLayer):
@@ -92,12 +103,15 @@ class OutputLayer(ColumnParallelLinear):
 def layer_modules() -> Iterator[None]:
     """While this is active, specifications and models are made of modules that this machine has.
 
-    They are Transformer Engine's, or their stand-ins in torch.
+    They are Transformer Engine's, or their stand-ins in torch. With either, rotations of packed sequences for which Megatron has no kernel (yarn's of
+    grouped-query attention, all but yarn's of latent attention) are megarl's for good: Megatron's own (0.19.2) has the host wait for the
+    lengths in each layer, and rotates one sequence after the other.
     """
     if not has_transformer_engine():
         with torch_te.standing_in():
             yield
         return
+    rotary.install()
     original = tensor_parallel.ColumnParallelLinear
     tensor_parallel.ColumnParallelLinear = OutputLayer
     try:
@@ -141,7 +155,8 @@ def _with_delta_nets(config: TransformerConfig, vp_stage: int | None) -> Transfo
     spec = make(config, vp_stage=vp_stage)
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention
-        if attention.module is GatedDeltaNet and not isinstance(attention.submodules.out_norm, ModuleSpec):
+        if attention.module is GatedDeltaNet:  # one specification may be that of several layers
+            attention.module = PackedDeltaNet
             norm = {"norm": attention.submodules.out_norm}
             attention.submodules.out_norm = ModuleSpec(module=PlainNorm, params=norm)
     return spec

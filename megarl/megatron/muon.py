@@ -53,8 +53,16 @@ def whole_matrices(optim: OptimConfig) -> bool:
 
 
 def mark_matrices(chunks: list[GPTModel]) -> None:
-    """Mark the weights that Muon updates, before gradients have buffers."""
+    """Mark the weights that Muon updates, before gradients have buffers.
+
+    Transformer Engine marks each weight as cut over tensor parallel ranks. Megatron (0.19.2) takes back that they are cut of those that all
+    ranks have complete, as latent attention's projections down, but not the dimension, at which its Muon would gather them: the copies'
+    step is another one than the matrix's.
+    """
     for chunk in chunks:
+        for weight in chunk.parameters():
+            if not getattr(weight, "tensor_model_parallel", True):
+                weight.partition_dim = -1
         head = getattr(chunk, "value_head", None)
         if head is not None:
             head.weight.is_embedding_or_output_parameter = True

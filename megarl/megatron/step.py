@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -130,7 +132,13 @@ def with_predictions(loss: Loss, depth: int, weight: float, prefix: str) -> Loss
 
 
 def forget_pass(chunks: Sequence[torch.nn.Module]) -> None:
-    """Release what modules keep of a pass: the stage's input of the last micro-batch, and float8 copies of weights."""
+    """Release what modules keep of a pass: the stage's input of the last micro-batch, float8 copies of weights, and tables of angles.
+
+    Megatron-core 0.19.2 keeps the tables of the last 32 lengths of a micro-batch's longest sequence, which seldom come again. Each may lie in a
+    large block of the device's memory, all of which would then stay taken while other roles compute.
+    """
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
     for chunk in unwrap(list(chunks)):
         chunk.decoder.input_tensor = None
         if chunk.config.fp8 is not None:

@@ -1,7 +1,6 @@
 """Training in float16: the results of float32 up to rounding, and overflows that only cost their own update."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from examples.tiny_model import make_tiny_model
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
+from megarl.megatron.checkpoint.states import scaler_state, set_scaler_state
 from megarl.megatron.heads.outputs import lm_head
 from megarl.megatron.optimizer import build_optimizer, loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.step import StepResult, train_step
@@ -132,9 +132,12 @@ def _poisoned_expert(rank: int, world: int, folder: str) -> list[tuple[float, bo
     return history
 
 
-def test_an_overflow_of_one_expert_is_an_overflow_of_all(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model with experts."""
+    folder = tmp_path_factory.mktemp("experts")
     make_tiny_model(
-        tmp_path,
+        folder,
         ["two words"],
         vocab_size=VOCAB,
         hidden_size=64,
@@ -144,9 +147,31 @@ def test_an_overflow_of_one_expert_is_an_overflow_of_all(ranks: RankPool, tmp_pa
         num_key_value_heads=2,
         family="qwen3_moe",
     )
-    for history in ranks.run(_poisoned_expert, str(tmp_path), world=2):
+    return str(folder)
+
+
+def test_an_overflow_of_one_expert_is_an_overflow_of_all(ranks: RankPool, of_experts: str) -> None:
+    for history in ranks.run(_poisoned_expert, of_experts, world=2):
         assert history == [
             (64.0, True, [64.0, 64.0], True),
             (64.0, False, [32.0, 32.0], False),
             (32.0, True, [32.0, 32.0], True),
         ]
+
+
+def _resumed(rank: int, world: int, folder: str) -> tuple[float | None, list[float]]:
+    """Where experts alone are trained, the scale of the loss and those by which parts' gradients are divided, after a scale of 8 was loaded."""
+    _, chunks = load_model(rank, folder, ParallelLayout(world=world, ep=2), dtype=torch.float16)
+    for name, parameter in chunks[0].named_parameters():
+        parameter.requires_grad_(".experts." in name)
+    optimizer, _ = build_optimizer(wrap_for_training(chunks), OptimConfig(lr=0.1, initial_loss_scale=64.0))
+    saved = scaler_state(optimizer)
+    assert saved is not None and saved["scale"] == 64.0
+    set_scaler_state(optimizer, saved | {"scale": 8.0})
+    return loss_scale(optimizer), [float(part.get_loss_scale()) for part in optimizer.chained_optimizers]
+
+
+def test_a_loaded_scale_is_that_of_parts_without_weights_too(ranks: RankPool, of_experts: str) -> None:
+    """The loss is scaled by the first part's, that of dense weights, though all of them are frozen."""
+    for found in ranks.run(_resumed, of_experts, world=2):
+        assert found == (8.0, [8.0, 8.0])

@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.config.schema.models import MuonConfig, OptimConfig
+from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import named_parameters
 from megarl.megatron.checkpoint.states import fragments, set_num_steps
+from megarl.megatron.parallel import init_parallel
 from tests.costs.models import build, make_models
 from tests.megatron.muon import PlainMuon
 from tests.megatron.parity import OPTIM, Case, check, loss_and_gradients, train_gathering
@@ -126,6 +128,31 @@ def test_a_step_with_one_set_of_coefficients_is_torchs(ranks: RankPool) -> None:
     """Both compute in bfloat16; torch's Muon rounds before it divides by the norm."""
     ((ours, theirs),) = ranks.run(_step_both, world=1)
     assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+def _update_of_copies(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The direction of a step of a matrix that both tensor parallel ranks have complete, marked as Transformer Engine's TELinear marks it,
+    and that of the same matrix without marks."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megarl.megatron.muon import mark_matrices
+
+    init_parallel(ParallelLayout(world=world, tp=2), rank, world)
+    module, gradient = torch.nn.Module(), torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    module.down, module.plain = (torch.nn.Parameter(torch.zeros(6, 10)) for _ in range(2))
+    module.down.tensor_model_parallel = False
+    module.down.partition_dim, module.down.partition_stride = 0, 1
+    mark_matrices([module])
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    muon = TensorParallelMuon(module.parameters(), pg_collection=groups)
+    return muon.orthogonalize(module.down, gradient), muon.orthogonalize(module.plain, gradient)
+
+
+def test_a_matrix_that_all_tensor_parallel_ranks_have_is_no_part_of_one(ranks: RankPool) -> None:
+    """Such as latent attention's projections down: the ranks' copies, stacked, would have another step."""
+    for found, expected in ranks.run(_update_of_copies, world=2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def _optimizers_of(rank: int, world: int, folder: str, head: str) -> dict[str, set[str]]:

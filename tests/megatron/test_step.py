@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -253,3 +254,28 @@ def test_no_layer_holds_its_routing_when_its_pass_is_over(ranks, tmp_path: Path,
     (found,) = ranks.run(_held_by_dispatchers, folder, world=1)
     layers = 4 if family == "qwen3_moe" else 3  # DeepSeek's first layer is dense
     assert found == [(layers, set())] * 2
+
+
+def _rotary_tables(rank: int, world: int, folder: str, table: pa.Table) -> list[int]:
+    """How many tables of angles are kept after a pass over micro-batches of different lengths, without gradients and with them."""
+    place, found = place_model(rank, world, {}, folder), []
+    micro_batches = [place.pack(table, [row]) for row in range(3)]
+    assert len({batch.max_seqlen for batch in micro_batches}) > 1
+    forward_only(place.chunks, micro_batches, HEAD)
+    found.append(RotaryEmbedding.forward.cache_info().currsize)
+    optimizer, scheduler = build_optimizer(place.chunks, optimizer_settings())
+    train_step(
+        place.chunks,
+        optimizer,
+        scheduler,
+        micro_batches,
+        HEAD,
+        lambda output, _: (output.sum(), {"loss": output.sum()}),
+    )
+    return [*found, RotaryEmbedding.forward.cache_info().currsize]
+
+
+def test_no_table_of_angles_is_kept_when_a_pass_is_over(ranks, folders) -> None:
+    """They would be on the device while other roles compute: 64 MiB each with 131,072 tokens and a width of 128."""
+    (found,) = ranks.run(_rotary_tables, folders[False][0], make_table(), world=1)
+    assert found == [0, 0]

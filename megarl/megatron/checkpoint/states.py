@@ -148,7 +148,8 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
 def set_scaler_state(optimizer: MegatronOptimizer, state: Mapping[str, float]) -> None:
     """Continue with a loss scale."""
     scale = torch.tensor([state["scale"]], dtype=torch.float32, device=platform.device())
-    for part in parts_of(optimizer):
+    # Also of parts without parameters on this rank: the first part's scales the loss.
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         part.grad_scaler.load_state_dict(dict(state) | {"scale": scale.clone()})
 
 

@@ -129,6 +129,7 @@ class DuplicatedLinear(torch.nn.Linear):
         # Each rank applies it to its part of the sequence: finalize_model_grads sums the gradients.
         self.weight.sequence_parallel = config.sequence_parallel
         self.weight.tensor_model_parallel = False
+        self.weight.partition_dim, self.weight.partition_stride = 0, 1  # as Transformer Engine leaves them
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         return super().forward(input_), None

@@ -195,7 +195,8 @@ def _replay_steps(
     def check(step: int, metrics: Metrics, batch: pa.Table) -> Metrics:
         """Change the controls for later steps as `health.auto_action` did in the run; findings are not reported again."""
         if config.health.enable:
-            state.monitor.act(state.monitor.check(step, {**metrics, **repetition_metrics(batch)}))
+            repetition = repetition_metrics(own_rows(batch))
+            state.monitor.act(state.monitor.check(step, {**metrics, **repetition}))
         return {}
 
     def made(step: int, metrics: Metrics) -> None:

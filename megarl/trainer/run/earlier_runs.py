@@ -41,6 +41,7 @@ ENTRIES = (
     "wandb",
     "swanlog",
     "logs",
+    "agents",
     "failures",
     "rollouts",
     "profiles",

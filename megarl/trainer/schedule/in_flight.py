@@ -24,8 +24,8 @@ from megarl.config import FilterGroupsConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.sessions import by_request, players
 from megarl.data.trajectories import expand_prompts, replace_column, take
-from megarl.trainer.stages.groups import Groups, metric_values, teaches
-from megarl.trainer.stages.rollouts import greedy_requests
+from megarl.trainer.stages.groups import Groups, metric_values, teaches, too_few_teach
+from megarl.trainer.stages.rollouts import GREEDY, greedy_requests
 from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
 
 
@@ -52,6 +52,13 @@ class InFlightPrompt:
     def requests(self, n: int, greedy: bool) -> list[pa.Table]:
         """Its requests: `n` samples and, for ReMax, the greedy answer."""
         return [expand_prompts(self.prompt, n), *([greedy_requests(self.prompt)] if greedy else [])]
+
+    def request_uids(self, n: int, greedy: bool) -> list[str]:
+        """The uids of `requests`, without making these."""
+        return [
+            *(f"{self.uid}/{number}" for number in range(n)),
+            *([f"{self.uid}{GREEDY}"] if greedy else []),
+        ]
 
     def table(self) -> pa.Table:
         """The trajectories in the order of their requests: samples, then the greedy answer."""
@@ -91,6 +98,7 @@ class InFlight:
         too_late: the number of groups since then that no step could take in time.
         drawn: the number of prompts drawn so far.
         given_up: uids of prompts whose responses are discarded when they arrive.
+        gen_batch_size: the prompts that `options.max_num_gen_batches` counts as a generation; None: those of a step.
     """
 
     options: FilterGroupsConfig
@@ -104,6 +112,7 @@ class InFlight:
     too_late: int = 0
     drawn: int = 0
     given_up: set[str] = field(default_factory=set)
+    gen_batch_size: int | None = None
 
     def room(self, step: int, taken: bool) -> int:
         """How many more prompts may be sent to engines during a step; `taken`: the step has its batch already."""
@@ -153,7 +162,8 @@ class InFlight:
         """Take the scores of finished groups: rows group by group, in the order of `groups`.
 
         Raises:
-            ValueError: the reward does not give the metric that groups are compared by.
+            ValueError: the reward does not give the metric that groups are compared by; or too few groups teach something after as many
+                as are allowed for a step.
         """
         values = metric_values(scored, self.options.metric) if self.options.enable else None
         numbers, names = group_numbers(scored.table), players(scored.table)
@@ -164,6 +174,15 @@ class InFlight:
             trains = values is None or teaches(values[live], names[live])
             (self.ready if trains else self.dropped).append(group)
             del self.prompts[asked.uid]
+        self._refuse_too_many()
+
+    def _refuse_too_many(self) -> None:
+        """As `Groups.add`: no step is generated for without end."""
+        limit = self.options.max_num_gen_batches * (self.gen_batch_size or self.num_prompts)
+        every = [*self.ready, *self.dropped]
+        if self.options.enable and len(self.ready) < self.num_prompts and 0 < limit <= len(every):
+            mean = concat_scored([group.scored for group in every]).scores.mean()
+            raise too_few_teach(self.options, len(self.ready), self.num_prompts, mean)
 
     def give_up(self, groups: list[InFlightPrompt]) -> None:
         """Discard these prompts, and their responses that have not arrived yet."""

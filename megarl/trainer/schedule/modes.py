@@ -40,6 +40,7 @@ def make_batches(
         config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax"),
         staleness,
         last_step,
+        gen_batch_size=config.data.gen_batch_size,
     )
     overlapped = mode == "fully_async"
     queue = RequestQueue(roles.engines)

@@ -224,21 +224,24 @@ class Streamed(Batches):
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
         greedy = self.config.algorithm.adv_estimator == "remax"
         for prompt in self.in_flight.prompts.values():
+            # Most prompts are with engines; to make the requests of thousands of them takes seconds.
+            missing = {
+                uid
+                for uid in prompt.request_uids(rollout.n, greedy)
+                if uid not in prompt.answers and uid not in self.queue.engine_of
+            }
+            if not missing:
+                continue
             samplings = training_sampling(rollout, length, noise_seed(rollout, prompt.version))
             parts: list[Part] = []
             uids: list[str] = []
             for requests, sampling in zip(prompt.requests(rollout.n, greedy), samplings, strict=False):
                 names = requests["uid"].to_pylist()
-                rows = [
-                    row
-                    for row, uid in enumerate(names)
-                    if uid not in prompt.answers and uid not in self.queue.engine_of
-                ]
+                rows = [row for row, uid in enumerate(names) if uid in missing]
                 if rows:
                     parts.append((take(requests, rows), sampling))
                     uids += [names[row] for row in rows]
-            if uids:
-                yield PromptRequests(uids, len(prompt.prompt["prompt_ids"][0]), length, parts)
+            yield PromptRequests(uids, len(prompt.prompt["prompt_ids"][0]), length, parts)
 
     def _busy(self) -> set[str]:
         """Marks of the engines that have requests."""

@@ -99,12 +99,8 @@ class Groups:
             self.kept.append(scored.take(np.flatnonzero(np.isin(groups, chosen))))
         limit = self.options.max_num_gen_batches
         if not self.complete and limit and len(self.parts) >= limit:
-            raise ValueError(
-                f"algorithm.filter_groups: {limit} generations (max_num_gen_batches) gave {self.num_kept} of the "
-                f"{self.num_prompts} prompts whose responses differ in {self.options.metric!r}; the mean score was "
-                f"{concat_scored(self.parts).scores.mean():.3g}. Give data that is neither too easy nor too hard, or "
-                "raise data.gen_batch_size, actor_rollout_ref.rollout.n or max_num_gen_batches (0: no limit)"
-            )
+            mean = concat_scored(self.parts).scores.mean()
+            raise too_few_teach(self.options, self.num_kept, self.num_prompts, mean)
 
     def batch(self) -> pa.Table:
         """The step's trajectories: the samples of a prompt are neighbours, prompts are in the order in which they were drawn."""
@@ -143,6 +139,18 @@ class Groups:
                 "filter_groups/score_before": float(every.scores[every.live].mean()),
             }
         return metrics
+
+
+def too_few_teach(
+    options: FilterGroupsConfig, num_kept: int, num_prompts: int, mean_score: float
+) -> ValueError:
+    """The error of a step for which the generations that are allowed gave `num_kept` groups in place of `num_prompts`."""
+    return ValueError(
+        f"algorithm.filter_groups: {options.max_num_gen_batches} generations (max_num_gen_batches) gave {num_kept} of the "
+        f"{num_prompts} prompts whose responses differ in {options.metric!r}; the mean score was {mean_score:.3g}. Give data that "
+        "is neither too easy nor too hard, or raise data.gen_batch_size, actor_rollout_ref.rollout.n or max_num_gen_batches (0: no "
+        "limit)"
+    )
 
 
 def metric_values(scored: Scored, metric: str) -> np.ndarray:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
+from megarl.data.trajectories import GIVEN
 from megarl.trainer.loops import offline
 from megarl.trainer.loops.driver import LearningState, Metrics
 from megarl.trainer.loops.offline import print_comparison
@@ -40,13 +41,17 @@ def test_a_step_of_which_nothing_was_logged_differs_in_nothing() -> None:
 
 
 def replayed(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, batch: pa.Table | None = None
 ) -> tuple[dict[int, Metrics], LearningState, str]:
-    """Replay steps 2 and 3, where the loss of step 2 is not finite; return the replay's metrics, state and output."""
+    """Replay steps 2 and 3, where the loss of step 2 is not finite; return the replay's metrics, state and output.
+
+    batch: the trajectories of each step; None: two of one prompt.
+    """
     config, own = configuration(*overrides), monitor(*overrides)
     state = LearningState(own.controls, own, None, SimpleNamespace(resume=lambda: 1))
     monkeypatch.setattr(LearningState, "start", lambda *arguments: state)
-    monkeypatch.setattr(offline, "read_step", lambda *arguments: scored({"a": [1.0, 0.0]}).table)
+    read = scored({"a": [1.0, 0.0]}).table if batch is None else batch
+    monkeypatch.setattr(offline, "read_step", lambda *arguments: read)
 
     def learn(config: Any, run: Run, roles: Any, batch: pa.Table, controls: Any, step: int, ptx: Any) -> Any:
         if step == 2:
@@ -67,6 +72,24 @@ def test_a_replay_skips_steps_as_the_run_does(monkeypatch: pytest.MonkeyPatch, t
     assert found == {2: {"training/skipped": 1.0}, 3: {"actor/pg_loss": 0.25, "training/skipped": 0.0}}
     assert state.controls.clip_low == 0.2 and not list(tmp_path.iterdir())
     assert "left out (trainer.on_nonfinite=skip): step 2: the loss is nan" in text
+
+
+def test_a_replay_looks_for_repetition_in_the_policys_responses_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a run does: given responses are repeated where there are fewer than rollout.n, and nothing is to be changed for that."""
+    policys = scored({"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [0.0, 0.0]}, lengths=[1, 2, 4, 4, 4, 4]).table
+    given = pa.array([False, False, True, True, True, True])
+    acts = (
+        "trainer.on_nonfinite=skip",
+        "health.auto_action=true",
+        "health.patience=1",
+        "health.duplicate_responses=0.2",
+        "health.clip_ratio=0.1",
+    )
+    for batch, low in ((policys, 0.1), (policys.append_column(GIVEN, given), 0.2)):
+        _, state, _ = replayed(monkeypatch, tmp_path, *acts, batch=batch)
+        assert state.controls.clip_low == low
 
 
 def test_a_replay_stops_as_the_run_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

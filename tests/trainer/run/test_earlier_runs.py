@@ -10,6 +10,7 @@ from megarl.config import EvalConfig, SFTConfig, TrainConfig, load_config, resol
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.earlier_runs import refusals, set_aside_earlier_run
 from megarl.trainer.run.logger import RunLogger, read_metrics
+from megarl.trainer.workers.agents_spec import LOGS
 from tests.fixtures.tiny_models import as_type
 
 SFT = [
@@ -49,7 +50,9 @@ def test_all_files_of_an_earlier_run_are_moved_and_own_files_stay(tmp_path: Path
     for name, text in own.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    first = written(tmp_path, "tensorboard/events.1", "rollouts/step-000001.parquet", "best/best.json")
+    first = written(
+        tmp_path, "tensorboard/events.1", "rollouts/step-000001.parquet", "best/best.json", f"{LOGS}/q-0.log"
+    )
     said: list[str] = []
     assert set_aside_earlier_run(sft(tmp_path), said.append) == tmp_path / "earlier_runs" / "1"
     assert contents_of(tmp_path / "earlier_runs" / "1") == first

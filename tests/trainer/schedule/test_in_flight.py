@@ -244,6 +244,36 @@ def test_a_sampler_hears_of_what_was_left_out_by_the_datas_names() -> None:
     assert metrics["filter_groups/dropped"] == 1.0 and metrics["filter_groups/score_before"] == 0.5
 
 
+def test_groups_that_teach_nothing_are_not_replaced_without_end() -> None:
+    """As in the other modes: after max_num_gen_batches generations of gen_batch_size prompts the run ends, with advice."""
+
+    def dull(limit: int, gen_batch_size: int | None, batches: int) -> InFlight:
+        options = FilterGroupsConfig(enable=True, max_num_gen_batches=limit)
+        state = made(num_prompts=2, max_staleness=1, options=options)
+        state.gen_batch_size = gen_batch_size
+        for _ in range(batches):
+            state.ask(drawn(state, 2), version=1)
+            for one in list(state.prompts.values()):
+                finish(state, one)
+            keep(state, lambda name: [1.0, 0.0] if name == "q0" else [0.5, 0.5])
+        return state
+
+    assert len(dull(3, None, batches=2).dropped) == 3
+    with pytest.raises(ValueError, match=r"3 generations \(max_num_gen_batches\) gave 1 of the 2 prompts"):
+        dull(3, None, batches=3)
+    with pytest.raises(ValueError, match="1 generations"):
+        dull(1, 4, batches=2)
+    assert len(dull(0, None, batches=20).dropped) == 39
+    # A step that has its groups is made, however many were left out for it.
+    state = dull(3, 4, batches=5)
+    state.ask(drawn(state, 1), version=1)
+    for one in list(state.prompts.values()):
+        finish(state, one)
+    keep(state)
+    groups, metrics = state.take(1)
+    assert groups.complete and metrics["filter_groups/dropped"] == 9.0
+
+
 def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
     state = made(num_prompts=2, options=FILTER)
     state.ask(drawn(state, 6), version=7)

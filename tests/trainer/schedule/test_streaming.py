@@ -6,8 +6,13 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
+from megarl.config import FilterGroupsConfig
+from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt
+from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.schedule.streaming import Streamed
 from megarl.trainer.stages.nonfinite import NotFinite
+from tests.trainer.healthy import configuration
+from tests.trainer.trajectories import answer, prompts
 
 
 @dataclass
@@ -57,3 +62,39 @@ def test_scores_of_trajectories_that_are_dropped_are_given_up():
     batches = Streamed(None, None, None, rewards, iter(()), in_flight, overlapped=True, queue=None)
     batches._drop_late(5)
     assert given_up == ["a@3/0", "b@3/1"]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_no_requests_are_made_of_prompts_that_engines_have(monkeypatch, greedy):
+    """Engines that have room look for further prompts in every call, and most of the thousands in flight are with engines."""
+    in_flight = InFlight(FilterGroupsConfig(), 3, 4 + greedy, 1, 50)
+    in_flight.ask(prompts("a", "b", "c"), version=1)
+    sent, some, new = in_flight.prompts.values()
+    whole = {one.uid: pa.concat_tables(one.requests(4, greedy)) for one in in_flight.prompts.values()}
+    in_flight.receive(answer(whole[some.uid].slice(0, 1)))
+    own = [*whole[sent.uid]["uid"].to_pylist(), *whole[some.uid]["uid"].to_pylist()[1:3]]
+    queue = SimpleNamespace(engine_of=dict.fromkeys(own, 0))
+    config = configuration(
+        "actor_rollout_ref.rollout.n=4", f"algorithm.adv_estimator={'remax' if greedy else 'grpo'}"
+    )
+    made, requests = [], InFlightPrompt.requests
+
+    def counted(asked, n, greedy):
+        made.append(asked.uid)
+        return requests(asked, n, greedy)
+
+    monkeypatch.setattr(InFlightPrompt, "requests", counted)
+    batches = Streamed(config, None, None, None, iter(()), in_flight, overlapped=True, queue=queue)
+    found = {prompt.content[0][0]["prompt_uid"][0].as_py(): prompt for prompt in batches._unsent()}
+    assert made == [some.uid, new.uid] == list(found)
+    for one, left in ((some, whole[some.uid].slice(3)), (new, whole[new.uid])):
+        assert found[one.uid].uids == left["uid"].to_pylist()
+        assert pa.concat_tables([table for table, _ in found[one.uid].content]).equals(left)
+
+
+def test_a_generation_has_as_many_prompts_as_the_data_says():
+    filtered = "algorithm.filter_groups.enable=true"
+    config = configuration("trainer.mode=partial_rollouts", "data.gen_batch_size=48", filtered)
+    roles = SimpleNamespace(engines=None)
+    batches = make_batches(config, None, roles, None, 50, iter(()), None, None)
+    assert batches.in_flight.gen_batch_size == 48 and batches.in_flight.num_prompts == 16

@@ -137,7 +137,8 @@ def test_a_copy_is_restarted_as_a_copy(start_group, fork_server):
 
 def test_without_a_fork_server_ranks_make_their_imports_themselves(start_group, fork_server):
     path = fork_server(ProcessKind(("no_such_module_of_anybody",), ()))
-    assert "no_such_module_of_anybody" in text_of(Path(f"{path}.log"))
+    log = Path(f"{path}.log")  # of which the error is written line by line
+    wait_for(lambda: log.exists() and "no_such_module_of_anybody" in log.read_text(), 20.0, lambda: log)
     for gone in (path, f"{path}-never-there"):
         group = start_group("others", 1, fork_server=gone)
         (origin,) = wait(group.call("origin", "wave"), [group])

@@ -302,17 +302,19 @@ def test_so_does_one_that_fails_at_either_end(failing):
 
 
 def test_one_that_answers_when_all_is_over_harms_nobody(monkeypatch):
-    threads, raised = [], []
+    threads, raised, over = [], [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", raised.append)
 
     class Late(Script):
         def step(self, turn):
             threads.append(threading.current_thread())
+            over.wait(60)
             return super().step(turn)
 
-    generation = play(Policy(["5"]), partial(Late, 0.5), limits=MultiTurnConfig(step_timeout=0.1))
+    late = partial(Late, StepResult(done=True))
+    generation = play(Policy(["5"]), late, limits=MultiTurnConfig(step_timeout=0.1))
     assert notes(generation)["error"] == "step: no answer within 0.1 s"
-    assert threads[0].is_alive()
+    over.set()
     threads[0].join()
     assert not raised
 

@@ -2,7 +2,7 @@
 
 The trainer's own code (sync_weights, generate, evaluate_models, update, and the moves of memory between them) drives a group
 of 1,024 ranks for each role, and engines on the same devices, over a real Ray. The ranks are simulated: a few processes play
-all of them and answer with zeros of the real sizes, and a few more play the relays that call the ranks of a machine. Engines
+all of them and answer with zeros of the real sizes, and a few more play the relays. Engines
 give at once what would finish between two of their tables. So every call, every result, and all that is planned, put into the
 object store, gathered and merged is real; not seen are the network (one machine), Ray's connections to 1,024 processes, and all
 that ranks compute. The rest of the controller's work in a step is measured with --whole: it computes advantages, and writes the
@@ -33,6 +33,7 @@ from facts import announce, write_report
 from rich.console import Console
 
 from megarl.cluster import ResourcePool
+from megarl.cluster.relays import MOST_RANKS
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.trajectories import (
     append_column,
@@ -186,7 +187,7 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Run, SimpleNamespa
     pool = ResourcePool("hosts", 1, options.hosts, use_gpu=False)
     run.pools["hosts"] = pool
     ranks = ("dispatch_ranks:Ranks", pool, options.hosts, options.ranks, {"layout": layout}, folder)
-    relayed = partial(SimulatedRelayedGroup, ranks_of_node=options.node) if options.node else SimulatedGroup
+    relayed = partial(SimulatedRelayedGroup, most=options.share) if options.share else SimulatedGroup
     actor, critic = (run.start(relayed(role, *ranks)) for role in ("actor", "critic"))
     num_engines = max(1, options.ranks // ENGINE_RANKS)
     tables = options.generation / (APART * num_engines)  # of an engine, which gives them so far apart
@@ -242,7 +243,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=4, help="processes that play the ranks of a role")
     parser.add_argument(
-        "--node", type=int, default=8, help="ranks of a machine, whose relay calls them; 0: no relays"
+        "--share", type=int, default=MOST_RANKS, help="ranks that a relay calls; 0: no relays"
     )
     parser.add_argument("--trajectories", type=int, default=8192)
     parser.add_argument("--shortest", type=int, default=2048, help="tokens of a response")
@@ -277,7 +278,7 @@ def main() -> None:
             looked = deaths_checked(run)
             print(
                 f"actor and critic: {options.ranks} ranks each (TP{options.tp} x PP{options.pp} x DP{roles.actor.layout.dp}), "
-                f"{roles.engines.world_size} engines; played by {(5 if options.node else 3) * options.hosts} processes"
+                f"{roles.engines.world_size} engines; played by {(5 if options.share else 3) * options.hosts} processes"
             )
             print(f"a look at the health of all ranks: {1000 * looked:.1f} ms")
             results = []
@@ -288,7 +289,7 @@ def main() -> None:
             for group in run.groups:
                 group.shutdown()
             ray.shutdown()
-    sizes = {name: getattr(options, name) for name in ("ranks", "tp", "pp", "node", "hosts", "trajectories")}
+    sizes = {name: getattr(options, name) for name in ("ranks", "tp", "pp", "share", "hosts", "trajectories")}
     write_report(options.out, **facts, **sizes, seconds_of_a_look=looked, results=results)
 
 

@@ -54,13 +54,12 @@ class SimulatedGroup(WorkerGroup):
 
 
 class SimulatedRelayedGroup(RelayedGroup, SimulatedGroup):
-    """The same with relays, `ranks_of_node` ranks each, which are played by as many processes as the ranks."""
+    """The same with relays of at most `most` ranks each, which are played by as many processes as the ranks."""
 
-    def __init__(self, role: str, *args: Any, ranks_of_node: int) -> None:
+    def __init__(self, role: str, *args: Any, most: int) -> None:
         SimulatedGroup.__init__(self, role, *args)
-        _, pool, num_hosts, world_size, _, log_dir = args
-        nodes = [str(rank // ranks_of_node) for rank in range(world_size)]
-        shares = shares_of(nodes, ranks_of_node)
+        _, pool, num_hosts, _, _, log_dir = args
+        shares = shares_of([process.node_id for process in self.processes], most)
         self.relay_by(
             SimulatedGroup(f"{role}-relay", RELAY, pool, num_hosts, len(shares), {}, log_dir), shares
         )

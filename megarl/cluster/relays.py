@@ -2,7 +2,8 @@
 
 A call of Ray takes about half a millisecond of the controller's processor (Ray 2.60, benchmarks/dispatch.py), while all ranks
 wait: half a second for a thousand ranks, several times a step. In a `RelayedGroup` the controller calls one relay process for each share
-of the ranks, and the relays of all machines call their ranks at the same time.
+of the ranks, and the relays call their ranks at the same time. For a thousand ranks 32 relays of 32 ranks each take the fewest steps: 32 of the
+controller's and 32 of each relay's, in place of a thousand.
 
 Guarantees, besides the ones of a `WorkerGroup`:
 
@@ -26,7 +27,7 @@ from megarl.cluster.group import Call, WorkerGroup
 from megarl.cluster.ranks import RankInfo, RankProcess, RayFailed, RelayedErrors, rank_error
 from megarl.cluster.waiting import GRACE_SECONDS, RelayedAnswer
 
-MOST_RANKS = 16  # of a share, all on one machine
+MOST_RANKS = 32  # of a share
 RELAY = "megarl.cluster.relays:Relay"
 _DEVICE_SHARE = 0.01  # of a relay, in Ray's books
 
@@ -93,7 +94,7 @@ def _report_of(error: ray.exceptions.RayError) -> Exception:
 
 
 class RelayedGroup(WorkerGroup):
-    """A group whose calls go through relays: one more process for each `most` ranks of a machine."""
+    """A group whose calls go through relays: one more process for each `most` ranks."""
 
     _relays: WorkerGroup | None = None
     _shares: Sequence[Sequence[int]] = ()
@@ -177,11 +178,9 @@ def group_kind(world_size: int, relays_from: int | None) -> type[WorkerGroup]:
 
 
 def shares_of(nodes: Sequence[str], most: int) -> list[list[int]]:
-    """The ranks of each relay, given the node of each rank: shares as even as possible, of at most `most` ranks of one node."""
-    shares = []
-    for node in dict.fromkeys(nodes):
-        ranks = [rank for rank, of_rank in enumerate(nodes) if of_rank == node]
-        num = math.ceil(len(ranks) / most)
-        bounds = [len(ranks) * i // num for i in range(num + 1)]
-        shares += [ranks[a:b] for a, b in pairwise(bounds)]
-    return shares
+    """The ranks of each relay, given the node of each rank: shares as even as possible, of at most `most` ranks, node by node."""
+    order = {node: place for place, node in enumerate(dict.fromkeys(nodes))}
+    ranks = sorted(range(len(nodes)), key=lambda rank: order[nodes[rank]])
+    num = math.ceil(len(ranks) / most)
+    bounds = [len(ranks) * i // num for i in range(num + 1)]
+    return [ranks[a:b] for a, b in pairwise(bounds)]

@@ -156,13 +156,18 @@ def two_nodes(run_dir: str) -> None:
 def relays_on_two_nodes(run_dir: str) -> None:
     """Two machines with 2 made-up GPUs each: where relays are, what calls through them return, and the deaths of a rank and of a relay."""
     with _two_machines(run_dir, 2) as pool:
-        groups = [_group(role, pool, 4, run_dir, kind=RelayedGroup) for role in ("actor", "critic")]
-        actor, critic = groups
+        actor = _group("actor", pool, 4, run_dir, kind=RelayedGroup)
+        critic = _group("critic", pool, 4, run_dir, kind=RelayedGroup, most=2)
+        groups = [actor, critic]
         table = ray.put(numpy.arange(1_000_000))
         answers = [wait(actor.call(*call), groups, timeout=30) for call in (("echo", "a"), ("where", table))]
         _report(
             hosts=actor.hosts,
-            relays=[(relay.host, [rank.rank for rank in relay.share]) for relay in actor.watched[4:]],
+            relays=[
+                (relay.host, [rank.rank for rank in relay.share])
+                for group in groups
+                for relay in group.watched[4:]
+            ],
             answers=answers,
             rank_death=_death_of(actor.processes[3], actor, hung=3),
             relay_death=_death_of(critic.watched[5], critic, hung=3),

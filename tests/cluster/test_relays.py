@@ -19,7 +19,7 @@ from megarl.cluster import (
     WorkerGroup,
     wait,
 )
-from megarl.cluster.relays import RelayedGroup, group_kind, shares_of
+from megarl.cluster.relays import MOST_RANKS, RelayedGroup, group_kind, shares_of
 from tests.cluster.conftest import start_ranks
 from tests.cluster.processes import alive_after, wait_until_it_hangs
 from tests.waiting import wait_for
@@ -39,14 +39,20 @@ def start_relayed(start_group: Callable[..., WorkerGroup]) -> Callable[..., Work
     return partial(start_group, "actor", 3, kind=RelayedGroup, most=2)
 
 
-def test_shares_are_of_one_node_and_even():
+def test_shares_are_even_and_of_neighbouring_nodes():
     assert shares_of(["a"] * 3, 2) == [[0], [1, 2]]
-    assert shares_of(["a", "b", "a", "b", "b"], 16) == [[0, 2], [1, 3, 4]]
-    nodes = [f"n{rank // 8}" for rank in range(1024)]
-    shares = shares_of(nodes, 16)
-    assert len(shares) == 128 and all(len({nodes[rank] for rank in share}) == 1 for share in shares)
-    assert sorted(rank for share in shares for rank in share) == list(range(1024))
+    assert shares_of(["a", "b", "a", "b", "b"], 16) == [[0, 2, 1, 3, 4]]
+    assert shares_of(["a", "b", "a", "b", "b"], 3) == [[0, 2], [1, 3, 4]]
+    assert shares_of([f"n{rank % 128}" for rank in range(1024)], 32) == [
+        [node + 128 * place for node in range(first, first + 4) for place in range(8)]
+        for first in range(0, 128, 4)
+    ]
     assert [len(share) for share in shares_of(["a"] * 40, 16)] == [13, 13, 14]
+
+
+def test_the_controller_and_each_relay_make_as_few_calls_as_can_be_for_a_thousand_ranks():
+    shares = shares_of([f"n{rank // 8}" for rank in range(1024)], MOST_RANKS)
+    assert len(shares) == 32 and {len(share) for share in shares} == {32}
 
 
 def test_calls_go_by_relays_and_answers_come_back_in_order(relayed):
@@ -175,12 +181,12 @@ def test_a_group_ends_with_its_relays(start_relayed):
 
 @pytest.mark.slow
 def test_relays_on_two_machines(controller, tmp_path):
-    """Two raylets: each has the relay of its own ranks, and deaths on the machine without the controller are reported."""
+    """Two raylets: a relay calls ranks of both, and deaths on the machine without the controller are reported."""
     process, report = controller("relays_on_two_nodes", tmp_path)
     assert process.wait(60) == 0
     hosts = ["127.0.0.2", "127.0.0.3"]
     assert report["hosts"] == [hosts[0]] * 2 + [hosts[1]] * 2
-    assert report["relays"] == [[hosts[0], [0, 1]], [hosts[1], [2, 3]]]
+    assert report["relays"] == [[hosts[0], [0, 1, 2, 3]], [hosts[0], [0, 1]], [hosts[1], [2, 3]]]
     echoed, placed = report["answers"]
     assert echoed == [[rank, ["a"], {}] for rank in range(4)]
     assert placed == [[False, True]] * 4  # in the object store of its own machine

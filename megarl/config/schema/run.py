@@ -248,7 +248,7 @@ class TimeoutConfig:
         gt=0,
     )
     relays_from: int | None = option(
-        "Ranks of a model from which calls go through relays, one process for each 16 ranks of a machine, which spare the "
+        "Ranks of a model from which calls go through relays, one process for each 32 ranks, which spare the "
         "controller most of its calls; null: never.",
         64,
         ge=1,

@@ -12,6 +12,7 @@ Guarantees, each asserted by a test:
 - a process ends at its time limit, or when its task is cancelled, with all that it started; time in which the event loop stands still,
   as while the models learn, does not count;
 - an agent that fails or takes too long costs its own trajectories alone: they are masked, and the error is recorded with the log's end;
+- whatever an agent leaves in its folder, the folder is removed or, where that cannot be, left: neither fails the agent or the run;
 - no agent gets the environment of this process, but for PATH and the language;
 - when an agent has ended its key is refused.
 """
@@ -20,8 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -44,7 +47,10 @@ from megarl.rollout.engine import SamplingParams
 Score = Callable[[Task, Session], SessionScore]
 """The reward of a finished session, or each player's; `Session.tree` has its turns, `Session.score` what the agent has posted."""
 
+LOG = logging.getLogger(__name__)
 NO_SANDBOX = NoSandbox()
+# Also of folders that are read-only, as Go's are.
+_REMOVE = 'rm -rf -- "$0" || { chmod -R u+rwX -- "$0"; rm -rf -- "$0"; }'
 _LOG_END = 400  # characters of an agent's log that its error shows
 _LOG_BYTES = 4096  # that are read for them: a log may be large, and other agents wait meanwhile
 
@@ -99,11 +105,11 @@ class AgentRunner:
         Raises:
             EngineError: the engine or the agents' fork server has failed: the task is to be played again by another engine.
         """
-        async with self._places:
+        async with self._places, _scratch() as folder:
             session = self._gateway.begin(task.uid, sampling)
             error: str | None = None
             try:
-                await self._run(task, session)
+                await self._run(task, session, folder)
                 score = self._posted(session) if self._score is None else await self._scored(task, session)
             except AgentFailed as failure:
                 error, score = str(failure), None
@@ -144,24 +150,24 @@ class AgentRunner:
         own = score_of(score, one.player)
         return replace(one, response_mask=masked, environment_score=own, environment_notes=notes)
 
-    async def _run(self, task: Task, session: Session) -> None:
-        """Run the command to its end.
+    async def _run(self, task: Task, session: Session, folder: Path) -> None:
+        """Run the command to its end, with its files in `folder`.
 
         Raises:
             AgentFailed: it could not be started, ended with another exit code than 0, or did not end in time.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{task.uid.replace('/', '-')}.log"
-        with tempfile.TemporaryDirectory(prefix="agent-") as folder, log.open("wb") as output:
-            place, file = Path(folder, "work"), Path(folder, "task.json")
-            place.mkdir()
-            file.write_text(json.dumps(_told(task)), encoding="utf-8")
-            variables = self._variables(session, place, file)
+        place, file = folder / "work", folder / "task.json"
+        place.mkdir()
+        file.write_text(json.dumps(_told(task)), encoding="utf-8")
+        variables = self._variables(session, place, file)
+        with log.open("wb") as output:
             if self._forks is not None:
                 copy = await self._forks.start(kept_environment() | variables, place, log)
                 code = await run_copy(copy, self._seconds)
             else:
-                code = await self._run_program(task, variables, Path(folder), place, output)
+                code = await self._run_program(task, variables, folder, place, output)
         if session.failure is not None:  # whatever the agent made of it
             raise session.failure
         if code is None:
@@ -194,6 +200,23 @@ class AgentRunner:
             "MEGARL_TASK": str(file),
             **self._environment,
         }
+
+
+@asynccontextmanager
+async def _scratch() -> AsyncIterator[Path]:
+    """A folder for an agent, which a program removes afterwards: Python fails at folders a thousand levels deep, and other agents would
+    wait while it removes thousands of files."""
+    folder = tempfile.mkdtemp(prefix="agent-")
+    try:
+        yield Path(folder)
+    finally:
+        nothing = asyncio.subprocess.DEVNULL
+        remover = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", _REMOVE, folder, stdin=nothing, stdout=nothing, stderr=nothing
+        )
+        if await remover.wait():
+            # It has files of another user, such as a container's, or a process still writes into it.
+            LOG.warning("an agent's folder could not be removed: %s", folder)
 
 
 def _told(task: Task) -> dict[str, Any]:

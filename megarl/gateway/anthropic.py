@@ -7,8 +7,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.gateway.fields import check_request, field, number, part_text, sampling_of, stops, text_of, tool
-from megarl.gateway.messages import Message, assistant, call
+from megarl.gateway.fields import (
+    check_request,
+    field,
+    number,
+    part_text,
+    sampling_of,
+    stops,
+    template_kwargs,
+    text_of,
+    tool,
+)
+from megarl.gateway.messages import Message, assistant, call, value_of
 from megarl.gateway.requests import Answer, Delta, Request, RequestError
 
 _NAMES = {
@@ -44,7 +54,7 @@ def parse(body: Mapping[str, Any]) -> Request:
             sampling=sampling_of(body),
             max_tokens=body["max_tokens"],
             stop=stops(body, "stop_sequences"),
-            template_kwargs=field(body, "chat_template_kwargs", dict) or {},
+            template_kwargs=template_kwargs(body),
         )
     )
 
@@ -116,10 +126,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 def _use(one: Mapping[str, Any]) -> dict[str, Any]:
     function = one["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        arguments = None
+    arguments = value_of(function["arguments"])
     found = arguments if isinstance(arguments, dict) else {"arguments": function["arguments"]}
     return {"type": "tool_use", "id": one["id"], "name": function["name"], "input": found}
 

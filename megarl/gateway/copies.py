@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -54,7 +55,7 @@ class ForkServer:
             python: its interpreter; None: that of this process.
         """
         self._file, self._function = file, function
-        folder = Path(tempfile.mkdtemp(prefix="agents-"))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="agents-"))
         self._path, self._log = str(folder / "socket"), folder / "log"
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
             listener.bind(self._path)
@@ -91,10 +92,11 @@ class ForkServer:
         return EngineError(f"the agents' fork server (rollout.gateway.preload) has ended: {text[-_LOG_END:]}")
 
     def close(self) -> None:
-        """End it and its copies."""
+        """End it and its copies, and remove its folder."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        shutil.rmtree(self._folder)
 
 
 class Copy:

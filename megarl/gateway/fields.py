@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.config.checks.data import OWN_TEMPLATE_KEYS
 from megarl.data.chats import brief
 from megarl.gateway.requests import Request, RequestError
 
@@ -66,6 +67,20 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     }
     found = {name: number(body, name, *limits) for name, limits in bounds.items()}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of the chat template that a body sets.
+
+    Raises:
+        RequestError: one is none of the template's, such as another template, which would be a client's program in the engine's process.
+    """
+    given = field(body, "chat_template_kwargs", dict) or {}
+    for name in ("chat_template", *OWN_TEMPLATE_KEYS):
+        if name in given:
+            where = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{where}: the gateway says this to the tokenizer itself", param=where)
+    return given
 
 
 def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:

@@ -57,12 +57,12 @@ def _text(message: Mapping[str, Any], key: str) -> str:
 def _same_call(given: Mapping[str, Any], made: Mapping[str, Any]) -> bool:
     if given["id"] != made["id"] or given["function"]["name"] != made["function"]["name"]:
         return False
-    return _value(given["function"]["arguments"]) == _value(made["function"]["arguments"])
+    return value_of(given["function"]["arguments"]) == value_of(made["function"]["arguments"])
 
 
-def _value(arguments: str) -> Any:
-    """The value of a JSON text; a text that is not JSON, as it is."""
+def value_of(arguments: str) -> Any:
+    """The value of a JSON text; a text that is not JSON, as it is. NaN and Infinity, which JSON does not have, are texts."""
     try:
-        return json.loads(arguments)
+        return json.loads(arguments, parse_constant=str)
     except ValueError:
         return arguments

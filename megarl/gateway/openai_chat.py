@@ -8,7 +8,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.gateway.fields import check_request, field, number, refuse, sampling_of, stops, text_of, tool
+from megarl.gateway.fields import (
+    check_request,
+    field,
+    number,
+    refuse,
+    sampling_of,
+    stops,
+    template_kwargs,
+    text_of,
+    tool,
+)
 from megarl.gateway.messages import Message, assistant, call
 from megarl.gateway.requests import Answer, Delta, Request, RequestError
 
@@ -52,7 +62,7 @@ def parse(body: Mapping[str, Any]) -> Request:
             max_tokens=most,
             stop=stops(body, "stop"),
             n=number(body, "n", 1, MOST_CHOICES, int) or 1,
-            template_kwargs=field(body, "chat_template_kwargs", dict) or {},
+            template_kwargs=template_kwargs(body),
             log_probs=field(body, "logprobs", bool) or False,
         )
     )
@@ -98,7 +108,7 @@ def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
         if not isinstance(function, dict):
             raise RequestError(f"{place} must be {{type: function, function: {{...}}}}", param=place)
         tools.append(
-            tool(function.get("name"), function.get("description"), function.get("parameters"), place)
+            tool(function.get("name"), function.get("description"), function.get("parameters") or {}, place)
         )
     return tools
 

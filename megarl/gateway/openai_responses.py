@@ -9,7 +9,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.gateway.fields import check_request, field, number, refuse, sampling_of, text_of, tool
+from megarl.gateway.fields import (
+    check_request,
+    field,
+    number,
+    refuse,
+    sampling_of,
+    template_kwargs,
+    text_of,
+    tool,
+)
 from megarl.gateway.messages import Message, assistant, call
 from megarl.gateway.requests import Answer, Delta, Request, RequestError
 
@@ -53,7 +62,7 @@ def parse(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> Request:
             tool_choice=choice or "auto",
             sampling=sampling_of(body),
             max_tokens=number(body, "max_output_tokens", 1, 1 << 30, int),
-            template_kwargs=field(body, "chat_template_kwargs", dict) or {},
+            template_kwargs=template_kwargs(body),
         )
     )
 
@@ -119,7 +128,7 @@ def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
         where = f"tools[{place}]"
         if not isinstance(one, dict) or one.get("type") != "function":
             raise RequestError(f"{where}: tools that run on OpenAI's servers are not there", param=where)
-        tools.append(tool(one.get("name"), one.get("description"), one.get("parameters"), where))
+        tools.append(tool(one.get("name"), one.get("description"), one.get("parameters") or {}, where))
     return tools
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _TAIL = 32  # tokens that are decoded again with each further one
 _BROKEN = "\ufffd"  # what a character is decoded as while tokens of it are missing
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class TurnReader:
             content, calls = parser.parse_non_stream(text)
         except Exception:  # SGLang's parsers fail in many ways on calls that are JSON of another form, such as a list (0.5.21)
             return Parts(reasoning, text)
-        made = [(item.name, item.parameters or "{}") for item in calls if item.name]
+        # Half of a surrogate pair, of which the policy may write the escape, has no bytes in UTF-8: no client could be told.
+        made = [(item.name, _SURROGATE.sub(_BROKEN, item.parameters or "{}")) for item in calls if item.name]
         return Parts(reasoning, content.strip() if made else text, made)
 
     def call_mark(self, request: Request) -> str | None:

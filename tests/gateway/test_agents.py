@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import httpx
 import pytest
@@ -136,6 +138,33 @@ def test_of_a_large_log_only_the_end_is_read(tmp_path):
     assert _end_of(log).endswith("broken'") and len(_end_of(log)) < 3000
 
 
+def test_an_agents_folder_is_removed_whatever_is_in_it(play, tmp_path, monkeypatch):
+    """The agent leaves folders too deep for Python, which it may not write into."""
+    code = """
+ask(user)
+post("/session/score", {"score": 1})
+for _ in range(2000):
+    os.mkdir("d")
+    os.chdir("d")
+os.chmod("..", 0o500)
+"""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    _, ((one,),) = play(code)
+    assert one.environment_score == 1.0 and notes(one)["error"] is None
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_an_agents_folder_that_cannot_be_removed_fails_nothing(play, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("megarl.gateway.agents.LOG.warning", lambda *words: told.append(words))
+    monkeypatch.setattr("megarl.gateway.agents._REMOVE", "exit 1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    _, ((one,),) = play("ask(user)")
+    assert notes(one)["error"] is None and all(one.response_mask)
+    assert [folder for _, folder in told] == [str(folder) for folder in tmp_path.glob("agent-*")]
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_takes_too_long_ends_with_all_that_it_started(play, tmp_path, cancelled):
     code = f"""
@@ -196,7 +225,8 @@ def play(task):
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
     """forks(text of a module) -> a fork server of the agent `COPIED` that has imported the module."""
-    servers = []
+    servers, scratch = [], Path(tempfile.mkdtemp(prefix="t-"))  # the path of a socket must be short
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
 
     def start(shared=SHARED):
         (tmp_path / "shared.py").write_text(shared)
@@ -208,6 +238,8 @@ def forks(tmp_path, monkeypatch):
     yield start
     for server in servers:
         server.close()
+    assert not any(scratch.iterdir())
+    scratch.rmdir()
 
 
 def test_agents_are_copies_of_a_process_that_has_made_the_imports(serve, tmp_path, forks):

@@ -92,6 +92,26 @@ def test_a_streamed_answer_is_the_message(serve, words, piece):
     assert told.usage.output_tokens == whole.usage.output_tokens == len(served.policy.asked[-1].ids)
 
 
+@pytest.mark.parametrize(
+    ("written", "told"), [(r'"Paris \ud83d"', "Paris \ufffd"), ("NaN", "NaN"), ("1e999", "Infinity")]
+)
+def test_input_that_json_cannot_tell_reaches_the_client_and_comes_back(serve, written, told):
+    """The policy writes half of an emoji's escape, or numbers of Python's JSON alone."""
+    words = CALL.replace('"Paris"', written)
+    served = serve([words, words, "It rains."])
+    session = served.session()
+    client, messages = client_of(served, session.token), [user("Rain?")]
+    with client.messages.stream(**ASK, messages=messages, tools=TOOLS) as stream:
+        streamed = stream.get_final_message()
+    whole = client.messages.create(**ASK, messages=messages, tools=TOOLS)
+    (used,), (call,) = whole.content, streamed.content
+    assert used.input == call.input == {"city": told, "days": 2}
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "rain"}
+    messages += [{"role": "assistant", "content": whole.content}, user([result])]
+    client.messages.create(**ASK, messages=messages, tools=TOOLS)
+    assert [one.num_turns for one in session.trajectories()] == [1, 2]
+
+
 def test_stops_lengths_and_choices_of_tools(serve):
     served = serve(["abc END def"])
     client = client_of(served)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.gateway.reader import StreamedTurn, TurnReader
-from megarl.gateway.requests import Request
+from megarl.gateway.requests import Request, RequestError
 from megarl.gateway.server import listen, url_of
 from megarl.gateway.service import Limits
 from megarl.rollout.engine import EngineError
@@ -189,7 +189,7 @@ BAD = [
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "messages"),
     ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "messages[0].content[0]"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, "tools[0]"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
         "tools[0]",
@@ -201,6 +201,8 @@ BAD = [
     ({"stop": [""]}, "stop"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"max_tokens": True}, "max_tokens"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
 ]
 
 
@@ -224,6 +226,19 @@ def test_what_is_wrong_is_an_error_in_openais_form(serve):
         )
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     assert served.policy.asked == []
+
+
+def test_a_function_without_parameters_needs_no_schema(serve):
+    """OpenAI: "Omitting parameters defines a function with an empty parameter list." """
+    served = serve(['<tool_call>\n{"name": "look"}\n</tool_call>'])
+    client = client_of(served)
+    tool = {"type": "function", "function": {"name": "look", "description": "Look around."}}
+    answer = client.chat.completions.create(model=MODEL, messages=[user("Look")], tools=[tool])
+    (made,) = answer.choices[0].message.tool_calls
+    assert (made.function.name, made.function.arguments) == ("look", "{}")
+    named = {"type": "function", "name": "look", "parameters": None}
+    (item,) = client.responses.create(model=MODEL, input="Look", tools=[named]).output
+    assert (item.name, item.arguments) == ("look", "{}")
 
 
 def test_contexts_bodies_and_requests_have_limits(serve):
@@ -379,6 +394,27 @@ def test_a_malformed_call_is_content(serve, body, stream):
     assert texts(served, trajectory) == f"{words}<|im_end|>" and all(trajectory.response_mask)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_that_are_no_unicode_reach_the_client_and_come_back(serve, stream):
+    """The policy writes the first half of an emoji's escape."""
+    served = serve([CALL.replace("Paris", r"Paris \ud83d"), "It rains."])
+    session = served.session()
+    client = client_of(served, session.token)
+    ask = {"model": MODEL, "messages": [user("Rain?")], "tools": TOOLS}
+    if stream:
+        parts = [part.choices[0].delta for part in client.chat.completions.create(**ask, stream=True)]
+        (made,) = [call for part in parts for call in part.tool_calls or []]
+    else:
+        (made,) = client.chat.completions.create(**ask).choices[0].message.tool_calls
+    assert json.loads(made.function.arguments) == {"city": "Paris \ufffd", "days": 2}
+    function = {"name": made.function.name, "arguments": made.function.arguments}
+    call = {"id": made.id, "type": "function", "function": function}
+    ask["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": made.id, "content": "rain"}]  # fmt: skip
+    assert client.chat.completions.create(**ask).choices[0].message.content == "It rains."
+    (trajectory,) = session.trajectories()
+    assert trajectory.num_turns == 2
+
+
 def test_a_text_that_is_no_unicode_is_refused(serve):
     served = serve(["x"])
     body = json.dumps({"model": MODEL, "messages": [user("cut \ud83d")]})
@@ -424,3 +460,21 @@ def test_it_listens_on_interfaces_of_both_protocols(host, url):
         with socket.create_connection(address[:2], timeout=10):
             pass
     assert url_of(host, 80) == url
+
+
+def test_a_key_is_found_without_a_look_at_other_sessions(serve, monkeypatch):
+    """There may be thousands of them, for each request."""
+
+    class NotWalked(dict):
+        def walk(self):
+            raise AssertionError("all sessions are walked over")
+
+        __iter__ = keys = values = items = walk
+
+    served = serve(["x"])
+    session = served.session()
+    with monkeypatch.context() as patch:
+        patch.setattr(served.gateway, "_sessions", NotWalked(served.gateway._sessions))
+        assert served.gateway.session(session.token) is session
+        with pytest.raises(RequestError, match="no session has this key"):
+            served.gateway.session("another")

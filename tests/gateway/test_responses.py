@@ -86,7 +86,7 @@ BAD = [
     ),
     ({"input": [{"type": "web_search_call"}]}, "input[0]"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-    ({"tools": [{"type": "function", "name": "f"}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": "x"}]}, "tools[0]"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"background": True}, "background"),
     ({"text": {"format": {"type": "json_object"}}}, "text.format"),

@@ -71,6 +71,7 @@ class Agents:
             requests_per_minute=settings.requests_per_minute,
             request_seconds=math.inf,
             idle_seconds=math.inf,
+            sessions=settings.concurrency,
         )
         gateway = Gateway(
             engine,

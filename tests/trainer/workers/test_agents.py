@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from examples.agents.coding_agent import TURNS
 from megarl.config import ModelPathConfig
 from megarl.config.schema.rollout import GatewayConfig, RolloutConfig
 from megarl.data.trajectories import expand_prompts
+from megarl.gateway.service import Gateway
 from megarl.rewards.rules.code_tests import compute_score
 from megarl.rewards.sandbox.sandbox import best_isolation
 from megarl.rollout.completions import Flight
@@ -114,6 +117,8 @@ def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megarl.trainer.workers.agents.load_tokenizer", lambda *_: published("qwen2_5"))
     (tmp_path / "agent.py").write_text(AGENT)
+    scratch = tempfile.mkdtemp(prefix="t-")  # as of an engine's process; the path of a socket must be short
+    monkeypatch.setattr("tempfile.tempdir", scratch)
     loop = asyncio.new_event_loop()
 
     def start(function, words=("It rains.",), file=tmp_path / "agent.py", **settings):
@@ -150,6 +155,7 @@ def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
         task.cancel()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
+    shutil.rmtree(scratch)
 
 
 def notes(trajectory):
@@ -183,6 +189,18 @@ def test_an_agent_may_ask_so_often(agents, limit):
     _, ((single,), (refused,)) = agents("play", **{limit: 2})()
     assert notes(single)["error"] is None and all(single.response_mask)
     assert "HTTP Error 429" in notes(refused)["error"] and not any(refused.response_mask)
+
+
+def test_each_agent_has_a_session_however_many_run_at_a_time(agents, monkeypatch):
+    made = []
+
+    def gateway(*given, **named):
+        made.append(Gateway(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr("megarl.trainer.workers.agents.Gateway", gateway)
+    agents("play", concurrency=10_000)
+    assert made[0].limits.sessions >= 10_000
 
 
 def test_a_function_scores_sessions(agents, tmp_path):

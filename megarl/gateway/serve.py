@@ -26,6 +26,7 @@ def run(options: argparse.Namespace) -> None:
     key, limits = _key(options.key_file), _limits(options)
     # Before the first import of torch, in which the parts that SGLang lacks on a machine without a GPU are installed.
     os.environ.update(sglang_environment(config.device, config.tensor_parallel_size))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the engine's processes are all on this machine
     from megarl.data.tokenizer import load_tokenizer
     from megarl.rollout.sglang.engine import SGLangEngine
 

@@ -27,7 +27,7 @@ from megarl.weight_sync.links import LinkError
 
 Result = TypeVar("Result")
 _FRAME = struct.Struct("<BqII")  # kind, member, bytes of the key, bytes of the value
-JOIN, SET, GET, VALUE, LOST = range(5)
+JOIN, SET, GET, VALUE, LOST, FORGET = range(6)
 GONE = "closed its connection: it has died or given up"
 WORD_SECONDS = 5.0  # until the hub has told of a member's end that a communicator has noticed already
 
@@ -114,6 +114,8 @@ class Hub:
             self._values[key] = value
             for waiting in self._asked.pop(key, ()):
                 _tell(waiting, VALUE, 0, key, value)
+        elif kind == FORGET:
+            self._values.pop(key, None)
         elif key in self._values:
             _tell(connection, VALUE, 0, key, self._values[key])
         else:
@@ -208,6 +210,13 @@ class Member:
             raise LinkError(
                 self._problem or f"not all members of the weight sync came within {self.timeout:g} s"
             )
+
+    def forget(self, key: str) -> None:
+        """Drop a key that no member will ask for any more, here and at the hub."""
+        with self._news:
+            self._values.pop(key, None)
+        with suppress(OSError):  # the hub is gone, which `_listen` reports
+            _send(self._connection, FORGET, self.number, key)
 
     def knows(self, key: str) -> bool:
         """Whether this member has set a key, or got it; the hub is not asked."""

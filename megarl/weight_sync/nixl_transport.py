@@ -85,17 +85,19 @@ class NixlTransport:
         if self._times > 1:
             # An agent never forgets a peer's memory: at a known address it refuses what was registered anew (NIXL_ERR_NOT_ALLOWED, nixl
             # 1.5.1). All that peers said to the old agent was heard: a version ends at all members before the next one begins.
+            for member in (self._member.number, *self._places):
+                self._member.forget(_key(member, self._times - 1))
             self._agent, self._places = self._make_agent(), {}
         regions = [(address, size, device, "") for address, size, device in slots]
         self._registered = self._agent.register_memory(regions, self._kind)
         told = {"agent": self._agent.get_agent_metadata().hex(), "slots": slots}
-        self._member.set(f"nixl/{self._member.number}/{self._times}", json.dumps(told).encode())
+        self._member.set(_key(self._member.number, self._times), json.dumps(told).encode())
 
     def _know(self, peer: int) -> list[tuple[int, int, int]]:
         """Where a peer's slots are. All members register slots equally often: once, or on GPUs once a version."""
         if peer not in self._places:
             try:
-                told = json.loads(self._member.get(f"nixl/{peer}/{self._times}"))
+                told = json.loads(self._member.get(_key(peer, self._times)))
             except LinkError:
                 raise self._silent(peer) from None
             self._agent.add_remote_agent(bytes.fromhex(told["agent"]))
@@ -139,7 +141,8 @@ class NixlTransport:
                 deadline = time.monotonic() + self._member.timeout
                 continue
             if self._member.problem is not None or time.monotonic() > deadline:
-                raise self._silent(next(iter([*waiting, *reading, *outgoing])))
+                untaken = [peer for peer in outgoing if not self._is_taken(peer)]
+                raise self._silent(next(iter([*waiting, *reading, *untaken])))
             time.sleep(POLL_SECONDS)
 
     def _is_taken(self, peer: int) -> bool:
@@ -196,6 +199,11 @@ class NixlTransport:
 
 def _name(member: int) -> str:
     return f"member-{member}"
+
+
+def _key(member: int, times: int) -> str:
+    """Under which a member says where its slots are, which it has registered `times` times."""
+    return f"nixl/{member}/{times}"
 
 
 class _Future:

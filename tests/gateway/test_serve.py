@@ -101,7 +101,7 @@ def test_a_served_model_answers_as_hugging_faces(model, server):
 
 
 def test_what_cannot_be_served_is_told_before_an_engine_starts(model, tmp_path, capsys, monkeypatch):
-    for name, value in sglang_environment("cpu", 1).items():
+    for name, value in {**sglang_environment("cpu", 1), "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)  # undone after the test
     empty = tmp_path / "key"
     empty.write_text("\n")

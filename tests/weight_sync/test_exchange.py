@@ -238,6 +238,10 @@ def test_by_nixl_slots_are_registered_while_they_are_there(monkeypatch) -> None:
         for exchange in exchanges:
             exchange.forget_slots()
         assert not any(agent.registered for agent in agents)
+    # However many versions there were, the hub and the members know of the last ones alone.
+    last = {f"nixl/{number}/3" for number in range(2)}
+    assert meeting._values.keys() == last
+    assert all(exchange._transport._member._values.keys() == last for exchange in exchanges)
     for exchange in exchanges:
         exchange.close()
     meeting.close()

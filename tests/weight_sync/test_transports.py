@@ -196,6 +196,39 @@ def test_a_peer_that_registers_no_slots_is_named():
         transport.close()
 
 
+class OneTakes:
+    """An agent of NIXL to which member 1 says that it has taken all packets, and no other member anything."""
+
+    def __init__(self) -> None:
+        self._said = {"member-1": [b"taken 1"]}
+
+    def add_remote_agent(self, told: bytes) -> None:
+        pass
+
+    def send_notif(self, name: str, message: bytes) -> None:
+        pass
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        said, self._said = self._said, {}
+        return said
+
+
+def test_by_nixl_the_peer_that_does_not_take_its_packets_is_named():
+    pytest.importorskip("nixl", reason="needs the package nixl (requirements/dev_no_deps.txt)")
+    member = SimpleNamespace(
+        number=0, timeout=0.2, problem=None, name=lambda peer: f"engine rank {peer}", close=lambda: None,
+        get=lambda key: b'{"agent": "", "slots": []}',
+    )  # fmt: skip
+    transport = NixlTransport(member, "cpu")
+    transport._agent = OneTakes()
+    try:
+        sends = [Part(peer, torch.zeros(4, dtype=torch.uint8), 0, 0, 0) for peer in (1, 2)]
+        with pytest.raises(LinkError, match=r"engine rank 2 said nothing for 0.2 s"):
+            transport.move(sends, []).wait()
+    finally:
+        transport.close()
+
+
 def _disconnect(*_):
     from nixl._bindings import nixlRemoteDisconnectError
 

@@ -51,8 +51,10 @@ def cpu_engine_function(name: str) -> Callable[..., Any]:
 def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -> dict[str, str]:
     """Environment variables that an engine's process must be started with, before it imports torch.
 
+    The caller chooses the network interface: an engine of one node, too, exchanges weights with trainers and engines on other machines.
+
     Args:
-        nodes: number of the engine's nodes; with several, the caller chooses the network interface.
+        nodes: number of the engine's nodes.
     """
     common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
     if nodes > 1:
@@ -64,8 +66,6 @@ def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -
         # the user's cache (SGLANG_DG_CACHE_DIR).
         return {**common, "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1"}
     groups = "|".join(str(rank) for rank in range(tensor_parallel_size))
-    if nodes == 1:
-        common["GLOO_SOCKET_IFNAME"] = "lo"
     return {
         **common,
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from megarl.cluster.worker import rank_environment
 from megarl.rollout.sglang.before_import import prepare_schedulers, sglang_environment
 
 
@@ -18,6 +19,13 @@ def test_kernels_in_float8_are_not_compiled_for_every_number_of_tokens():
     assert f"    {name} = EnvBool(" in table
     assert sglang_environment("cuda", 8)[name] == "1"
     assert name not in sglang_environment("cpu", 8)
+
+
+def test_an_engine_is_not_bound_to_loopback():
+    """Engines on several machines are members of one exchange of weights: loopback is of their group's choice, on one machine alone."""
+    for single_machine, interface in ((True, "lo"), (False, None)):
+        environment = rank_environment((), single_machine) | sglang_environment("cpu", 1)
+        assert environment.get("GLOO_SOCKET_IFNAME") == interface
 
 
 def test_the_memory_saver_finds_the_runtime_that_torch_has(tmp_path: Path):

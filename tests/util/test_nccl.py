@@ -29,10 +29,30 @@ for given in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 
+# As SGLang resolves the arguments of a deterministic engine of two ranks.
+DETERMINISTIC = """
+import json, os, sys
+from types import SimpleNamespace
+from sglang.srt.arg_groups import attention_hook
+facts = SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=True, enable_aiter_allreduce_fusion=False,
+    model_path="model", attention_backend="fa3", tp_size=2)
+attention_hook.resolving_view = attention_hook.resolved_view = lambda arguments: facts
+attention_hook.run_post_process_pass = attention_hook.declare_resolution = lambda *args, **fields: None
+found = []
+for given in json.loads(sys.argv[1]):
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        del os.environ[name]
+    os.environ.update(given)
+    attention_hook.handle_deterministic_inference(facts)
+    found.append({name: value for name, value in os.environ.items() if name.startswith("NCCL_")})
+print(json.dumps(found))
+"""
+UNSET = {"NCCL_MIN_NCHANNELS": "unset", "NCCL_MAX_NCHANNELS": "unset"}
+
 
 def environments(monkeypatch, asked: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """The environments of a trainer's rank and of an engine's process, as the cluster gives them on a GPU, without this process's other variables."""
-    for name in nccl.DEFAULTS:
+    for name in nccl.NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
@@ -56,7 +76,26 @@ def test_sglang_leaves_an_engine_with_what_the_trainer_has(monkeypatch):
     for asked, (trainer, _), found in zip(
         cases, given, json.loads(done.stdout.splitlines()[-1]), strict=True
     ):
-        assert nccl.settings(found) == nccl.settings(trainer) == {**nccl.DEFAULTS, **asked}
+        assert nccl.settings(found) == nccl.settings(trainer) == {**UNSET, **nccl.DEFAULTS, **asked}
+
+
+def test_a_deterministic_engine_needs_its_number_of_channels_in_trainers(monkeypatch):
+    """SGLang sets it in engines of several ranks, whatever it was; ranks of a communicator that differ in it cannot connect."""
+    asked = dict.fromkeys(UNSET, "8")
+    given = [environments(monkeypatch, case) for case in ({}, asked)]
+    done = subprocess.run(
+        [sys.executable, "-c", DETERMINISTIC, json.dumps([engine for _, engine in given])],
+        env=dict(os.environ) | sglang_environment("cpu", 1), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (alone, for_the_job) = [
+        nccl.disagreement(nccl.settings(engine), nccl.settings(trainer))
+        for engine, (trainer, _) in zip(json.loads(done.stdout.splitlines()[-1]), given, strict=True)
+    ]
+    assert (
+        alone == "NCCL_MIN_NCHANNELS is unset there and 8 here, NCCL_MAX_NCHANNELS is unset there and 8 here"
+    )
+    assert for_the_job == ""
 
 
 def test_a_nodes_own_values_stay_and_the_rest_is_completed():

@@ -41,11 +41,12 @@ CPU_CACHE_TOKENS = 65536
 CPU_NGRAM_NODES = 100_000
 _DRAFTING = {"ngram": "NGRAM", "mtp": "EAGLE", "eagle3": "EAGLE3"}
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
+LATENT = ("deepseek_v3", "kimi_k2")
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 # By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
 _IMPLIED = {
     model_type: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    for model_type in ("deepseek_v3", "kimi_k2", *SPARSE)
+    for model_type in (*LATENT, *SPARSE)
 }
 
 
@@ -106,6 +107,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         **_state_arguments(config, model),
         **_sink_arguments(config, model),
         **_sparse_arguments(config, model),
+        **_deterministic_arguments(config, model),
         **_speculative_arguments(config),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
@@ -175,6 +177,20 @@ def _sparse_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, 
             "rollout.deterministic=true: SGLang (0.5.21) has no deterministic kernels of sparse attention; set it to false"
         )
     return {"kv_cache_dtype": "bfloat16"}
+
+
+def _deterministic_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The argument of a deterministic engine of DeepSeek-V3's family on Blackwell: Triton's attention.
+
+    SGLang (0.5.21) would take it there, too, but has chosen trtllm_mla for this family by then (arg_groups/model_overrides/deepseek_v2.py),
+    and refuses that as if it had been asked for.
+    """
+    given = any(name.endswith("attention_backend") for name in config.arguments)
+    if not config.deterministic or config.device != "cuda" or given or model.get("model_type") not in LATENT:
+        return {}
+    import torch
+
+    return {"attention_backend": "triton"} if torch.cuda.get_device_capability()[0] >= 10 else {}
 
 
 def _sink_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:

@@ -151,6 +151,22 @@ def test_engines_of_gpt_oss_have_one_cache_and_kernels_with_sinks_in_bfloat16(mo
     assert server_arguments(EngineConfig("/model"), GPT_OSS)["attention_backend"] == "intel_amx"
 
 
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((9, 0), None), ((10, 0), "triton"), ((12, 0), "triton")]
+)
+def test_deterministic_engines_of_latent_attention_have_tritons_on_blackwell(
+    monkeypatch, capability, backend
+):
+    """SGLang refuses its own choice for DeepSeek-V3 there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config, model = replace(GPU, deterministic=True), {**QWEN, "model_type": "deepseek_v3"}
+    assert server_arguments(config, model).get("attention_backend") == backend
+    assert "attention_backend" not in server_arguments(GPU, model)
+    assert "attention_backend" not in server_arguments(config, QWEN)
+    given = {"attention_backend": "fa4"}
+    assert server_arguments(replace(config, arguments=given), model)["attention_backend"] == "fa4"
+
+
 def test_engines_do_not_load_what_sglang_cannot_load(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     packed = {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}

@@ -6,11 +6,12 @@ Guarantees of `Watch`:
   `STOPPED_SECONDS`, whether or not it takes part in a call;
 - a call in which no process of any rank that it waits for has worked for `idle_timeout` is reported: a rank that waits for
   others in a collective does not work, a long forward pass does, and so does a rank that waits for a processor, whatever
-  else the machine does;
+  else the machine does, or for its disk;
 - the ranks are not asked anything: their machines read /proc, every `LOOK_SECONDS`, while the controller waits;
 - a controller that was itself stopped, or busy elsewhere, counts none of that time.
 
-Work is processor time, major page faults and bytes read and written, so that a rank that waits for its disk is at work.
+Work is processor time, major page faults and bytes read and written. A rank that waits for its disk is at work, too: also while it flushes
+a file (fsync), which may take minutes on a shared file system and counts no bytes.
 A rank in an endless loop is at work, too; the ranks' timeout of collectives and the limit of a call end it.
 
 Guarantee of `ending_when_stuck`: while it is open, the process ends if a server of its Ray cluster on this machine has ended, or has
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -68,11 +69,13 @@ class SignsOfLife:
         stopped: the stopped processes, such as "sglang::scheduler (process 12)".
         work: units of work (see IDLE_WORK) since the processes began, as the mean over them.
         starved: seconds that their threads could have run in, but had no processor.
+        on_disk: whether one of their threads is waiting for a disk or a file system.
     """
 
     stopped: tuple[str, ...]
     work: float
     starved: float
+    on_disk: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def signs_of_life(ranks: dict[int, str]) -> dict[str, SignsOfLife]:
     stopped: dict[str, list[str]] = {}
     work: dict[str, list[float]] = {}
     starved: dict[str, float] = {}
+    on_disk: set[str] = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -105,12 +109,16 @@ def signs_of_life(ranks: dict[int, str]) -> dict[str, SignsOfLife]:
                 continue
             work.setdefault(mark, []).append(_work(name, fields))
             starved[mark] = starved.get(mark, 0.0) + _starved_seconds(name)
+            if _waits_for_disk(name):
+                on_disk.add(mark)
         except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
             continue
         if fields[0] in ("T", "t"):
             stopped.setdefault(mark, []).append(f"{title} (process {name})")
     return {
-        mark: SignsOfLife(tuple(stopped.get(mark, ())), sum(each) / len(each), starved.get(mark, 0.0))
+        mark: SignsOfLife(
+            tuple(stopped.get(mark, ())), sum(each) / len(each), starved.get(mark, 0.0), mark in on_disk
+        )
         for mark, each in work.items()
     }
 
@@ -141,6 +149,15 @@ def _starved_seconds(pid: str) -> float:
         except (FileNotFoundError, ProcessLookupError):  # the thread has ended
             continue
     return total / 1e9
+
+
+def _waits_for_disk(pid: str) -> bool:
+    """Whether a thread is in the kernel's uninterruptible sleep, "D", as it is while it reads, writes or flushes a file."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
 
 
 class Watch:
@@ -239,7 +256,7 @@ class Watch:
 def _has_worked(before: SignsOfLife, now: SignsOfLife, seconds: float) -> bool:
     # Both numbers fall when a process or a thread ends, which is work, too.
     done = abs(now.work - before.work) > IDLE_WORK * seconds + _IDLE_BURST
-    return done or (seconds > 0 and abs(now.starved - before.starved) > STARVED * seconds)
+    return done or now.on_disk or (seconds > 0 and abs(now.starved - before.starved) > STARVED * seconds)
 
 
 def _answer(ref: ray.ObjectRef) -> dict[str, Any]:

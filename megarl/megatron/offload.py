@@ -172,6 +172,7 @@ class Gradients:
         for storage in self._shared():
             self.sizes[storage._cdata] = storage.nbytes()
             storage.resize_(0)
+        torch.cuda.empty_cache()
         self.resident = False
 
     def reload(self) -> None:
@@ -251,8 +252,8 @@ def weights_of(chunks: Chunks, *, constant: bool = False) -> Offloadable:
 
 
 def frozen_of(chunks: Chunks, trained: Sequence[torch.Tensor]) -> Offloadable:
-    """The parameters of a model that are not trained (neither adapters nor value head)."""
-    return Offloadable(lambda: _parameters(chunks), excluded=lambda: trained)
+    """The parameters of a model that are not trained (neither adapters nor value head); nothing changes them once they are loaded."""
+    return Offloadable(lambda: _parameters(chunks), excluded=lambda: trained, constant=True)
 
 
 def trained_of(trained: Sequence[torch.Tensor]) -> Offloadable:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -95,6 +96,19 @@ def test_work_is_no_hang(start_group, quick):
     group = start_group("actor", 2)
     refs = group.call("work_if", 1, 5.0)
     assert wait(refs, [group], timeout=30, watch=Watch(idle_timeout=2.0)) == [0, 1]
+
+
+def test_a_rank_that_waits_for_its_disk_does_not_hang(start_group, quick, tmp_path):
+    """As in fsync of a checkpoint's file: no processor time, and no bytes are counted."""
+    group, pipe = start_group("actor", 1), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    refs = group.call("open_on_a_slow_disk", str(pipe))
+    disk = threading.Timer(8.0, pipe.write_text, [""])
+    disk.start()
+    try:
+        assert wait(refs, [group], timeout=60, watch=Watch(idle_timeout=2.0)) == [0]
+    finally:
+        disk.join()
 
 
 def test_a_rank_that_gets_no_processor_does_not_hang(start_group, quick):

@@ -158,6 +158,13 @@ class Rank:
         time.sleep(max(0.0, seconds - (time.monotonic() - begun)))
         return self.info.rank
 
+    def open_on_a_slow_disk(self, pipe: str) -> int:
+        """Wait in the kernel, uninterruptibly as for a disk (state "D"), until somebody opens `pipe` for writing: as the parent of a process
+        that opens it before its program begins."""
+        open_first = (os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)
+        os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=[open_first]), 0)
+        return self.info.rank
+
     def fail_if(self, rank: int) -> None:
         if self.info.rank == rank:
             print("I shall raise")

@@ -14,7 +14,7 @@ from megarl.megatron import offload
 from megarl.megatron.build import build_model, local_parameters, runnable, wrap_for_training
 from megarl.megatron.fsdp import gather
 from megarl.megatron.heads.outputs import lm_head
-from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
+from megarl.megatron.offload import Offloadable, frozen_of, gradients_of, optimizer_of, weights_of
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import arrange_trajectories
 from megarl.megatron.parallel import coords, init_parallel
@@ -166,6 +166,19 @@ def test_a_gpus_memory_is_free_for_other_processes() -> None:
     assert addresses == [copy.data_ptr() for copies in part.host.values() for copy in copies]
 
 
+def test_shared_gradients_that_leave_alone_are_free_for_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch keeps freed memory of a GPU until it is told to give it back; Megatron tells it of gradients that are not shared."""
+    gradient, found = torch.ones(1000), list[int]()
+    monkeypatch.setattr(offload, "is_sharded", lambda chunk: True)
+    monkeypatch.setattr(offload, "gradient_buffers", lambda chunk: [gradient])
+    part = gradients_of([torch.nn.Module()])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append(part.device_bytes()))
+    part.offload()
+    assert found == [0]
+
+
 class Driver:
     """A stand-in for CUDA's driver that page-locks memory by address and bytes."""
 
@@ -237,6 +250,19 @@ def test_what_never_changes_is_copied_out_once(driver: Driver) -> None:
         part.offload()
         part.reload()
         assert tensor.tolist() == [expected] * 10
+
+
+def test_frozen_weights_are_copied_out_once(driver: Driver) -> None:
+    """They are most of a model with adapters, which leaves its GPU in each step."""
+    driver.goes_on.set()
+    model = torch.nn.Linear(4, 4)
+    part, weight = frozen_of([model], [model.bias]), model.weight.detach().clone()
+    part.keeps = True
+    for _ in range(2):
+        part.offload()
+        part.reload()
+        assert torch.equal(model.weight, weight)
+        model.weight.data.fill_(2.0)  # as nothing does: shows what is copied
 
 
 def test_memory_that_cannot_be_locked_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ Guarantees, each asserted by a test:
 - A checkpoint that does not fit is refused on all ranks before a weight is changed; error messages name the tensor, its shape in the
   checkpoint and the expected one.
 - A rank that cannot read its part makes all ranks raise: none waits for it, and none goes on alone.
+- Ranks read and write shared files at very different speeds: none is in a collective, which has a short timeout, until all are done.
 - A background save has the state at the time when `begin_save` returned.
 - Nothing is unpickled but tensors and plain types.
 
@@ -193,6 +194,7 @@ class RankStates:
         places: of the weights that are saved: the model's (`model_places`), or of adapters and a value head alone.
         seed: of random streams that are begun anew.
         base: the model that the adapters are on; None: the model itself is saved.
+        wait_for_ranks: returns when all ranks have called it with the same text, such as "... is read"; None: ranks wait in the next collective.
     """
 
     chunks: list[DistributedDataParallel]
@@ -202,6 +204,7 @@ class RankStates:
     places: Places
     seed: int
     base: BaseModel | None = None
+    wait_for_ranks: Callable[[str], object] | None = None
 
     def items(self, places: Places) -> list[Item]:
         """The tensors that lie in `places`, as they are now."""
@@ -219,11 +222,12 @@ class RankStates:
 
 @dataclass(frozen=True)
 class Saving:
-    """A save in progress. `states`: the role's state other than tensors, on rank 0."""
+    """A save in progress. `states`: the role's state other than tensors, on rank 0; `wait_for_ranks`: as of `RankStates`."""
 
     folder: Path
     states: dict[str, Any]
     written: Future[tuple[Contents, FileFacts]]
+    wait_for_ranks: Callable[[str], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -277,7 +281,7 @@ def begin_save(folder: str | Path, states: RankStates, *, background: bool = Tru
         threading.Thread(target=write, name="save", daemon=True).start()
     else:
         write()
-    return Saving(folder, about, written)
+    return Saving(folder, about, written, states.wait_for_ranks)
 
 
 def finish_save(
@@ -295,6 +299,8 @@ def finish_save(
         ValueError, RuntimeError: on the others, where a rank raised another exception; they name the rank.
     """
     error = saving.written.exception()
+    if saving.wait_for_ranks is not None:
+        saving.wait_for_ranks(f"{saving.folder} is written")
     _raise_on_all(error, "save")
     contents, facts = saving.written.result()
     rank = torch.distributed.get_rank()
@@ -343,6 +349,8 @@ def load_states(folder: str | Path, states: RankStates) -> Loaded:
         loaded = Loaded(about["num_steps"], _set_numbers(reader, about, states))
     except Exception as failure:  # raised on all ranks
         error = failure
+    if states.wait_for_ranks is not None:
+        states.wait_for_ranks(f"{folder} is read")
     _raise_on_all(error, "load")
     assert loaded is not None
     return loaded

@@ -107,7 +107,8 @@ from megarl.util.memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
 
-LOAD_TIMEOUTS = 10  # the time for all ranks to load a model, as a multiple of the timeout of collectives
+# The time for all ranks to read or write a model, as a multiple of the timeout of collectives.
+FILE_TIMEOUTS = 10
 
 Share = list[list[int]]
 """The rows of a table that one data parallel rank works on, by micro-batch."""
@@ -131,8 +132,10 @@ class ModelWorker:
             print(f"layers: {self.layers_used()}")
         load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
-        self.store = None if torch.distributed.is_initialized() else meet(info, spec.timeout)
-        if base is None:
+        if base is not None:
+            self.store = base.store
+        else:
+            self.store = None if torch.distributed.is_initialized() else meet(info, spec.timeout)
             init_parallel(
                 self.layout,
                 info.rank,
@@ -273,14 +276,21 @@ class ModelWorker:
             seed=self.spec.megatron.seed,
         )
         self.read_weights(path, config, head, local_parameters(chunks), blocks, mtp=mtp is not None)
-        if self.store is not None:
-            # Before anything collective: ranks read a large model from shared files at very different speeds.
-            world, limit = self.info.world_size, LOAD_TIMEOUTS * self.spec.timeout
-            what = f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded"
-            wait_for_all(self.store, what, self.info.rank, world, limit)
+        self.wait_for_ranks(f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded")
         if not trainable and self.spec.megatron.fsdp == "optim_grads_params":
             return [wrap_sharded(chunk, self.spec.megatron.fsdp) for chunk in chunks]
         return chunks
+
+    def wait_for_ranks(self, what: str) -> None:
+        """Return when all ranks have called this for `what`, once each: before anything collective, since ranks read and write shared files
+        at very different speeds.
+
+        Raises:
+            TimeoutError: names the ranks that are missing.
+        """
+        if self.store is not None:
+            limit = FILE_TIMEOUTS * self.spec.timeout
+            wait_for_all(self.store, what, self.info.rank, self.info.world_size, limit)
 
     def _overrides(self) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig: from the configuration, for products in float8, and for routing replay."""
@@ -591,8 +601,8 @@ def rank_states(worker: ModelWorker) -> RankStates:
     else:
         assert worker.places is not None
         places = worker.places
-    seed = spec.megatron.seed
-    return RankStates(worker.chunks, worker.optimizer, worker.scheduler, worker.layout, places, seed, base)
+    trained = (worker.chunks, worker.optimizer, worker.scheduler, worker.layout)
+    return RankStates(*trained, places, spec.megatron.seed, base, worker.wait_for_ranks)
 
 
 def _base(worker: ModelWorker) -> BaseModel:

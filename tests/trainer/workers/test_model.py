@@ -1,6 +1,7 @@
 """Checkpoints of a role's ranks: full models, and adapters in two roles."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megarl.checkpoints.hf.adapters import write_peft_adapter
 from megarl.checkpoints.hf.export import write_hf_checkpoint
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
+from megarl.megatron.checkpoint import checkpoint
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import ModelSpec, PredictionTraining, forward_plan, update_plan
 from megarl.trainer.workers.model import ModelWorker
@@ -279,3 +281,42 @@ def test_adapters_of_experts_in_another_layout(ranks: RankPool, tmp_path: Path, 
             assert exact == [world == 4] * 2
             for role in (0, 1):
                 assert_close(found[role], results[0][1][role])
+
+
+def _order_of_waits(rank: int, world: int, model: str, folder: str) -> list[str]:
+    """What a rank does, in its order, when its own files are written and read: waits for the others' files, and collectives."""
+    worker, done = make(rank, world, model, TP2, LoraConfig()), list[str]()
+    raise_on_all = checkpoint._raise_on_all
+
+    def collective(error: BaseException | None, action: str) -> None:
+        done.append(f"collective: {action}")
+        raise_on_all(error, action)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "wait_for_ranks", done.append)
+        patch.setattr(checkpoint, "_raise_on_all", collective)
+        for name in ("write_file", "fill"):
+            patch.setattr(checkpoint, name, _noted(getattr(checkpoint, name), name, done))
+        worker.begin_save(f"{folder}/actor", "actor", background=True)
+        worker.finish_save("actor")
+        assert worker.load_checkpoint(f"{folder}/actor", "actor").exact
+    return done
+
+
+def _noted(function: Callable[..., Any], name: str, done: list[str]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        done.append(name)
+        return function(*arguments)
+
+    return noted
+
+
+def test_ranks_with_slow_disks_are_waited_for_before_collectives(
+    ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    """A collective has a shorter timeout than files of a shared file system may need."""
+    folder = f"{tmp_path}/actor"
+    for done in ranks.run(_order_of_waits, model[0], str(tmp_path), world=2):
+        written, read = done.index(f"{folder} is written"), done.index(f"{folder} is read")
+        assert done[written - 1 : written + 2] == ["write_file", done[written], "collective: save"]
+        assert done[read - 1 : read + 2] == ["fill", done[read], "collective: load"]

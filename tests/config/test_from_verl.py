@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.config import TrainConfig, load_config
 from megarl.config.problems import aliases, key_advice
 from megarl.config.schema import walk
-from megarl.rewards.registry import REWARDS, rules_of
+from megarl.rewards.registry import _RULE_OF, REWARDS, rules_of
 from tests.config.test_problems import verl_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,16 +107,18 @@ def test_other_keys_of_the_page_exist() -> None:
 
 
 def test_data_sources_have_the_rules_that_are_named() -> None:
-    seen = 0
+    seen = set()
     for sources, rule, _ in rows("| `data_source` | rule | differences from verl's score |"):
         for source in re.findall(r"`([\w/-]+)`", sources.split("(")[0]):
-            seen += 1
+            seen.add(source)
             if rule == "none":
                 with pytest.raises(ValueError, match=f"no reward rule for data_source '{source}'"):
                     rules_of([source])
             else:
                 assert rules_of([source]) == {source: rule.strip("`")} and rule.strip("`") in REWARDS
-    assert seen > 20
+    assert len(seen) > 20
+    others = {source for source in _RULE_OF if not any(fnmatch(name, source) for name in seen)}
+    assert others == {"megarl/arithmetic"}  # the demo's own
 
 
 @pytest.fixture

@@ -53,6 +53,18 @@ def test_advice_names_only_keys_that_exist() -> None:
     assert sorted(named - KEYS) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("skip_rollout", "trainer.train_only=FOLDER"),
+        ("mode", "trainer.mode"),
+        ("over_sample_rate", "trainer.mode=partial_rollouts"),
+    ],
+)
+def test_keys_of_rollouts_are_answered_with_the_key_that_does_it(key: str, advice: str) -> None:
+    assert advice in str(key_advice(f"actor_rollout_ref.rollout.{key}"))
+
+
 def test_training_an_external_draft_is_refused_by_name() -> None:
     for name in ("train_draft", "draft_lr", "online_training.enable"):
         advice = str(key_advice(f"actor_rollout_ref.rollout.speculative.{name}"))
@@ -126,6 +138,8 @@ def test_keys_are_not_deleted(train: Train, key: str) -> None:
         ("--rollout-batch-size", "data.train_batch_size=N"),
         ("--n_samples_per_prompt=8", "actor_rollout_ref.rollout.n=N"),
         ("--rollout-num-gpus-per-engine", "actor_rollout_ref.rollout.tensor_model_parallel_size=N"),
+        ("--rollout-top-p=0.9", "actor_rollout_ref.rollout.top_p=X"),
+        ("--rollout-top-k", "actor_rollout_ref.rollout.top_k=N"),
     ],
 )
 def test_slimes_flags_are_answered_with_keys(flag: str, advice: str, capsys: pytest.CaptureFixture) -> None:

@@ -230,7 +230,7 @@ class AlgorithmConfig:
         "Its estimator.",
         "kl",
         choices=KL_KINDS,
-        formula="x = log p - log p_ref; kl, k1: x; abs: abs(x); mse, k2: x^2 / 2; low_var_kl, k3: exp(-x) - 1 + x; "
+        formula="x = log p - log p_ref; kl, k1: x; abs: abs(x); mse, k2: x^2 / 2; low_var_kl, k3: exp(-x) - 1 + x, at most 10; "
         "k1+, k3+: their value, k2's gradient; full: sum over the vocabulary of p x",
     )
     kl_ctrl: KLControlConfig = section("Its coefficient.", KLControlConfig)

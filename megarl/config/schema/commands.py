@@ -209,8 +209,8 @@ class RefConfig:
         "As the actor's use_dynamic_bsz, for these two sizes; null: the actor's, if that is given.", None
     )
     megatron: MegatronConfig | None = optional_section(
-        "The layout; null: the actor's. With the actor's layout and pool it lives in the actor's processes; "
-        "with LoRA it is then the actor itself, its adapters switched off."
+        "The layout; null: the actor's. With the actor's layout and pool ref lives in the actor's processes, and with LoRA and no folder of "
+        "its own it is then the actor itself, its adapters switched off; each of several teachers has processes of its own."
     )
     engine: TeacherEngineConfig | None = optional_section(
         "SGLang engines that judge in Megatron's place, by sampled tokens or their most likely ones, in a resource_pool of their own; "

@@ -14,7 +14,10 @@ from megarl.config.schema.rollout import SamplingConfig
 class ValSetConfig:
     """One validation set; a key that is null is as in rollout.val_kwargs."""
 
-    files: str | tuple[str, ...] = option("Parquet files: a path, a glob, or a list.", is_path=True)
+    files: str | tuple[str, ...] = option(
+        "Parquet or JSON lines files: a path, a glob, a URL that fsspec can open, or a list of them.",
+        is_path=True,
+    )
     max_samples: int | None = option(
         "The first so many rows of files; -1: all; null: data.val_max_samples (of an evaluation, data.max_samples).",
         None,

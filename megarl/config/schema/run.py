@@ -227,7 +227,7 @@ class RunConfig(SavingConfig, TracingConfig):
         ge=1,
         le=65535,
     )
-    test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
+    test_freq: int = option("Validate every so many steps, and after the last; -1: never.", -1, ge=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ and works in an empty folder of its own, which is also its HOME and is removed a
 
 Guarantees, each asserted by a test:
 
-- a process ends at its time limit, or when its task is cancelled, with all that it started; time in which the event loop stands still,
-  as while the models learn, does not count;
+- a process ends at its time limit, or when its task is cancelled, with all that it started (without a sandbox, its process group); time in
+  which the event loop stands still, as while the models learn, does not count;
 - an agent that fails or takes too long costs its own trajectories alone: they are masked, and the error is recorded with the log's end;
 - whatever an agent leaves in its folder, the folder is removed or, where that cannot be, left: neither fails the agent or the run;
 - no agent gets the environment of this process, but for PATH and the language;

@@ -76,6 +76,7 @@ class AgentRunner:
         keep_logs: bool = True,
         sandbox: Sandbox = NO_SANDBOX,
         forks: ForkServer | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -88,10 +89,12 @@ class AgentRunner:
             keep_logs: false: logs of agents that did not fail are removed.
             sandbox: in which agents run.
             forks: the fork server whose copies the agents are, in place of `command`.
+            template_kwargs: of the chat template, for tasks that have none of their own. Tools are those of an agent's requests.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
         self._keep_logs, self._sandbox, self._forks = keep_logs, sandbox, forks
         self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
+        self._template_kwargs = template_kwargs or {}
         self._places = asyncio.Semaphore(concurrency)
 
     async def play(
@@ -106,7 +109,9 @@ class AgentRunner:
             EngineError: the engine or the agents' fork server has failed: the task is to be played again by another engine.
         """
         async with self._places, _scratch() as folder:
-            session = self._gateway.begin(task.uid, sampling)
+            given = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
+            keywords = {name: value for name, value in given.items() if name != "tools"}
+            session = self._gateway.begin(task.uid, sampling, keywords)
             error: str | None = None
             try:
                 await self._run(task, session, folder)

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 class TemplatePrompts:
     """Renders with a tokenizer's chat template (`megarl.gateway.tree.Render`)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """`template_kwargs`: keywords of the template; those of a conversation take their place."""
+        self._tokenizer, self._kwargs = tokenizer, dict(template_kwargs or {})
 
     def begin(self, messages: Sequence[Message], keywords: Mapping[str, Any], forced: str) -> list[int]:
         """The ids of a whole conversation and the opening of the assistant's turn.
@@ -26,7 +29,7 @@ class TemplatePrompts:
         Raises:
             ValueError: the chat template refuses the messages.
         """
-        return self._encode(render_text(self._tokenizer, messages, True, keywords) + forced)
+        return self._encode(render_text(self._tokenizer, messages, True, self._kwargs | keywords) + forced)
 
     def go_on(
         self, turn: PolicyTurn, messages: Sequence[Message], keywords: Mapping[str, Any], forced: str
@@ -38,7 +41,8 @@ class TemplatePrompts:
         """
         last_id = turn.generation.response_ids[-1] if turn.ended else None
         calls = turn.message.get("tool_calls", ())
-        ids = Continuation(self._tokenizer, keywords).after_turn(messages, turn.ended, last_id, calls)
+        following = Continuation(self._tokenizer, self._kwargs | keywords)
+        ids = following.after_turn(messages, turn.ended, last_id, calls)
         return [*ids, *self._encode(forced)]
 
     def _encode(self, text: str) -> list[int]:

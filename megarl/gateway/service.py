@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.trajectories import Generation
 from megarl.gateway.engine import TokenEngine
@@ -137,16 +137,22 @@ class Gateway:
         self.models, self.players, self.limits = (*models, *players), tuple(players), limits or Limits()
         self._engine, self._reader, self._sampling = engine, reader, sampling
         self._fixed, self._stop_token_ids = fixed_sampling, frozenset(stop_token_ids)
-        self._render, self._tokenizer = TemplatePrompts(tokenizer), tokenizer
+        self._tokenizer = tokenizer
         self._sessions: dict[str, Session] = {}
         self._clock = clock
         self._rate_alone = self._rate()
 
-    def begin(self, uid: str, sampling: SamplingParams | None = None) -> Session:
+    def begin(
+        self,
+        uid: str,
+        sampling: SamplingParams | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Session:
         """A new session.
 
         Args:
             sampling: of its requests; None: the gateway's.
+            template_kwargs: of the chat template; those of a request take their place.
 
         Raises:
             RequestError: there are as many sessions as there may be.
@@ -158,7 +164,7 @@ class Gateway:
         session = Session(
             uid,
             token,
-            SessionTree(self._render),
+            SessionTree(TemplatePrompts(self._tokenizer, template_kwargs)),
             sampling or self._sampling,
             self._rate(),
             last_used=self._clock(),
@@ -168,7 +174,13 @@ class Gateway:
 
     def alone(self) -> Session:
         """A session for one request, which is not kept. All such sessions have one rate."""
-        return Session(secrets.token_hex(8), "", SessionTree(self._render), self._sampling, self._rate_alone)
+        return Session(
+            secrets.token_hex(8),
+            "",
+            SessionTree(TemplatePrompts(self._tokenizer)),
+            self._sampling,
+            self._rate_alone,
+        )
 
     def count(self, session: Session) -> None:
         """Count a request that has come with a session's key.

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from megarl.gateway.agents import AgentRunner, _end_of
 from megarl.gateway.copies import ForkServer
 from megarl.gateway.sandboxes.interface import kept_environment
 from megarl.rollout.engine import EngineError
+from tests.data.test_published_templates import TOOLS
 from tests.gateway.conftest import MODEL
 from tests.waiting import wait_for
 
@@ -128,6 +130,36 @@ def test_a_failed_agent_costs_its_own_trajectories_alone(play):
 
 def alive(pid):
     return process_state(pid) is not None
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_row", "of_request", "thinks"),
+    [
+        (None, None, {}, True),
+        ({"enable_thinking": False, "tools": [TOOLS[0]]}, None, {}, False),
+        ({"enable_thinking": False}, {"enable_thinking": True}, {}, True),
+        ({"enable_thinking": False}, None, {"enable_thinking": True}, True),
+        (None, {"enable_thinking": False}, {}, False),
+    ],
+)
+def test_prompts_have_the_keywords_of_the_data(serve, tmp_path, of_run, of_row, of_request, thinks):
+    """A request's own come first, then the row's. Tools are the request's alone: the agent answers their calls."""
+    served = serve(["It rains."], template="qwen3", tools=None)
+    code = f"""
+body = {{"model": "{MODEL}", "messages": [user], "chat_template_kwargs": {of_request}}}
+first = post("/v1/chat/completions", body)["choices"][0]["message"]
+body["messages"] += [first, {{"role": "user", "content": "Sure?"}}]
+post("/v1/chat/completions", body)
+"""
+    command = [sys.executable, "-c", HEAD + code]
+    runner = AgentRunner(served.gateway, served.url, command, tmp_path, template_kwargs=of_run)
+    playing = runner.play(replace(task(), template_kwargs=of_row))
+    _, error = asyncio.run_coroutine_threadsafe(playing, served.loop).result(60)
+    assert error is None
+    for asked in served.policy.asked:
+        text = served.policy.tokenizer.decode(asked.prompt_ids)
+        assert text.endswith("<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n\n"))
+        assert "tool" not in text
 
 
 def test_of_a_large_log_only_the_end_is_read(tmp_path):

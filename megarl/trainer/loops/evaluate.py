@@ -60,14 +60,13 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
                 run.status("starting the rollout engines"),
                 reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
             ):
-                turns = turns_spec(
-                    config.rollout, config.model, data.apply_chat_template_kwargs, config.plugins
-                )
+                keywords = data.apply_chat_template_kwargs
+                turns = turns_spec(config.rollout, config.model, keywords, config.plugins)
                 pool = run.pools["global"]
                 engine = engine_config(
                     config.rollout, config.model.path, context, use_gpu=pool.use_gpu, synced=False
                 )
-                agents = agents_spec(config.rollout, config.model, str(folder), config.plugins)
+                agents = agents_spec(config.rollout, config.model, keywords, str(folder), config.plugins)
                 engines = start_engines(run, config.rollout, pool, engine, agents or turns)
                 run.wait(engines.started)
             if config.rollout.max_restarts:

@@ -191,11 +191,10 @@ def _synced_engines(
 
 
 def _turns(config: TrainConfig) -> TurnsSpec | AgentsSpec | None:
-    policy = config.actor_rollout_ref
-    agents = agents_spec(policy.rollout, policy.model, config.trainer.default_local_dir, config.plugins)
-    return agents or turns_spec(
-        policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins
-    )
+    policy, keywords = config.actor_rollout_ref, config.data.apply_chat_template_kwargs
+    folder = config.trainer.default_local_dir
+    agents = agents_spec(policy.rollout, policy.model, keywords, folder, config.plugins)
+    return agents or turns_spec(policy.rollout, policy.model, keywords, config.plugins)
 
 
 def _start_eval_engines(

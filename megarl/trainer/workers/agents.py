@@ -132,6 +132,7 @@ class Agents:
             keep_logs=settings.keep_logs,
             sandbox=sandbox,
             forks=forks,
+            template_kwargs=spec.template_kwargs,
         )
 
     def answers(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import CONTAINERS, GatewayConfig
@@ -28,6 +29,7 @@ class AgentsSpec:
         agent: file and function of an agent that is a Python function.
         readable: folders that an agent in a sandbox may read.
         logs: folder, as an absolute path.
+        template_kwargs: of the chat template, for rows that have none of their own.
     """
 
     gateway: GatewayConfig
@@ -37,10 +39,15 @@ class AgentsSpec:
     logs: str
     agent: tuple[str, str] | None = None
     plugins: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def agents_spec(
-    rollout: RolloutConfig, model: ModelPathConfig, folder: str, plugins: tuple[str, ...]
+    rollout: RolloutConfig,
+    model: ModelPathConfig,
+    template_kwargs: Mapping[str, Any] | None,
+    folder: str,
+    plugins: tuple[str, ...],
 ) -> AgentsSpec | None:
     """The settings of section `rollout.gateway` (resolved and checked); None where it is not enabled.
 
@@ -78,7 +85,7 @@ def agents_spec(
     files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
     logs = Path(folder).expanduser().resolve() / LOGS
     seen = tuple(str(Path(folder).expanduser().resolve()) for folder in readable)
-    return AgentsSpec(gateway, model, command, seen, str(logs), agent, files)
+    return AgentsSpec(gateway, model, command, seen, str(logs), agent, files, template_kwargs or {})
 
 
 def _find_modules(names: Sequence[str], folder: Path) -> None:

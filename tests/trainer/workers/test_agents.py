@@ -15,6 +15,7 @@ from examples.agents.coding_agent import TURNS
 from megarl.config import ModelPathConfig
 from megarl.config.schema.rollout import GatewayConfig, RolloutConfig
 from megarl.data.trajectories import expand_prompts
+from megarl.gateway.agents import AgentRunner
 from megarl.gateway.service import Gateway
 from megarl.rewards.rules.code_tests import compute_score
 from megarl.rewards.sandbox.sandbox import best_isolation
@@ -121,7 +122,7 @@ def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("tempfile.tempdir", scratch)
     loop = asyncio.new_event_loop()
 
-    def start(function, words=("It rains.",), file=tmp_path / "agent.py", **settings):
+    def start(function, words=("It rains.",), file=tmp_path / "agent.py", template_kwargs=None, **settings):
         engine = Engine(published("qwen2_5"), [*words])
         engine.loop = loop
         gateway = GatewayConfig(
@@ -132,7 +133,7 @@ def agents(sglang_parsers, tmp_path, monkeypatch):  # noqa: F811
             **settings,
         )
         model = ModelPathConfig(path="unread", tokenizer_path="unread")
-        spec = agents_spec(RolloutConfig(gateway=gateway), model, str(tmp_path / "run"), ())
+        spec = agents_spec(RolloutConfig(gateway=gateway), model, template_kwargs, str(tmp_path / "run"), ())
         made = Agents(spec, engine, ())
 
         def play(sampling=SAMPLING, meanwhile=lambda: None, **extra):
@@ -201,6 +202,18 @@ def test_each_agent_has_a_session_however_many_run_at_a_time(agents, monkeypatch
     monkeypatch.setattr("megarl.trainer.workers.agents.Gateway", gateway)
     agents("play", concurrency=10_000)
     assert made[0].limits.sessions >= 10_000
+
+
+def test_the_keywords_of_the_data_are_those_of_prompts(agents, monkeypatch):
+    given = []
+
+    def runner(*arguments, **named):
+        given.append(named["template_kwargs"])
+        return AgentRunner(*arguments, **named)
+
+    monkeypatch.setattr("megarl.trainer.workers.agents.AgentRunner", runner)
+    agents("play", template_kwargs={"enable_thinking": False})
+    assert given == [{"enable_thinking": False}]
 
 
 def test_a_function_scores_sessions(agents, tmp_path):
@@ -291,7 +304,7 @@ def test_a_function_that_is_missing_is_told_before_the_run(tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     gateway = GatewayConfig(enable=True, agent=f"{tmp_path}/agent.py:plya")
     with pytest.raises(ValueError, match="has no function plya"):
-        agents_spec(RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), str(tmp_path), ())
+        agents_spec(RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), None, str(tmp_path), ())
     assert "MEGARL_RANK" not in os.environ
 
 
@@ -299,6 +312,8 @@ def test_a_sandbox_that_is_not_there_is_told_before_the_engine_starts(tmp_path, 
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     gateway = GatewayConfig(enable=True, command=("agent",), sandbox="docker", image="image")
-    spec = agents_spec(RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), str(tmp_path), ())
+    spec = agents_spec(
+        RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), None, str(tmp_path), ()
+    )
     with pytest.raises(ValueError, match=r"gateway\.sandbox=docker .* no program docker"):
         EngineWorker(SimpleNamespace(scratch=str(tmp_path)), None, spec)

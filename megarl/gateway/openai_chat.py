@@ -4,6 +4,7 @@ The form is that of https://platform.openai.com/docs/api-reference/chat; `reason
 DeepSeek add to messages.
 """
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -97,7 +98,10 @@ def _call(one: Any, place: str) -> dict[str, Any]:
     function = one.get("function") if isinstance(one, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{place} must be a call of a function, with its name", param=place)
-    return call(str(one.get("id") or ""), function["name"], str(function.get("arguments") or "{}"))
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):  # some clients read OpenAI's text and send the value
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return call(str(one.get("id") or ""), function["name"], arguments)
 
 
 def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:

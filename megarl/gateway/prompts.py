@@ -29,7 +29,9 @@ class TemplatePrompts:
         Raises:
             ValueError: the chat template refuses the messages.
         """
-        return self._encode(render_text(self._tokenizer, messages, True, self._kwargs | keywords) + forced)
+        return self._encode(
+            render_text(self._tokenizer, messages, True, {**self._kwargs, **keywords}) + forced
+        )
 
     def go_on(
         self, turn: PolicyTurn, messages: Sequence[Message], keywords: Mapping[str, Any], forced: str
@@ -41,7 +43,7 @@ class TemplatePrompts:
         """
         last_id = turn.generation.response_ids[-1] if turn.ended else None
         calls = turn.message.get("tool_calls", ())
-        following = Continuation(self._tokenizer, self._kwargs | keywords)
+        following = Continuation(self._tokenizer, {**self._kwargs, **keywords})
         ids = following.after_turn(messages, turn.ended, last_id, calls)
         return [*ids, *self._encode(forced)]
 

@@ -394,6 +394,20 @@ def test_a_malformed_call_is_content(serve, body, stream):
     assert texts(served, trajectory) == f"{words}<|im_end|>" and all(trajectory.response_mask)
 
 
+def test_arguments_may_come_back_as_an_object(serve):
+    served = serve([CALL, "It rains."])
+    session = served.session()
+    client = client_of(served, session.token)
+    ask = {"model": MODEL, "messages": [user("Rain?")], "tools": TOOLS}
+    (made,) = client.chat.completions.create(**ask).choices[0].message.tool_calls
+    function = {"name": made.function.name, "arguments": json.loads(made.function.arguments)}
+    call = {"id": made.id, "type": "function", "function": function}
+    ask["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": made.id, "content": "rain"}]  # fmt: skip
+    client.chat.completions.create(**ask)
+    (trajectory,) = session.trajectories()
+    assert trajectory.num_turns == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_arguments_that_are_no_unicode_reach_the_client_and_come_back(serve, stream):
     """The policy writes the first half of an emoji's escape."""

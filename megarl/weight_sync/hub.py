@@ -211,12 +211,13 @@ class Member:
                 self._problem or f"not all members of the weight sync came within {self.timeout:g} s"
             )
 
-    def forget(self, key: str) -> None:
-        """Drop a key that no member will ask for any more, here and at the hub."""
+    def forget(self, key: str, *, at_hub: bool) -> None:
+        """Drop a key that no member will ask for any more, here and, by the member that has set it, `at_hub`."""
         with self._news:
             self._values.pop(key, None)
-        with suppress(OSError):  # the hub is gone, which `_listen` reports
-            _send(self._connection, FORGET, self.number, key)
+        if at_hub:
+            with suppress(OSError):  # the hub is gone, which `_listen` reports
+                _send(self._connection, FORGET, self.number, key)
 
     def knows(self, key: str) -> bool:
         """Whether this member has set a key, or got it; the hub is not asked."""

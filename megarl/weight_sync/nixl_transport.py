@@ -86,7 +86,7 @@ class NixlTransport:
             # An agent never forgets a peer's memory: at a known address it refuses what was registered anew (NIXL_ERR_NOT_ALLOWED, nixl
             # 1.5.1). All that peers said to the old agent was heard: a version ends at all members before the next one begins.
             for member in (self._member.number, *self._places):
-                self._member.forget(_key(member, self._times - 1))
+                self._member.forget(_key(member, self._times - 1), at_hub=member == self._member.number)
             self._agent, self._places = self._make_agent(), {}
         regions = [(address, size, device, "") for address, size, device in slots]
         self._registered = self._agent.register_memory(regions, self._kind)

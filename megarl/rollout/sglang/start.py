@@ -41,12 +41,12 @@ CPU_CACHE_TOKENS = 65536
 CPU_NGRAM_NODES = 100_000
 _DRAFTING = {"ngram": "NGRAM", "mtp": "EAGLE", "eagle3": "EAGLE3"}
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
-LATENT = ("deepseek_v3", "kimi_k2")
+_LATENT = ("deepseek_v3", "kimi_k2")
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 # By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
 _IMPLIED = {
     model_type: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    for model_type in (*LATENT, *SPARSE)
+    for model_type in (*_LATENT, *SPARSE)
 }
 
 
@@ -186,7 +186,7 @@ def _deterministic_arguments(config: EngineConfig, model: dict[str, Any]) -> dic
     and refuses that as if it had been asked for.
     """
     given = any(name.endswith("attention_backend") for name in config.arguments)
-    if not config.deterministic or config.device != "cuda" or given or model.get("model_type") not in LATENT:
+    if not config.deterministic or config.device != "cuda" or given or model.get("model_type") not in _LATENT:
         return {}
     import torch
 

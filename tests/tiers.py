@@ -88,6 +88,7 @@ BY_NAME: Mapping[str, str] = {
     "trainer/run/test_cluster_setup.py": PROCESSES,
     "trainer/run/test_facts.py::test_the_status_of_a_run": PROCESSES,
     "trainer/run/test_failures.py": PROCESSES,
+    "trainer/run/test_verification.py::test_two_machines": PROCESSES,
     "trainer/test_": E2E,
     "util/test_files.py": PROCESSES,
     "util/test_memory.py": PROCESSES,

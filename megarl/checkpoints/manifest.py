@@ -73,8 +73,19 @@ def read_facts(path: str | Path, advance: Callable[[int], object] = lambda num_b
     return FileFacts(size, digest.hexdigest())
 
 
+def reading_progress(console: Console | None) -> Progress:
+    """A progress bar for bytes that are read."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
 def read_all_facts(
-    folder: Path, sizes: Mapping[str, int], text: str, console: Console | None
+    folder: Path, sizes: Mapping[str, int], console: Console | None = None
 ) -> dict[str, FileFacts | OSError]:
     """The facts of many files, or why one cannot be read.
 
@@ -82,14 +93,8 @@ def read_all_facts(
         sizes: of the files, by name.
         console: shows a progress bar there if this takes a while.
     """
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    task = progress.add_task(text, total=sum(sizes.values()))
+    progress = reading_progress(console)
+    task = progress.add_task(f"verifying {folder.name}", total=sum(sizes.values()))
 
     def read(name: str) -> FileFacts | OSError:
         try:
@@ -252,12 +257,28 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
     return Manifest(document["step"], document["megarl"], files, document["facts"])
 
 
-def find_damage(checkpoint: Checkpoint, *, hashes: bool, console: Console | None = None) -> list[str]:
+# What has changed in which of a folder's files since they were written, by their names: a function of the folder, the files and a console
+# for its progress.
+Verify = Callable[[Path, Mapping[str, FileFacts], Console | None], dict[str, str]]
+
+
+def changed_files(
+    folder: Path, files: Mapping[str, FileFacts], console: Console | None = None
+) -> dict[str, str]:
+    """`Verify` by this process."""
+    read = read_all_facts(folder, {name: facts.bytes for name, facts in files.items()}, console)
+    changes = {name: difference(read[name], facts) for name, facts in files.items()}
+    return {name: change for name, change in changes.items() if change is not None}
+
+
+def find_damage(
+    checkpoint: Checkpoint, *, console: Console | None = None, verify: Verify = changed_files
+) -> list[str]:
     """Changes of a checkpoint's files since they were written, file by file in words; empty: none.
 
     Args:
-        hashes: read all files and compare their SHA-256; else only sizes are compared.
         console: shows a progress bar there if it takes a while.
+        verify: reads the files that are there with their sizes.
     """
     files, folder = checkpoint.manifest.files, checkpoint.folder
     damage, whole = {}, {}
@@ -268,29 +289,29 @@ def find_damage(checkpoint: Checkpoint, *, hashes: bool, console: Console | None
             damage[name] = "is missing"
             continue
         except OSError as error:
-            damage[name] = f"cannot be read ({error.strerror})"
+            damage[name] = _unreadable(error)
             continue
         if not stat.S_ISREG(found.st_mode):
             damage[name] = "is no file but something else"
         elif found.st_size != facts.bytes:
             damage[name] = f"has {found.st_size} bytes instead of {facts.bytes}"
         else:
-            whole[name] = found.st_size
-    if hashes:
-        read = read_all_facts(folder, whole, f"verifying {folder.name}", console)
-        for name, known in read.items():
-            if isinstance(known, OSError):
-                damage[name] = f"cannot be read ({known.strerror})"
-            elif (problem := difference(known, files[name])) is not None:
-                damage[name] = problem
+            whole[name] = facts
+    damage |= verify(folder, whole, console)
     return [f"{name} {what}" for name, what in sorted(damage.items())]
 
 
-def difference(found: FileFacts, written: FileFacts) -> str | None:
+def difference(found: FileFacts | OSError, written: FileFacts) -> str | None:
     """How a file `found` differs from the file that was `written`, in words; None: not at all."""
+    if isinstance(found, OSError):
+        return _unreadable(found)
     if found.bytes != written.bytes:
         return f"has {found.bytes} bytes instead of {written.bytes}"
     return None if found == written else "has another SHA-256 than when it was written"
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot be read ({error.strerror})"
 
 
 def shortened(damage: list[str]) -> str:

@@ -31,6 +31,8 @@ from megarl.checkpoints.manifest import (
     Checkpoint,
     FileFacts,
     Manifest,
+    Verify,
+    changed_files,
     find_damage,
     flush_folder,
     folder_name,
@@ -184,13 +186,13 @@ class CheckpointStore:
         self._notify()
         return checkpoint
 
-    def newest_good(self, *, verify: bool = True) -> Checkpoint | None:
+    def newest_good(self, *, verify: Verify = changed_files) -> Checkpoint | None:
         """The newest checkpoint all of whose files are as they were written; damage in newer ones is reported.
 
         One that is only at the remote, and newer than any good one here, is fetched first.
 
         Args:
-            verify: read all files and compare their SHA-256; else only their sizes are compared.
+            verify: reads the files of one that is here.
 
         Raises:
             ValueError: the remote cannot be read, and there is no good checkpoint here.
@@ -270,7 +272,7 @@ class CheckpointStore:
             if step not in self._damaged | self._abandoned and _is_checkpoint(self.root / folder_name(step))
         ]
 
-    def _newest_here(self, verify: bool) -> Checkpoint | None:
+    def _newest_here(self, verify: Verify) -> Checkpoint | None:
         for step in sorted(set(steps_in(self.root)) - self._abandoned, reverse=True):
             folder = self.root / folder_name(step)
             try:
@@ -278,7 +280,7 @@ class CheckpointStore:
             except ValueError as error:
                 self._say(f"Warning: {error}; {folder} is ignored")
                 continue
-            damage = find_damage(checkpoint, hashes=verify, console=self._console)
+            damage = find_damage(checkpoint, console=self._console, verify=verify)
             if not damage:
                 return checkpoint
             self._damaged.add(step)

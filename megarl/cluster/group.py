@@ -20,7 +20,7 @@ import ray
 
 from megarl.cluster.fork_server import interpreter
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
-from megarl.cluster.hosts import on_node
+from megarl.cluster.hosts import living_nodes, on_node
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.ranks import ProcessFacts, RankInfo, RankProcess, RayFailed
 from megarl.cluster.waiting import MissingReporter, RelayedAnswer, wait
@@ -98,7 +98,7 @@ class WorkerGroup:
             raise ValueError(f"worker_class must look like 'package.module:Class', found {worker_class!r}")
         self.role = role
         self.world_size = world_size
-        self._single_machine = sum(node["Alive"] for node in ray.nodes()) == 1
+        self._single_machine = len(living_nodes()) == 1
         self.parts = parts
         self.devices = _devices_of_processes(role, pool, world_size, devices_per_rank, parts, device_order)
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}

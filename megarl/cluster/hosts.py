@@ -6,7 +6,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,45 @@ def submit(node_id: str, function: Callable[..., Any], *args: Any) -> ray.Object
     """Start `function(*args)` on a node of the cluster."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return _call.options(scheduling_strategy=strategy).remote(function, *args)
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that are alive, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def spread(
+    nodes: Sequence[str], function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+) -> Iterator[tuple[int, str | None, Any]]:
+    """Make many calls of a function, on each node one at a time, with the arguments in `calls`.
+
+    A node on which a call failed is given no other.
+
+    Yields:
+        (index of the call, its node, result) as calls end, and then (index, None, None) for those that no node could make.
+    """
+    waiting, failed = deque(range(len(calls))), []
+    running: dict[ray.ObjectRef, tuple[int, str]] = {}
+
+    def give(node: str) -> None:
+        if waiting:
+            index = waiting.popleft()
+            running[submit(node, function, *calls[index])] = index, node
+
+    for node in nodes:
+        give(node)
+    while running:
+        [done], _ = ray.wait(list(running), num_returns=1)
+        index, node = running.pop(done)
+        try:
+            result = ray.get(done)
+        except ray.exceptions.RayError:  # the function's own error, too
+            failed.append(index)
+            continue
+        give(node)
+        yield index, node, result
+    for index in (*failed, *waiting):
+        yield index, None, None
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -11,7 +11,6 @@ import ipaddress
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -21,6 +20,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster.hosts import living_nodes
 
 _MESSAGE_AFTER = 3.0  # seconds of waiting for the devices after which a message says so
 
@@ -94,7 +95,7 @@ class ResourcePool:
         bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
         # One node of the pool per machine, also where machines are larger: for this Ray offers no more than a hint.
         machines = sorted(
-            (node for node in _living_nodes() if _fits(node["Resources"], bundle, self.devices_per_node)),
+            (node for node in living_nodes() if _fits(node["Resources"], bundle, self.devices_per_node)),
             key=lambda node: (_address_order(node["NodeManagerAddress"]), node["NodeID"]),
         )
         placements = [
@@ -134,7 +135,7 @@ class ResourcePool:
         kind, devices = ("GPU", "GPUs") if self.use_gpu else ("CPU", "process slots (Ray CPUs)")
         free = ray.available_resources().get(kind, 0)
         has = ", ".join(
-            f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in _living_nodes()
+            f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in living_nodes()
         )
         return (
             f"resource pool {self.name!r} asks for {self.nnodes} node(s) with {self.devices_per_node} {devices} each; the cluster "
@@ -177,10 +178,6 @@ def _visible_gpu(placement: PlacementGroup, bundle: int) -> ray.ObjectRef:
 @ray.remote(num_cpus=0, num_gpus=0.01, max_retries=0, max_calls=0)
 def _first_gpu() -> str:
     return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
-
-
-def _living_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _fits(resources: dict[str, float], bundle: dict[str, float], count: int) -> bool:

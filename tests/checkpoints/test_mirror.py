@@ -83,7 +83,7 @@ def test_another_folder_as_the_remote(tmp_path: Path) -> None:
             save(store, step)
     copy = tmp_path / "far" / "away"
     assert steps_in(copy) == [2]
-    assert find_damage(read_checkpoint(copy / "step-2"), hashes=True) == []
+    assert find_damage(read_checkpoint(copy / "step-2")) == []
     shutil.rmtree(tmp_path / "here")
     lines: list[str] = []
     with CheckpointStore(tmp_path / "here", Keep(), f"file://{tmp_path}/far/away", lines.append) as store:

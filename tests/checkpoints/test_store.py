@@ -150,13 +150,19 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(
         assert line.count(";") == 0  # the other files are unchanged
 
 
-def test_without_hashes_only_sizes_are_compared(tmp_path: Path) -> None:
+def test_sizes_are_compared_whatever_reads_the_files(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, ALL, say=lambda line: None) as store:
         for step in (1, 2):
             save(store, step)
         flip_bit(tmp_path / "step-2" / "trainer.json")
-        assert store.newest_good(verify=False).step == 2
-        assert_whole(store.newest_good(), 1)
+        assert store.newest_good(verify=lambda folder, files, console: {}).step == 2
+        told = {"trainer.json": "is told to be damaged"}
+        assert store.newest_good(verify=lambda folder, *_: told if folder.name == "step-2" else {}).step == 1
+        (tmp_path / "step-1" / "trainer.json").write_text("")
+        assert (
+            store.newest_good(verify=lambda folder, files, console: {"step-2": told}.get(folder.name, {}))
+            is None
+        )
 
 
 def test_a_folder_without_a_good_manifest_is_none(tmp_path: Path) -> None:

@@ -127,9 +127,12 @@ def stop(run_dir: str) -> None:
     time.sleep(1000)
 
 
-def serve() -> None:
-    """A cluster of 4 devices that other processes join, until it is killed."""
-    nodes = RayCluster(initialize_head=True, head_node_args=_node(_guarded_temp_dir(), "127.0.0.2", 4))
+def serve(*others: str) -> None:
+    """A cluster of machines with 4 devices each, the addresses of `others` among them, that other processes join, until it is killed."""
+    temp_dir = _guarded_temp_dir()
+    nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", 4))
+    for address in others:
+        nodes.add_node(**_node(temp_dir, address, 4))
     _report(address=nodes.address)
     time.sleep(1000)
 

@@ -99,7 +99,7 @@ def test_a_checkpoint_saved_in_the_background_is_complete(whole: FinishedRun) ->
     checkpoints = whole.folder / "checkpoints"
     assert steps_in(checkpoints) == [1, 2, 3]
     for step in (1, 2, 3):
-        assert find_damage(read_checkpoint(checkpoints / f"step-{step}"), hashes=True) == []
+        assert find_damage(read_checkpoint(checkpoints / f"step-{step}")) == []
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_a_full_disk_and_a_killed_reward_worker(
             "trainer.on_save_error=continue",
         )
         assert steps_in(disk) == [1]
-        assert find_damage(read_checkpoint(disk / "step-1"), hashes=True) == []
+        assert find_damage(read_checkpoint(disk / "step-1")) == []
         assert [path.name for path in disk.iterdir() if path.name.endswith(".partial")] == []
     assert "going on from step 1" in printed
     for step in (2, 3):
@@ -138,7 +138,7 @@ def test_a_full_disk_stops_a_run_that_shall_not_go_on_without(whole: FinishedRun
         assert "No space left on device" in result.stderr.partition("\n")[0]
         assert "step 2: no checkpoint, and the run ends (trainer.on_save_error=stop)" in result.stdout
         assert steps_in(disk) == [1]
-        assert find_damage(read_checkpoint(disk / "step-1"), hashes=True) == []
+        assert find_damage(read_checkpoint(disk / "step-1")) == []
 
 
 @pytest.mark.slow

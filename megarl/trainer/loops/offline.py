@@ -238,7 +238,7 @@ def _beginning(request: Request) -> Checkpoint | None:
         raise ValueError(f"--step {request.step}: steps are counted from 1")
     if request.checkpoint is not None:
         found = read_checkpoint(request.checkpoint)
-        damage = find_damage(found, hashes=True)
+        damage = find_damage(found)
         if damage:
             raise ValueError(f"--checkpoint {request.checkpoint}: {shortened(damage)}")
         if found.step >= request.step:
@@ -253,7 +253,7 @@ def _beginning(request: Request) -> Checkpoint | None:
             found = read_checkpoint(root / folder_name(step))
         except ValueError:  # no valid manifest: not a checkpoint
             continue
-        if not find_damage(found, hashes=True):
+        if not find_damage(found):
             return found
     return None
 

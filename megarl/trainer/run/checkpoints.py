@@ -24,12 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.console import Console
+
 from megarl.checkpoints import (
     Checkpoint,
     CheckpointStore,
     FileFacts,
     Keep,
     SaveSchedule,
+    Verify,
+    changed_files,
     find_damage,
     read_checkpoint,
 )
@@ -357,14 +361,19 @@ def _files_in(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-def open_store(trainer: SavingConfig, folder: Path, say: Callable[[str], None]) -> CheckpointStore:
+def open_store(
+    trainer: SavingConfig, folder: Path, say: Callable[[str], None], console: Console | None = None
+) -> CheckpointStore:
     """The checkpoints in `folder`, kept as the trainer's keys say; a context manager.
+
+    Args:
+        console: shows the progress of work that takes a while.
 
     Raises:
         ValueError: another run writes there, or trainer.checkpoint_url cannot be used.
     """
     keep = Keep(trainer.max_ckpt_to_keep, trainer.keep_every, best=trainer.best_metric is not None)
-    return CheckpointStore(folder, keep, trainer.checkpoint_url, say)
+    return CheckpointStore(folder, keep, trainer.checkpoint_url, say, console=console)
 
 
 def _require_steps(found: Checkpoint, total_steps: int | None, say: Callable[[str], None]) -> None:
@@ -384,6 +393,8 @@ def find_resumed(
     store: CheckpointStore,
     say: Callable[[str], None],
     total_steps: int | None = None,
+    verify: Verify = changed_files,
+    console: Console | None = None,
 ) -> Checkpoint | None:
     """The checkpoint that a run continues from, as `trainer.resume_mode` says; prints the keys that have changed since.
 
@@ -393,6 +404,8 @@ def find_resumed(
     Args:
         config: resolved.
         total_steps: of the run; None: its end is not known.
+        verify: reads a checkpoint's files.
+        console: shows the progress of that for the checkpoint of `trainer.resume_from_path`.
 
     Raises:
         ValueError: the checkpoint is damaged, was saved with another value of a fixed key or another model, or is of a step after
@@ -404,11 +417,11 @@ def find_resumed(
     elif trainer.resume_mode == "path":
         assert trainer.resume_from_path is not None, "checked: trainer.resume_from_path"
         found = read_checkpoint(trainer.resume_from_path)
-        damage = find_damage(found, hashes=True)
+        damage = find_damage(found, console=console, verify=verify)
         if damage:
             raise ValueError(f"trainer.resume_from_path={trainer.resume_from_path}: {shortened(damage)}")
     else:
-        found = store.newest_good()
+        found = store.newest_good(verify=verify)
     if found is not None:
         refused = refusals(config, found.folder)
         if refused:

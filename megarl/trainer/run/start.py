@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.checkpoints import changed_files
 from megarl.cluster import (
     Cluster,
     ClusterSetup,
@@ -33,6 +34,7 @@ from megarl.trainer.run.logger import RunLogger, TrackedRun
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.timeline import Timeline
+from megarl.trainer.run.verification import verify_in_cluster
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,15 @@ def open_run(
         places["trainer.rollout_data_dir"] = Path(trainer.rollout_data_dir)
     with ExitStack() as stack:
         stack.enter_context(naming_keys(places))
-        say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+        console = Console()
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         # Everything that can be refused comes before the cluster starts.
-        store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
-        resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
+        store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say, console))
+        resumed = None
+        if resumable:
+            address = trainer.ray_address
+            verify = changed_files if address is None else verify_in_cluster(address, folder)
+            resumed = find_resumed(config, store, say, total_steps if signals else None, verify, console)
         stack.enter_context(recorded(config, plan, folder))
         served = stack.enter_context(
             serve_metrics(trainer.metrics_port, trainer.project_name, trainer.experiment_name)

@@ -1,12 +1,12 @@
-"""Checks of a layout and of lengths against the facts of a model: sizes that must divide its sizes, tokens that it can read."""
+"""Checks of a run against its models: the layouts of all roles, the options that a model has no use for, the tokens that it can read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from math import gcd, isqrt
 from types import MappingProxyType
-from typing import Protocol
 
+from megarl.config.engine_fit import engine_problems
 from megarl.config.megatron_options import exchange_problems
+from megarl.config.model_facts import ModelFacts, expert_problems, undivided, weight_widths
 from megarl.config.pipeline_layout import layer_problems, parse_layout, pipeline_layout_problems
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import (
@@ -36,89 +36,6 @@ ROLLOUT_KEY = "actor_rollout_ref.rollout"
 _LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
-class ExpertFacts(Protocol):
-    """The numbers of a mixture of experts that a layout must fit; a MoEConfig has them."""
-
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def ffn_hidden_size(self) -> int: ...
-    @property
-    def shared_ffn_hidden_size(self) -> int: ...
-    @property
-    def dense_layers(self) -> tuple[int, ...]: ...
-    @property
-    def expert_bias(self) -> bool: ...
-
-
-class DeltaNetFacts(Protocol):
-    """The numbers of gated delta nets that a layout must fit; a DeltaNetConfig has them."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-    @property
-    def key_heads(self) -> int: ...
-
-
-class LatentFacts(Protocol):
-    """The widths of a head of latent attention that an engine's float8 must fit; an MLAConfig has them."""
-
-    @property
-    def qk_nope_head_dim(self) -> int: ...
-    @property
-    def v_head_dim(self) -> int: ...
-
-
-class IndexerFacts(Protocol):
-    """The fact about sparse attention's indexers that an engine must fit; an IndexerConfig has it."""
-
-    @property
-    def interleaved(self) -> bool: ...
-
-
-class ModelFacts(Protocol):
-    """The numbers of a model that a layout must fit; a ModelConfig has them."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_query_groups(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def output_gate(self) -> bool: ...
-    @property
-    def ffn_hidden_size(self) -> int: ...
-    @property
-    def moe(self) -> ExpertFacts | None: ...
-    @property
-    def mla(self) -> LatentFacts | None: ...
-    @property
-    def indexer(self) -> IndexerFacts | None: ...
-    @property
-    def delta_net(self) -> DeltaNetFacts | None: ...
-    @property
-    def num_mtp_layers(self) -> int: ...
-    @property
-    def fp8_block(self) -> tuple[int, int] | None: ...
-    @property
-    def scaled_channels(self) -> bool: ...
-    @property
-    def data_parallel_attention(self) -> bool: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def context_length(self) -> tuple[str, int]: ...
-
-
 def check_model(megatron: MegatronConfig, model: ModelFacts, key: str = ACTOR_KEY) -> None:
     """Raise one ValueError that lists all problems if a model does not fit the layout of the section `key`."""
     raise_if_any("the model does not fit its layout", list(_megatron_problems(key, megatron, model)))
@@ -132,7 +49,7 @@ def check_rollout_model(
     Args:
         loads: whether the engine loads the model's folder itself, rather than being sent weights.
     """
-    raise_if_any("the model does not fit its layout", list(_rollout_problems(key, rollout, model, loads)))
+    raise_if_any("the model does not fit its layout", list(engine_problems(key, rollout, model, loads)))
 
 
 def check_models(
@@ -196,7 +113,7 @@ def fit_problems(
     if isinstance(config, TrainConfig):
         problems += _served_problems(config, model, teachers)
     if rollout is not None and model is not None and _positive(rollout[1]):
-        problems += _rollout_problems(*rollout, model, loads=isinstance(config, EvalConfig))
+        problems += engine_problems(*rollout, model, loads=isinstance(config, EvalConfig))
     if isinstance(config, TrainConfig) and model is not None and model.moe is None:
         replayed = config.actor_rollout_ref.actor.router_replay
         if replayed is not None:
@@ -272,7 +189,7 @@ def _served_problems(
         if facts is None:
             continue
         if _positive(engines):
-            yield from _rollout_problems(f"{key}.engine", engines, facts, loads=True)
+            yield from engine_problems(f"{key}.engine", engines, facts, loads=True)
         field, most = facts.context_length
         if prompt + response + ENGINE_ROOM > most:
             yield (
@@ -387,21 +304,9 @@ def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: Mo
         )
 
 
-def _widths(model: ModelFacts) -> dict[str, int]:
-    """Sizes that tensor parallelism cuts besides key/value heads, by the model's own names for them."""
-    sizes = {"num_attention_heads": model.num_attention_heads}
-    if model.moe is None or model.moe.dense_layers:
-        sizes["ffn_hidden_size"] = model.ffn_hidden_size
-    if model.moe is not None and model.moe.shared_ffn_hidden_size:
-        sizes["shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
-    if model.delta_net is not None:
-        sizes["linear_num_key_heads"] = model.delta_net.key_heads
-    return sizes
-
-
 def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
     tp = megatron.tensor_model_parallel_size
-    sizes = _widths(model)
+    sizes = weight_widths(model)
     if model.mla is None:
         sizes["num_query_groups"] = model.num_query_groups
     needing = (model.mla, model.moe, model.delta_net)
@@ -410,7 +315,7 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
             f"{key}.sequence_parallel=false with tensor_model_parallel_size={tp}: experts, multi-head latent "
             "attention and gated delta nets need it there; leave it out (null: true where that is over 1)"
         )
-    yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
+    yield from undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
     yield from layer_problems(key, megatron, model.num_layers)
     heads = {"num_attention_heads": model.num_attention_heads}
     if model.mla is None:
@@ -420,7 +325,7 @@ def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) ->
         yield from _delta_net_problems(key, megatron, model)
     elif megatron.fp8 is not None:
         yield from _float8_problems(key, megatron, model)
-    yield from _expert_problems(
+    yield from expert_problems(
         model,
         (f"{key}.expert_model_parallel_size", megatron.expert_model_parallel_size),
         (f"{key}.expert_tensor_parallel_size", megatron.expert_tensor_parallel_size),
@@ -461,17 +366,12 @@ def _delta_net_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -
             yield f"{key}.{name}={getattr(megatron, name)}: not supported with gated delta nets ({model.family}); leave it out"
 
 
-def _undivided(key: str, size: int, sizes: Mapping[str, int]) -> Iterator[str]:
-    possible = _divisors(gcd(*sizes.values()))
-    for name, total in sizes.items():
-        if total % size:
-            yield f"{key}={size} does not divide {name}={total}; possible: {_list(possible)}"
-
-
 def _float8_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
     """cuBLAS's products in float8 take rows of multiples of 16; Megatron-core 0.19.2 has layers in bfloat16 on one stage at each end."""
     tp, etp, moe = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size, model.moe
-    widths = [(name, size, tp) for name, size in _widths(model).items() if name.endswith("ffn_hidden_size")]
+    widths = [
+        (name, size, tp) for name, size in weight_widths(model).items() if name.endswith("ffn_hidden_size")
+    ]
     if moe is not None:
         widths.append(("the experts' ffn_hidden_size", moe.ffn_hidden_size, etp))
     for name, size, ranks in widths:
@@ -487,206 +387,3 @@ def _float8_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> I
     both = megatron.num_layers_at_start_in_bf16 + megatron.num_layers_at_end_in_bf16
     if both >= model.num_layers:
         yield f"{key}.fp8={megatron.fp8}: {both} layers in bfloat16 leave none of num_layers={model.num_layers}; set it to null"
-
-
-def _expert_problems(model: ModelFacts, ep: tuple[str, int], etp: tuple[str, int]) -> Iterator[str]:
-    """`ep`, `etp`: key and size of the groups that share the experts, and of those that cut each expert."""
-    if model.moe is not None:
-        yield from _undivided(*ep, {"num_experts": model.moe.num_experts})
-        yield from _undivided(*etp, {"the experts' ffn_hidden_size": model.moe.ffn_hidden_size})
-        return
-    for key, size in (ep, etp):
-        if size > 1:
-            yield f"{key}={size}: the model has no experts; leave it out"
-
-
-def _rollout_problems(
-    key: str, rollout: RolloutConfig, model: ModelFacts, loads: bool = False
-) -> Iterator[str]:
-    """`loads`: whether the engines load the model's folder themselves, rather than being sent weights."""
-    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
-    yield from _head_problems(key, rollout, model)
-    yield from _block_problems(key, rollout, model, loads)
-    yield from _draft_problems(key, rollout, model)
-    if model.delta_net is not None:
-        unknown = {
-            f"quantization={rollout.quantization}": rollout.quantization is not None,
-            f"speculative.algorithm={rollout.speculative.algorithm}": rollout.speculative.algorithm
-            not in (None, "mtp"),
-            f"attention_data_parallel_size={rollout.attention_data_parallel_size}": rollout.attention_data_parallel_size
-            > 1,
-        }
-        for name in (name for name, there in unknown.items() if there):
-            yield f"{key}.{name}: not supported with gated delta nets ({model.family}); leave it out"
-    if model.indexer is not None and rollout.kv_cache_dtype is not None:
-        yield f"{key}.kv_cache_dtype={rollout.kv_cache_dtype}: not supported with sparse attention ({model.family}); leave it out"
-    if model.indexer is not None and model.indexer.interleaved and rollout.quantization is not None:
-        yield (
-            f"{key}.quantization={rollout.quantization}: SGLang (0.5.21) has a part of the indexers of {model.family} in bfloat16 even then, "
-            "which no sync knows; leave it out"
-        )
-    if model.family == "gpt_oss":
-        for name, allowed in (
-            ("quantization", (None,)),
-            ("moe_a2a_backend", (None,)),
-            ("moe_runner_backend", (None, "triton")),
-        ):
-            if (found := getattr(rollout, name)) not in allowed:
-                yield (
-                    f"{key}.{name}={found}: the weight sync knows the experts of gpt-oss in SGLang with Triton's kernels in the engine's own type "
-                    "alone; leave it out"
-                )
-    if ep > 1 and (model.moe is None or tp % ep):
-        reason = (
-            "the model has no experts"
-            if model.moe is None
-            else f"it does not divide {key}.tensor_model_parallel_size={tp}"
-        )
-        yield f"{key}.expert_parallel_size={ep}: {reason}"
-    elif model.moe is not None:
-        cut = (f"{key}.tensor_model_parallel_size / expert_parallel_size", tp // ep)
-        yield from _expert_problems(model, (f"{key}.expert_parallel_size", ep), cut)
-
-
-def _draft_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    """A draft's weights come from a folder as they are there, so the engines' type must be the folder's."""
-    algorithm, name = rollout.speculative.algorithm, f"{key}.speculative.algorithm"
-    if algorithm == "mtp" and model.num_mtp_layers != 1:
-        yield (
-            f"{name}=mtp: the model has {model.num_mtp_layers} layers for further tokens (num_nextn_predict_layers), and SGLang drafts with one; "
-            "use ngram, or eagle3 with a draft model"
-        )
-    if algorithm == "mtp" and model.family == "glm4_moe_lite":
-        # A shadow run of it fails in post_load_weights, which reads model.start_layer; Glm4MoeLiteModelNextN has none (sglang 0.5.21).
-        yield f"{name}=mtp: SGLang's class of this family's own layer fails after loading weights; use ngram, or eagle3 with a draft model"
-    served = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    if (
-        algorithm == "mtp"
-        and model.num_mtp_layers == 1
-        and (model.scaled_channels or served != model.fp8_block)
-    ):
-        stored = "float8 by rows" if model.scaled_channels else _blocks(model.fp8_block)
-        yield (
-            f"{name}=mtp: the engines hold weights in {_blocks(served)}, the model's folder in {stored}, from which the layers "
-            f"that draft are loaded; change {key}.quantization or quantization_block_size"
-        )
-    if algorithm == "eagle3" and served is not None:
-        yield f"{name}=eagle3 with {key}.quantization=fp8: SGLang would take the draft model's weights for float8, too; leave one out"
-
-
-def _blocks(block: tuple[int, int] | None) -> str:
-    return "its own type" if block is None else f"float8 by blocks of {block[0]},{block[1]}"
-
-
-def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts, loads: bool) -> Iterator[str]:
-    """In float8 the blocks that share a scale must not be cut by a rank's part of a weight, as SGLang (0.5.21) asks."""
-    tp, moe = rollout.tensor_model_parallel_size, model.moe
-    if rollout.quantization == "fp8":
-        block, cause = rollout.quantization_block_size, f"{key}.quantization=fp8"
-        blocks = f"blocks of quantization_block_size={block[0]},{block[1]}"
-    elif loads and model.fp8_block is not None:
-        block, cause = model.fp8_block, f"{key}.tensor_model_parallel_size={tp}"
-        blocks = f"the blocks of {block[0]},{block[1]} that the model's folder has"
-    else:
-        return
-    if min(block) < 1:  # told already
-        return
-    whole = rollout.moe_a2a_backend is not None  # each rank then has the shared experts as a whole
-    widths = [
-        (name, size, 1 if whole and name.startswith("shared") else tp)
-        for name, size in _widths(model).items()
-        if name.endswith("ffn_hidden_size")
-    ]
-    if moe is not None:
-        widths.append(
-            ("the experts' ffn_hidden_size", moe.ffn_hidden_size, tp // rollout.expert_parallel_size)
-        )
-    for name, size, ranks in widths:
-        if ranks < 1 or size % ranks:  # told already
-            continue
-        part = size // ranks
-        if part % block[0] or (tp > 1 and part % block[1]):
-            yield (
-                f"{cause}: each of {ranks} ranks has {part} of {name}={size}, which cuts {blocks}; change {key}.tensor_model_parallel_size or "
-                "expert_parallel_size"
-            )
-    parts = _attention_parts(model, tp // rollout.attention_data_parallel_size)
-    if uneven := [f"{size} {name}" for name, size in parts if size % block[name.startswith("columns")]]:
-        otherwise = " or leave quantization out" if rollout.quantization == "fp8" else ""
-        yield f"{cause}: a rank has {', '.join(uneven)}, which cuts {blocks}; change {key}.tensor_model_parallel_size{otherwise}"
-
-
-def _attention_parts(model: ModelFacts, ranks: int) -> Iterator[tuple[str, int]]:
-    """The rows and columns of attention's weights on each of the `ranks` ranks that cut it, if SGLang (0.5.21) counts them in blocks of float8.
-
-    It does where a weight is cut, and always where queries, keys and values are one tensor.
-    """
-    groups, mla = model.num_query_groups, model.mla
-    if ranks < 1 or model.num_attention_heads % ranks or (mla is None and groups % ranks and ranks % groups):
-        return  # told already
-    heads = model.num_attention_heads // ranks
-    if mla is None or ranks > 1:
-        yield "rows of queries", heads * model.head_dim * (1 + model.output_gate)
-    if mla is None:
-        yield "rows of keys", max(1, groups // ranks) * model.head_dim
-    elif ranks > 1:
-        yield "rows of keys and values", heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    if ranks > 1:
-        yield "columns of o_proj", heads * (model.head_dim if mla is None else mla.v_head_dim)
-
-
-def _head_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    tp, dp = rollout.tensor_model_parallel_size, rollout.attention_data_parallel_size
-    if dp == 1:
-        yield from _undivided_heads(f"{key}.tensor_model_parallel_size={tp}", tp, _widths(model), model)
-    elif tp % dp == 0:  # else told with the keys alone
-        yield from _group_problems(key, rollout, model)
-
-
-def _group_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    """Of data parallel attention: the heads are cut by the ranks of a group, all else by all ranks."""
-    tp, dp, sizes = rollout.tensor_model_parallel_size, rollout.attention_data_parallel_size, _widths(model)
-    if not model.data_parallel_attention:
-        yield f"{key}.attention_data_parallel_size={dp}: SGLang has no data parallel attention for {model.family} models; set it to 1"
-        return
-    if rollout.data_parallel_lm_head and model.family == "minimax_m2":
-        yield (
-            f"{key}.data_parallel_lm_head=true: SGLang's class for minimax_m2 models (0.5.21) cuts the output layer over all ranks; set it to false"
-        )
-    heads, ranks = {"num_attention_heads": sizes.pop("num_attention_heads")}, tp // dp
-    name = f"{key}.tensor_model_parallel_size / attention_data_parallel_size={ranks}"
-    yield from _undivided_heads(name, ranks, heads, model)
-    yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
-    tied, rows = model.tie_word_embeddings, model.vocab_size
-    if (tied or rollout.data_parallel_lm_head) and ranks > 1 and (rows % 64 or rows % ranks):
-        head = "the output layer is the embedding" if tied else f"{key}.data_parallel_lm_head=true"
-        yield (
-            f"{name}, and {head}: the ranks of a group pad the vocabulary of {rows} rows, to equal parts and a multiple of 64, and SGLang "
-            f"(0.5.21) gathers logits there without padding; set {key}.attention_data_parallel_size={tp}"
-        )
-
-
-def _undivided_heads(key: str, ranks: int, sizes: Mapping[str, int], model: ModelFacts) -> Iterator[str]:
-    """`key`: with its value, of the number of ranks that cut `sizes` and share the key/value heads."""
-    groups = model.num_query_groups
-
-    def shares_heads(size: int) -> bool:
-        return model.mla is not None or not (groups % size and size % groups)
-
-    causes = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
-    if not causes and shares_heads(ranks):
-        return
-    text = f"does not divide {' and '.join(causes)}" if causes else ""
-    if not shares_heads(ranks):
-        text += f"{' and ' if text else ''}neither divides num_query_groups={groups} nor is a multiple of it"
-    possible = [size for size in _divisors(gcd(*sizes.values())) if shares_heads(size)]
-    yield f"{key} {text}; possible: {_list(possible)}"
-
-
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
-def _list(numbers: list[int]) -> str:
-    return ",".join(map(str, numbers)) if numbers else "none"

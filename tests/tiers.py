@@ -91,6 +91,7 @@ BY_NAME: Mapping[str, str] = {
     "trainer/run/test_verification.py::test_two_machines": PROCESSES,
     "trainer/test_": E2E,
     "util/test_files.py": PROCESSES,
+    "util/test_gpus.py": PROCESSES,
     "util/test_memory.py": PROCESSES,
     "util/test_nccl.py": PROCESSES,
     "weight_sync/test_gpu_buckets.py": PROCESSES,

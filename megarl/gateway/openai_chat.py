@@ -37,6 +37,7 @@ _NAMES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
@@ -54,6 +55,7 @@ def parse(body: Mapping[str, Any]) -> Request:
     most = number(body, "max_completion_tokens", 1, 1 << 30, int) or number(
         body, "max_tokens", 1, 1 << 30, int
     )
+    field(field(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options.")
     return check_request(
         Request(
             messages=[_message(message, f"messages[{place}]") for place, message in enumerate(given)],

@@ -8,7 +8,16 @@ from typing import Any
 
 from megarl.gateway.messages import Message
 
-INVALID, UNAUTHORIZED, UNKNOWN, TOO_LARGE, BUSY, UNAVAILABLE, LATE = 400, 401, 404, 413, 429, 503, 504
+INVALID, UNAUTHORIZED, UNKNOWN, WRONG_METHOD, TOO_LARGE, BUSY, UNAVAILABLE, LATE = (
+    400,
+    401,
+    404,
+    405,
+    413,
+    429,
+    503,
+    504,
+)
 
 
 class RequestError(Exception):

@@ -3,7 +3,7 @@
     POST /v1/chat/completions       OpenAI's Chat Completions
     POST /v1/responses              OpenAI's Responses
     POST /v1/messages               Anthropic's Messages, and /v1/messages/count_tokens
-    GET  /v1/models
+    GET  /v1/models                 and /v1/models/{name}
     POST /sessions                  begin a session (with the owner's key); answers {"uid", "key"}
     POST /session/score             its reward, {"score": number or {player: number}, "numbers": {...}} (with the session's key, as all below)
     GET  /session/trajectories      its trajectories so far
@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from anyio import CancelScope
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -38,7 +39,16 @@ from megarl.data.trajectories import Generation
 from megarl.gateway import anthropic, openai_chat, openai_responses
 from megarl.gateway.messages import Message
 from megarl.gateway.players import SessionScore, checked_scores, is_finite_number
-from megarl.gateway.requests import TOO_LARGE, UNAUTHORIZED, UNKNOWN, Answer, Delta, Request, RequestError
+from megarl.gateway.requests import (
+    TOO_LARGE,
+    UNAUTHORIZED,
+    UNKNOWN,
+    WRONG_METHOD,
+    Answer,
+    Delta,
+    Request,
+    RequestError,
+)
 from megarl.gateway.service import Gateway, Session
 
 LOG = logging.getLogger(__name__)
@@ -106,12 +116,13 @@ def make_app(gateway: Gateway, owner_key: str) -> Starlette:
             post("/v1/messages", handlers.of(MESSAGES), MESSAGES),
             post("/v1/messages/count_tokens", handlers.count_tokens, MESSAGES),
             Route("/v1/models", _guarded(handlers.models, CHAT), methods=["GET"]),
+            Route("/v1/models/{name:path}", _guarded(handlers.model, CHAT), methods=["GET"]),
             post("/sessions", handlers.begin),
             post("/session/score", handlers.score),
             post("/session/end", handlers.end),
             Route("/session/trajectories", _guarded(handlers.trajectories, CHAT), methods=["GET"]),
         ],
-        exception_handlers={404: _not_found},
+        exception_handlers={UNKNOWN: _not_found, WRONG_METHOD: _not_found},
     )
 
 
@@ -147,10 +158,24 @@ def listen_locally(path: Path) -> socket.socket:
     return listener
 
 
-async def _not_found(request: HttpRequest, _: Exception) -> Response:
+async def _not_found(request: HttpRequest, error: Exception) -> Response:
+    """No route has the path, or none with the method."""
+    assert isinstance(error, HTTPException), "the handler of these statuses alone"
     api = MESSAGES if request.url.path.startswith("/v1/messages") else CHAT
-    error = RequestError(f"there is no {request.method} {request.url.path}", UNKNOWN)
-    return JSONResponse(api.error(error), UNKNOWN)
+    told = RequestError(f"there is no {request.method} {request.url.path}", error.status_code)
+    return JSONResponse(api.error(told), error.status_code, error.headers)
+
+
+def _model(name: str) -> dict[str, Any]:
+    """A model as the three APIs describe one."""
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": 0,
+        "owned_by": "megarl",
+    }
 
 
 def _guarded(
@@ -217,18 +242,12 @@ class _Handlers:
 
     async def models(self, http: HttpRequest) -> Response:
         self._session(http)
-        models = [
-            {
-                "id": name,
-                "object": "model",
-                "type": "model",
-                "display_name": name,
-                "created": 0,
-                "owned_by": "megarl",
-            }
-            for name in self._gateway.models
-        ]
+        models = [_model(name) for name in self._gateway.models]
         return JSONResponse({"object": "list", "data": models, "has_more": False})
+
+    async def model(self, http: HttpRequest) -> Response:
+        self._session(http)
+        return JSONResponse(_model(self._known(http.path_params["name"])))
 
     async def begin(self, http: HttpRequest) -> Response:
         if not self._is_owner(http):
@@ -277,13 +296,17 @@ class _Handlers:
         model = body.get("model")
         if not isinstance(model, str):
             raise RequestError("model is missing", param="model")
+        self._known(model)
+        request = api.parse(body) if earlier is None else api.parse(body, earlier)
+        return replace(request, player=model) if model in self._gateway.players else request
+
+    def _known(self, model: str) -> str:
         if model not in self._gateway.models:
             known = ", ".join(self._gateway.models)
             raise RequestError(
                 f"there is no model {model!r}, but {known}", UNKNOWN, "model", "model_not_found"
             )
-        request = api.parse(body) if earlier is None else api.parse(body, earlier)
-        return replace(request, player=model) if model in self._gateway.players else request
+        return model
 
     async def _body(self, http: HttpRequest) -> dict[str, Any]:
         read = bytearray()

@@ -4,10 +4,12 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+import psutil
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as reported by nvidia-smi; memory in bytes."""
+    """A GPU as reported by nvidia-smi; memory in bytes, used 0 where that is not reported."""
 
     name: str
     driver: str
@@ -25,4 +27,11 @@ def gpus_here() -> tuple[Gpu, ...]:
     if listed.returncode != 0:
         return ()
     rows = [line.split(", ") for line in listed.stdout.splitlines() if line.strip()]
-    return tuple(Gpu(name, driver, int(total) << 20, int(used) << 20) for name, driver, total, used in rows)
+    return tuple(Gpu(name, driver, *_memory(total, used)) for name, driver, total, used in rows)
+
+
+def _memory(total: str, used: str) -> tuple[int, int]:
+    """Bytes in all and in use, of MiB. A GPU that shares the memory of its machine (GB10) has "[N/A]" for both."""
+    if total.isdecimal() and used.isdecimal():
+        return int(total) << 20, int(used) << 20
+    return psutil.virtual_memory().total, 0

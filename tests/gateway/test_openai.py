@@ -203,6 +203,8 @@ BAD = [
     ({"max_tokens": True}, "max_tokens"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    ({"stream": True, "stream_options": ["include_usage"]}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
 ]
 
 
@@ -218,6 +220,12 @@ def test_what_is_wrong_is_an_error_in_openais_form(serve):
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="gpt-4", messages=[user("a")])
     assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match=r"there is no model 'a/b'"):
+        client.models.retrieve("a/b")
+    assert client.models.retrieve(MODEL).id == MODEL
+    method = httpx.put(f"{served.url}/v1/models", headers={"x-api-key": OWNER})
+    assert (method.status_code, method.headers["allow"]) == (405, "GET, HEAD")
+    assert method.json()["error"]["message"] == "there is no PUT /v1/models"
     with pytest.raises(openai.AuthenticationError):
         client_of(served, "sk-other").chat.completions.create(model=MODEL, messages=[user("a")])
     for content in (b"{", b"[]", b"\xff"):

@@ -11,8 +11,13 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # The colon may stand in Markdown (`**Answer**:`), the answer on a later line.
 _ANNOUNCED = re.compile(r"\banswer(?:[ \t]+is)?[ \t*_`]*[:\uff1a][\s*_`]*([^\n]+)", re.IGNORECASE)
 _LETTER = r"[\s*_\"'`]*[\(\[]?([A-Z])[\)\].:,*_\"'`]*(?![A-Za-z0-9])"
+# In "the answer I chose is (C)", I is nobody's choice.
+_PRONOUN = (
+    r"[ \t]+I(?:['\u2019](?:d|ll|m|ve)|[ \t]+(?:am|arrived?|believe|came|chose|choose|computed|derived|find|found|gave|get|give|got|"
+    r"had|have|obtain(?:ed)?|pick(?:ed)?|reached|select(?:ed)?|think|want|will|would))\b"
+)
 _CHOSEN = re.compile(
-    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:[ \t]+(?:is|would be|must be))?[ \t*_`]*[:\uff1a=]?"
+    rf"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?!{_PRONOUN})(?:[ \t]+(?:is|would be|must be))?[ \t*_`]*[:\uff1a=]?"
     + _LETTER
 )
 _ALONE = re.compile(r"\A" + _LETTER + r"\s*\Z")

@@ -9,44 +9,45 @@ from megarl.cluster import rank_environment
 from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.util import nccl
 
-# The changes that SGLang makes to the environment of the process that starts its schedulers, which inherit it.
-ENGINE = """
+# What SGLang makes of NCCL's variables, for each of several environments.
+PROGRAM = """
 import json, os, sys
 from types import SimpleNamespace
+{facts}
+found = []
+for given in json.loads(sys.argv[1]):
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        del os.environ[name]
+    os.environ.update(given)
+    {call}
+    found.append({{name: value for name, value in os.environ.items() if name.startswith("NCCL_")}})
+print(json.dumps(found))
+"""
+
+# The changes that it makes to the environment of the process that starts its schedulers, which inherit it.
+ENGINE = PROGRAM.format(
+    facts="""
 from sglang.srt.entrypoints import engine
 facts = SimpleNamespace(nnodes=1, enable_symm_mem=False, enable_nccl_nvls=False, dcp_size=1, enable_metrics=False,
     attention_backend="triton", prefill_attention_backend=None, decode_attention_backend=None, dsa_topk_backend=None,
     speculative_dsa_topk_backend=None, custom_sigquit_handler=lambda number, frame: None, mp_start_method="spawn",
     gc_threshold=None, _resolved_overrides=())
 engine.resolving_view = engine.resolved_view = lambda arguments: facts
-found = []
-for given in json.loads(sys.argv[1]):
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
-        del os.environ[name]
-    os.environ.update(given)
-    engine._set_envs_and_config(facts)
-    found.append({name: value for name, value in os.environ.items() if name.startswith("NCCL_")})
-print(json.dumps(found))
-"""
+""",
+    call="engine._set_envs_and_config(facts)",
+)
 
-# As SGLang resolves the arguments of a deterministic engine of two ranks.
-DETERMINISTIC = """
-import json, os, sys
-from types import SimpleNamespace
+# How it resolves the arguments of a deterministic engine of two ranks.
+DETERMINISTIC = PROGRAM.format(
+    facts="""
 from sglang.srt.arg_groups import attention_hook
 facts = SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=True, enable_aiter_allreduce_fusion=False,
     model_path="model", attention_backend="fa3", tp_size=2)
 attention_hook.resolving_view = attention_hook.resolved_view = lambda arguments: facts
 attention_hook.run_post_process_pass = attention_hook.declare_resolution = lambda *args, **fields: None
-found = []
-for given in json.loads(sys.argv[1]):
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
-        del os.environ[name]
-    os.environ.update(given)
-    attention_hook.handle_deterministic_inference(facts)
-    found.append({name: value for name, value in os.environ.items() if name.startswith("NCCL_")})
-print(json.dumps(found))
-"""
+""",
+    call="attention_hook.handle_deterministic_inference(facts)",
+)
 UNSET = {"NCCL_MIN_NCHANNELS": "unset", "NCCL_MAX_NCHANNELS": "unset"}
 
 

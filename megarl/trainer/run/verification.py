@@ -5,6 +5,7 @@ devices of all others wait.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -14,9 +15,8 @@ from megarl.checkpoints.manifest import NUM_THREADS, difference, read_all_facts,
 from megarl.cluster import start_cluster, stop_cluster
 from megarl.cluster.hosts import living_nodes, spread
 
-SPREAD_FROM = (
-    64 << 30
-)  # bytes; a smaller checkpoint is read here in the time that joining a cluster takes, or a little more
+# Bytes. A smaller checkpoint is read here in the time that joining a cluster takes, or a little more.
+SPREAD_FROM = 64 << 30
 
 
 def verify_in_cluster(address: str, run_folder: Path, spread_from: int = SPREAD_FROM) -> Verify:
@@ -50,9 +50,10 @@ def _changed_files(folder: Path, files: Mapping[str, FileFacts], console: Consol
     parts = _parts(files, len(hosts))
     unread: dict[str, FileFacts] = {}
     differing: dict[str, str] = {}  # the host that has read the file
-    with reading_progress(console) as progress:
-        text = f"verifying {folder.name} on {len(hosts)} machines"
-        task = progress.add_task(text, total=sum(facts.bytes for facts in files.values()))
+    progress = reading_progress(console)
+    text = f"verifying {folder.name} on {len(hosts)} machines"
+    task = progress.add_task(text, total=sum(facts.bytes for facts in files.values()))
+    with nullcontext() if console is None else progress:
         for index, node, read in spread(list(hosts), read_all_facts, [(folder, part) for part in parts]):
             for name, size in parts[index].items():
                 if node is None or isinstance(read[name], OSError):

@@ -215,7 +215,8 @@ time.sleep(1000)
     pid = int((tmp_path / "pid").read_text().rstrip("."))
     wait_for(lambda: not alive(pid))
     key = (tmp_path / "key").read_text()
-    assert httpx.get(f"{served.url}/session/trajectories", headers={"x-api-key": key}).status_code == 401
+    asked = f"{served.url}/session/trajectories"
+    wait_for(lambda: httpx.get(asked, headers={"x-api-key": key}).status_code == 401)  # after its processes
     assert os.environ.get("OPENAI_API_KEY") != key
 
 

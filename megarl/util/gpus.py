@@ -1,10 +1,9 @@
 """The GPUs of a machine, without initialising CUDA."""
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-
-import psutil
 
 
 @dataclass(frozen=True)
@@ -34,4 +33,4 @@ def _memory(total: str, used: str) -> tuple[int, int]:
     """Bytes in all and in use, of MiB. A GPU that shares the memory of its machine (GB10) has "[N/A]" for both."""
     if total.isdecimal() and used.isdecimal():
         return int(total) << 20, int(used) << 20
-    return psutil.virtual_memory().total, 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0

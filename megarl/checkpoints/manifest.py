@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -87,26 +88,36 @@ def reading_progress(console: Console | None) -> Progress:
 def read_all_facts(
     folder: Path, sizes: Mapping[str, int], console: Console | None = None
 ) -> dict[str, FileFacts | OSError]:
-    """The facts of many files, or why one cannot be read.
+    """The facts of many files, or why one cannot be read. A signal's exception ends it at once, however much is left to read.
 
     Args:
         sizes: of the files, by name.
         console: shows a progress bar there if this takes a while.
     """
-    progress = reading_progress(console)
+    progress, over = reading_progress(console), threading.Event()
     task = progress.add_task(f"verifying {folder.name}", total=sum(sizes.values()))
+
+    def advance(count: int) -> None:
+        if over.is_set():
+            raise InterruptedError
+        progress.advance(task, count)
 
     def read(name: str) -> FileFacts | OSError:
         try:
-            return read_facts(folder / name, lambda count: progress.advance(task, count))
+            return read_facts(folder / name, advance)
         except OSError as error:
             return error
 
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        reading = {name: threads.submit(read, name) for name in sizes}
-        if wait(reading.values(), timeout=SHOW_AFTER_SECONDS).not_done:
-            with nullcontext() if console is None else progress:
-                wait(reading.values())
+    with ThreadPoolExecutor(NUM_THREADS) as readers:
+        reading = {name: readers.submit(read, name) for name in sizes}
+        try:
+            if wait(reading.values(), timeout=SHOW_AFTER_SECONDS).not_done:
+                with nullcontext() if console is None else progress:
+                    wait(reading.values())
+        except BaseException:  # otherwise the block ends with the last file
+            over.set()
+            readers.shutdown(wait=False, cancel_futures=True)
+            raise
     return {name: future.result() for name, future in reading.items()}
 
 

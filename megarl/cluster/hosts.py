@@ -109,32 +109,33 @@ def spread(
 ) -> Iterator[tuple[int, str | None, Any]]:
     """Make many calls of a function, on each node one at a time, with the arguments in `calls`.
 
-    A node on which a call failed is given no other.
+    A node on which a call failed is given no other. The call is made on another node, after all others have begun.
 
     Yields:
         (index of the call, its node, result) as calls end, and then (index, None, None) for those that no node could make.
     """
-    waiting, failed = deque(range(len(calls))), []
+    waiting, idle = deque(range(len(calls))), deque(nodes)
     running: dict[ray.ObjectRef, tuple[int, str]] = {}
 
-    def give(node: str) -> None:
-        if waiting:
-            index = waiting.popleft()
+    def give() -> None:
+        while waiting and idle:
+            index, node = waiting.popleft(), idle.popleft()
             running[submit(node, function, *calls[index])] = index, node
 
-    for node in nodes:
-        give(node)
+    give()
     while running:
         [done], _ = ray.wait(list(running), num_returns=1)
         index, node = running.pop(done)
         try:
             result = ray.get(done)
         except ray.exceptions.RayError:  # the function's own error, too
-            failed.append(index)
+            waiting.append(index)
+            give()
             continue
-        give(node)
+        idle.append(node)
+        give()
         yield index, node, result
-    for index in (*failed, *waiting):
+    for index in sorted(waiting):
         yield index, None, None
 
 

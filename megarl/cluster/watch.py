@@ -53,6 +53,9 @@ IDLE_WORK = 2.0
 STARVED = 0.5
 _IDLE_BURST = 5.0  # units at any time, since processor time is counted in units
 _BYTES_OF_UNIT = 1 << 20
+# The function of Linux (fs/fuse/dev.c) in which a thread waits for an answer of a file system that is a program, as JuiceFS and mounted
+# buckets are; as /proc shows it to the thread's own user.
+_FUSE_WAIT = "request_wait_answer"
 _RANK_MARK = re.compile(rb"\0(" + MARK_PREFIX.encode() + rb"RANK=[^\0]*)\0")
 STUCK_SECONDS = 8.0
 _LOOK_SECONDS = 1.0
@@ -152,11 +155,18 @@ def _starved_seconds(pid: str) -> float:
 
 
 def _waits_for_disk(pid: str) -> bool:
-    """Whether a thread is in the kernel's uninterruptible sleep, "D", as it is while it reads, writes or flushes a file."""
+    """Whether a thread is in the kernel's uninterruptible sleep, "D", as it is while it reads, writes or flushes a file; or in the sleep, "S",
+    in which it waits for the program of a file system (FUSE)."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/stat") as file:
-            if file.read().rpartition(")")[2].split()[0] == "D":
+        with suppress(FileNotFoundError, ProcessLookupError):
+            with open(f"/proc/{pid}/task/{thread}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            if state == "D":
                 return True
+            if state == "S":
+                with open(f"/proc/{pid}/task/{thread}/wchan") as file:
+                    if file.read().startswith(_FUSE_WAIT):
+                        return True
     return False
 
 

@@ -2,7 +2,10 @@
 
 import hashlib
 import io
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,35 @@ def test_verification_that_takes_a_while_shows_progress(
 def _slowly(read, *args):  # type: ignore[no-untyped-def]
     time.sleep(0.2)
     return read(*args)
+
+
+def test_a_signal_ends_verification_before_all_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are read no further than they are when it comes."""
+    ending, whole = threading.Event(), []
+
+    class Readers(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            ending.set()
+            super().shutdown(wait=wait)
+
+    def read(path: Path, advance: Callable[[int], object]) -> FileFacts:
+        ending.wait()
+        advance(1)
+        whole.append(path.name)
+        return FACTS
+
+    def told(futures: object, timeout: float) -> None:
+        raise SystemExit(75)
+
+    monkeypatch.setattr(manifests, "ThreadPoolExecutor", Readers)
+    monkeypatch.setattr(manifests, "read_facts", read)
+    monkeypatch.setattr(manifests, "wait", told)
+    with pytest.raises(SystemExit, match="75"):
+        manifests.read_all_facts(tmp_path, {str(number): 1 for number in range(3 * manifests.NUM_THREADS)})
+    assert whole == []
 
 
 def test_many_damaged_files_are_not_all_named() -> None:

@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
 import ray
 
+from megarl.cluster import hosts
 from megarl.cluster.hosts import living_nodes, spread
 
 
@@ -36,3 +38,29 @@ def test_a_node_that_is_gone_makes_no_call(ray_cluster, tmp_path):
     gone = ray.NodeID.from_random().hex()
     assert list(spread([gone], _note, [(str(tmp_path), 1)])) == [(0, None, None)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_that_a_node_fails_is_made_on_another(monkeypatch: pytest.MonkeyPatch):
+    """Also on one that had nothing left to do. Nodes are imitated: "a" fails with all calls, all fail with call 9."""
+    made: list[tuple[str, int]] = []
+
+    def submit(node, function, number):
+        made.append((node, number))
+        return node, number, function(number)
+
+    def get(call):
+        node, number, result = call
+        if node == "a" or number == 9:
+            raise ray.exceptions.RayError("told to")
+        return result
+
+    monkeypatch.setattr(hosts, "submit", submit)
+    # The calls end in the order of their numbers, so that "b" is idle when "a" fails.
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns: ([min(refs, key=lambda ref: ref[1])], []))
+    monkeypatch.setattr(ray, "get", get)
+    assert list(spread(["a", "b"], abs, [(-1,), (-2,)])) == [(1, "b", 2), (0, "b", 1)]
+    assert made == [("a", -1), ("b", -2), ("b", -1)]
+    made.clear()
+    found = list(spread(["a", "b", "c"], abs, [(9,), (1,), (2,), (3,)]))
+    assert found == [(1, "b", 1), (2, "c", 2), (3, "b", 3), (0, None, None)]
+    assert [number for _, number in made].count(9) == 3

@@ -1,5 +1,6 @@
 """Processes that are stopped, calls in which no rank works; and long work, which is neither."""
 
+import io
 import os
 import shutil
 import signal
@@ -109,6 +110,24 @@ def test_a_rank_that_waits_for_its_disk_does_not_hang(start_group, quick, tmp_pa
         assert wait(refs, [group], timeout=60, watch=Watch(idle_timeout=2.0)) == [0]
     finally:
         disk.join()
+
+
+@pytest.mark.parametrize(
+    ("state", "function", "waits"),
+    [
+        ("D", "folio_wait_bit_common", True),
+        ("S", "request_wait_answer", True),  # FUSE, also in write and fsync (seen with Linux 6.18)
+        ("S", "futex_do_wait", False),
+        ("S", "0", False),  # a kernel that does not tell
+        ("R", "0", False),
+    ],
+)
+def test_threads_that_wait_for_a_file_system(monkeypatch, state, function, waits):
+    texts = {"stat": f"12 (a (b) c) {state} 1 12 12", "wchan": function}
+    monkeypatch.setattr(
+        watch, "open", lambda path: io.StringIO(texts[path.rpartition("/")[2]]), raising=False
+    )
+    assert watch._waits_for_disk(str(os.getpid())) is waits
 
 
 def test_a_rank_that_gets_no_processor_does_not_hang(start_group, quick):

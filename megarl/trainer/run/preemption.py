@@ -75,11 +75,28 @@ def ending_at_once(why: str = BEFORE_THE_FIRST_STEP, *, keep_handlers: bool = Fa
 
 @contextmanager
 def _handled_by(handler: Callable[[int, object], None], numbers: Sequence[int]) -> Iterator[None]:
-    """Handle signals during the block; Python sets handlers in the main thread only, elsewhere nothing is done."""
+    """Handle signals during the block; Python sets handlers in the main thread only, elsewhere nothing is done.
+
+    The block ends with the handler's exit code also where that has ended a call of Ray: Ray 2.60 then raises another SystemExit, with
+    the code 1.
+    """
+    codes: list[str | int | None] = []
+
+    def handle(number: int, frame: object) -> None:
+        try:
+            handler(number, frame)
+        except SystemExit as end:
+            codes.append(end.code)
+            raise
+
     in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in (numbers if in_main else ())}
+    before = {number: signal.signal(number, handle) for number in (numbers if in_main else ())}
     try:
         yield
+    except SystemExit as end:
+        if codes and hasattr(end, "ray_terminate_msg"):
+            raise SystemExit(codes[-1]) from None
+        raise
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)

@@ -22,8 +22,9 @@ SPREAD_FROM = 64 << 30
 def verify_in_cluster(address: str, run_folder: Path, spread_from: int = SPREAD_FROM) -> Verify:
     """A `Verify` that joins the Ray cluster at `address` where there is much to read, and leaves it again.
 
-    Each machine reads a few files at a time, and more when it has read those. A file that a machine cannot read, since it does not
-    have the folder or has failed, is read by this process.
+    Each machine reads a few files at a time, and more when it has read those. A machine that has failed, or can read none of its files
+    since it does not have the folder, is given no others: it would be done with them at once, and take all that the others have not
+    begun. Files that no machine can read are read by this process.
 
     Args:
         spread_from: the bytes from which all machines read.
@@ -54,7 +55,7 @@ def _changed_files(folder: Path, files: Mapping[str, FileFacts], console: Consol
     text = f"verifying {folder.name} on {len(hosts)} machines"
     task = progress.add_task(text, total=sum(facts.bytes for facts in files.values()))
     with nullcontext() if console is None else progress:
-        for index, node, read in spread(list(hosts), read_all_facts, [(folder, part) for part in parts]):
+        for index, node, read in spread(list(hosts), _read_part, [(folder, part) for part in parts]):
             for name, size in parts[index].items():
                 if node is None or isinstance(read[name], OSError):
                     unread[name] = files[name]
@@ -70,6 +71,19 @@ def _changed_files(folder: Path, files: Mapping[str, FileFacts], console: Consol
                 "on a file system that all machines share, and that machine must read it without errors"
             )
     return changed
+
+
+def _read_part(folder: Path, sizes: Mapping[str, int]) -> dict[str, FileFacts | OSError]:
+    """`read_all_facts` on a machine.
+
+    Raises:
+        OSError: it can read none of the files.
+    """
+    read = read_all_facts(folder, sizes)
+    errors = [found for found in read.values() if isinstance(found, OSError)]
+    if errors and len(errors) == len(read):
+        raise errors[0]
+    return read
 
 
 def _parts(files: Mapping[str, FileFacts], num_machines: int) -> list[dict[str, int]]:

@@ -1,7 +1,9 @@
 """Verification on all machines: a cluster that is imitated, and one of two raylets."""
 
+import errno
 import io
 import shutil
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,21 +27,37 @@ def written(folder: Path) -> dict[str, FileFacts]:
     return seal_files(folder, SIZES)
 
 
+def without_folder(folder, sizes):
+    return read_all_facts(folder / "elsewhere", sizes)
+
+
+def failing(folder, sizes):
+    raise OSError(errno.ESTALE, "")
+
+
 @pytest.fixture
 def imitate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """imitate(host=reader, ...): a cluster of these machines, each of which reads by a function of its own, or cannot (None). Returns a list of
-    what is done with it."""
+    """imitate(host=reader, ...): a cluster of these machines, each of which reads by a function of its own. Returns a list of what is done
+    with it."""
 
-    def make(**machines: Callable | None) -> list[str]:
+    def make(**machines: Callable) -> list[str]:
         done: list[str] = []
 
         def spread(nodes, function, calls):
-            assert nodes == list(machines) and function is read_all_facts
+            assert nodes == list(machines)
+            waiting = deque(nodes)  # one that has failed is given no other call
             for index, call in enumerate(calls):
-                node = nodes[index % len(nodes)]
-                reader = machines[node]
-                done.append(node)
-                yield (index, None, None) if reader is None else (index, node, reader(*call))
+                node = waiting.popleft() if waiting else None
+                result = None
+                if node is not None:
+                    done.append(node)
+                    monkeypatch.setattr(verification, "read_all_facts", machines[node])
+                    try:
+                        result = function(*call)
+                        waiting.append(node)
+                    except OSError:
+                        node = None
+                yield index, node, result
 
         nodes = [{"NodeID": host, "NodeManagerAddress": host} for host in machines]
         monkeypatch.setattr(verification, "living_nodes", lambda: nodes)
@@ -69,7 +87,7 @@ def test_machines_read_parts_of_the_files(imitate, tmp_path):
 
 def test_little_is_read_here(imitate, tmp_path):
     files = written(tmp_path)
-    done = imitate(one=None)
+    done = imitate(one=failing)
     total = sum(SIZES.values())
     assert verify_in_cluster("head:1", tmp_path, total + 1)(tmp_path, files, None) == {} and done == []
     assert verify_in_cluster("head:1", tmp_path, total)(tmp_path, files, None) == {}
@@ -79,15 +97,23 @@ def test_little_is_read_here(imitate, tmp_path):
 def test_what_a_machine_cannot_read_is_read_here(imitate, tmp_path):
     files = written(tmp_path)
 
-    def without_folder(folder, sizes):
-        return read_all_facts(folder / "elsewhere", sizes)
+    def without_largest(folder, sizes):
+        return read_all_facts(folder, sizes) | {"e": OSError(errno.EIO, "")}
 
-    for reader in (None, without_folder):
+    for reader in (failing, without_folder, without_largest):
         imitate(one=reader, two=read_all_facts)
         assert verify_in_cluster("head:1", tmp_path, 0)(tmp_path, files, None) == {}
     (tmp_path / "e").write_bytes(bytes(99) + b"1")
     changed = verify_in_cluster("head:1", tmp_path, 0)(tmp_path, files, None)
     assert changed == {"e": "has another SHA-256 than when it was written"}
+
+
+def test_a_machine_without_the_folder_is_given_one_part(imitate, tmp_path):
+    """It is done with each at once: it would be given nearly all of them, which this process would read."""
+    files = written(tmp_path)
+    done = imitate(one=without_folder, two=read_all_facts)
+    assert verify_in_cluster("head:1", tmp_path, 0)(tmp_path, files, None) == {}
+    assert done == ["join head:1", "one", "two", "two", "leave"]
 
 
 def test_a_machine_that_reads_something_else_is_named(imitate, tmp_path):

@@ -178,6 +178,20 @@ def test_tokens_are_selected_over_the_mini_batch_however_it_is_shared(case, rule
         assert ((covariance[selected > 0] > -0.2) & (covariance[selected > 0] < 0.5)).all()
 
 
+def test_a_selection_copies_no_column_that_it_does_not_read(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank selects over the whole mini-batch, whose experts may be many GiB."""
+    taken: list[str] = []
+
+    def recording(table: pa.Table, rows: np.ndarray) -> pa.Table:
+        taken.extend(table.column_names)
+        return take(table, rows)
+
+    monkeypatch.setattr("megarl.trainer.workers.actor.take", recording)
+    assert "prompt_ids" in case[2].column_names
+    with_selection(case[2], [6, 2, 4, 0], KLCov(0.2), seed=7)
+    assert sorted(taken) == ["advantages", "old_log_probs", "response_mask"]
+
+
 def _update(
     rank: int, world: int, megarl_layout: dict, folder: str, table: pa.Table, plan: list, how: PolicyUpdate
 ) -> list[dict[str, float]]:

@@ -83,7 +83,9 @@ def chat_sums(ranks: Ranks, chats: pa.Table) -> np.ndarray:
         if part is not None:
             rows, columns = part
             values, offsets = columns["log_probs"]
-            sums[rows] = [values[a:b].sum() for a, b in itertools.pairwise(offsets)]
+            sums[rows] = [
+                np.float32(values[a:b].sum(dtype=np.float64)) for a, b in itertools.pairwise(offsets)
+            ]
     assert not np.isnan(sums).any(), "each chat is computed"
     return sums[: chats.num_rows]
 

@@ -98,6 +98,7 @@ class InFlight:
         too_late: the number of groups since then that no step could take in time.
         drawn: the number of prompts drawn so far.
         given_up: uids of prompts whose responses are discarded when they arrive.
+        taken: uids of the last step's batch, and of the groups that were dropped for it.
         gen_batch_size: the prompts that `options.max_num_gen_batches` counts as a generation; None: those of a step.
     """
 
@@ -112,6 +113,7 @@ class InFlight:
     too_late: int = 0
     drawn: int = 0
     given_up: set[str] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)
     gen_batch_size: int | None = None
 
     def room(self, step: int, taken: bool) -> int:
@@ -120,10 +122,14 @@ class InFlight:
         return max(0, steps * self.num_prompts - len(self.prompts) - len(self.ready))
 
     def ask(self, prompts: pa.Table, version: int) -> None:
-        """Add prompts (rows of a prompt table) whose responses are to be generated with the weights `version`."""
+        """Add prompts (rows of a prompt table) whose responses are to be generated with the weights `version`.
+
+        A prompt that comes again with these weights gets another uid, or the same noise would give it the same responses.
+        """
         used = {
             *self.prompts,
             *self.given_up,
+            *self.taken,
             *(group.uid for group in self.ready),
             *(group.uid for group in self.dropped),
         }
@@ -207,6 +213,7 @@ class InFlight:
         self.too_late = 0
         groups = Groups(replace(self.options, enable=False), self.num_prompts)
         groups.names = {group.uid: group.name for group in [*chosen, *dropped]}
+        self.taken = {*groups.names}
         groups.add(concat_scored([group.scored for group in chosen]))
         metrics |= groups.metrics()
         if self.options.enable:

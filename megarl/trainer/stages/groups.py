@@ -19,6 +19,7 @@ from megarl.data.trajectories import list_lengths, replace_column
 from megarl.trainer.stages.given_responses import join_given
 from megarl.trainer.stages.scoring import OVERLONG_PENALTY, Scored, concat_scored, group_numbers
 
+_ROUNDING = 1e-6  # of values up to 1; of larger ones, relative to them
 _FOR_METRICS = ("uid", "prompt_uid", "score", "response_mask", OVERLONG_PENALTY)
 
 
@@ -183,5 +184,8 @@ def teaches(values: np.ndarray, names: np.ndarray) -> bool:
 
 
 def differ(values: np.ndarray) -> bool:
-    """Whether a group's values [trajectories] differ, so that advantages that compare them teach something."""
-    return len(values) > 1 and float(np.ptp(values)) > 0.0
+    """Whether a group's values [trajectories] differ by more than rounding, so that advantages that compare them teach something.
+
+    Scores are float32, and a score less its overlong penalty is rounded.
+    """
+    return len(values) > 1 and float(np.ptp(values)) > _ROUNDING * max(1.0, float(np.abs(values).max()))

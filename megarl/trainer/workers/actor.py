@@ -40,6 +40,7 @@ from megarl.trainer.workers.dispatch import (
     ModelSpec,
     PolicyUpdate,
     RowColumns,
+    columns_of,
 )
 from megarl.trainer.workers.model import ModelWorker, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 
 OWN, JUDGE = "own", "judge"  # columns and fields: see `with_own_tokens`, `with_judges`
+SELECTED_BY = ("old_log_probs", "advantages", "response_mask", OWN)  # columns that `with_selection` reads
 
 
 class ActorWorker(ModelWorker):
@@ -384,7 +386,8 @@ def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, 
     The rows are gone through in the table's order, so that it does not matter how ranks share them.
     """
     chosen = np.sort(np.asarray(rows, dtype=np.int64))
-    mini = take(table, chosen)
+    # Every rank takes the whole mini-batch: without the columns that are not read, of which experts alone are hundreds of bytes a token.
+    mini = take(columns_of(table, SELECTED_BY), chosen)
     old, advantages, mask = (
         torch.tensor(ragged(mini, name)[0]) for name in ("old_log_probs", "advantages", "response_mask")
     )

@@ -205,12 +205,14 @@ def _rows_of(table: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 def chat_sums(values: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The sum over the trained tokens of each chat, on every context parallel rank: [chats].
+    """The sum over the trained tokens of each chat, on every context parallel rank: [chats], rounded once, to the values' dtype.
+
+    The log-ratio of a policy that is still the reference is then 0: added up in float32, 32k tokens would be a tenth of a nat off.
 
     Args:
         values: [tokens] of this rank.
         group: the context parallel group; None: there is one rank.
     """
-    learnt = torch.where(batch.mask, values, 0.0)
+    learnt = torch.where(batch.mask, values, 0.0).double()
     sums = learnt.new_zeros(len(batch.lengths)).index_add(0, sequence_ids(batch), learnt)
-    return sums if group is None else sum_over_ranks(sums, group)
+    return (sums if group is None else sum_over_ranks(sums, group)).to(values.dtype)

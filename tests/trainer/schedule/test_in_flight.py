@@ -143,6 +143,19 @@ def test_nothing_is_staler_lost_or_twice_there_whatever_comes_first(max_stalenes
     assert teaching == set(trained) | (left & teaching)
 
 
+def test_a_prompt_that_comes_again_while_the_models_learn_gets_other_responses() -> None:
+    """The noise of a response depends on the version and the uid."""
+    state = made(num_prompts=1, options=FILTER)
+    state.ask(prompts("q", "r"), 1)
+    for asked in [*state.prompts.values()]:
+        finish(state, asked)
+    keep(state, lambda name: [1.0, 0.0] if name == "q" else [1.0, 1.0])
+    groups, _ = state.take(1)
+    assert groups.batch()["prompt_uid"].to_pylist() == ["q@1"] * 2
+    state.ask(prompts("r", "q"), 1)
+    assert [*state.prompts] == ["r@1~2", "q@1~2"]
+
+
 def test_a_step_waits_for_those_whose_time_it_is() -> None:
     state = made(num_prompts=2, max_staleness=1)
     state.ask(drawn(state, state.room(1, False)), version=1)

@@ -91,6 +91,15 @@ def test_the_metric_is_what_the_key_says():
     assert by_reward.metrics()["reward/overlong_penalty"] == -0.25
 
 
+def test_equal_scores_with_different_overlong_penalties_do_not_differ():
+    """In float32 a score that a penalty was added to and taken off again is rounded."""
+    batch = scored({"a": [0.1] * 8, "b": [0.1] * 7 + [0.2]}, lengths=[*range(30, 38)] * 2)
+    groups = collector(1)
+    groups.add(punish_overlong(batch, OverlongBufferConfig(enable=True, len=12), 40))
+    assert groups.complete and groups.num_dropped == 1
+    assert groups.batch()["prompt_uid"].to_pylist() == ["b"] * 8
+
+
 def test_acc_of_its_own_counts_before_the_score():
     batch = scored({"a": [0.1, 0.9]}, acc=[1.0, 1.0])
     assert np.array_equal(metric_values(batch, "acc"), [1.0, 1.0])

@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from megarl.data.chats import adapted, lost_call
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 # Used for tokenizers that bring no chat template: one line a message, tagged with its role; an assistant's line
@@ -235,6 +236,18 @@ def marked_generation(
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return list(found["input_ids"]), [bool(flag) for flag in found["assistant_masks"]]
+
+
+ROWS_AT_ONCE = 256
+
+
+def decode_texts(tokenizer: PreTrainedTokenizerBase, ids: pa.ChunkedArray) -> list[str]:
+    """The texts of a column of token ids, without special tokens; a part at a time, since a token takes 36 bytes as Python has it."""
+    texts: list[str] = []
+    for start in range(0, len(ids), ROWS_AT_ONCE):
+        part = ids.slice(start, ROWS_AT_ONCE).to_pylist()
+        texts += tokenizer.batch_decode(part, skip_special_tokens=True)
+    return texts
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -1,10 +1,11 @@
 import json
 
+import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.tokenizer import PLAIN_CHAT_TEMPLATE, load_tokenizer, render_text
+from megarl.data.tokenizer import PLAIN_CHAT_TEMPLATE, ROWS_AT_ONCE, decode_texts, load_tokenizer, render_text
 from tests.data.shared import render_prompt, shared_data
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]
@@ -44,6 +45,22 @@ def test_sentencepiece_folder_gives_sentencepieces_own_ids():
             texts += [row["question"], row["answer"]]
     assert tokenizer(texts, add_special_tokens=False)["input_ids"] == [oracle.encode(text) for text in texts]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (oracle.bos_id(), oracle.eos_id())
+
+
+def test_a_column_is_decoded_in_parts(tokenizer, monkeypatch):
+    texts = [f"{number} + 1" for number in range(ROWS_AT_ONCE + 3)]
+    rows = tokenizer(texts)["input_ids"]
+    column = pa.chunked_array([pa.array(rows[:5]), pa.array(rows[5:])])
+    decode, parts = tokenizer.batch_decode, []
+
+    def recording(ids, **options):
+        parts.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "batch_decode", recording)
+    assert decode_texts(tokenizer, column) == decode(rows, skip_special_tokens=True)
+    assert parts == [ROWS_AT_ONCE, 3]
+    assert decode_texts(tokenizer, column[:0]) == []
 
 
 def test_plain_chat_template():

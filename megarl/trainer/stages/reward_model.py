@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import HFReader
 from megarl.config import RewardModelConfig
-from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
+from megarl.data.tokenizer import ROWS_AT_ONCE, decode_texts, encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, POSITIONS, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.table import VALUE_HEAD
@@ -317,7 +317,9 @@ def step_texts(batch: pa.Table, inputs: RewardModelInputs, steps: StepScoring) -
     Raises:
         ValueError: the model's chat template refuses a prompt, or does not write the response as it is.
     """
-    prompts, responses = (batch[f"{name}_ids"].to_pylist() for name in ("prompt", "response"))
+    # Row by row: all of them as Python's lists would take nine times their memory.
+    prompts = (row.as_py() for row in batch["prompt_ids"])
+    responses = (row.as_py() for row in batch["response_ids"])
     if steps.bias is None and inputs.own is None:
         return [
             steps_in_tokens(inputs.policy, prompt, response, steps.separator)
@@ -350,14 +352,18 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
             for row in range(batch.num_rows)
         ]
     rendered = _rendered(batch, inputs, inputs.own)
-    return [np.array(ids, dtype=np.int32) for ids in encode_texts(inputs.own, rendered)]
+    return [
+        np.array(ids, dtype=np.int32)
+        for start in range(0, len(rendered), ROWS_AT_ONCE)
+        for ids in encode_texts(inputs.own, rendered[start : start + ROWS_AT_ONCE])
+    ]
 
 
 def _rendered(
     batch: pa.Table, inputs: RewardModelInputs, own: PreTrainedTokenizerBase, answered: bool = True
 ) -> list[str]:
     """Each trajectory's chat by the reward model's own template; with `answered` false, its prompt alone."""
-    answers = inputs.policy.batch_decode(batch["response_ids"].to_pylist(), skip_special_tokens=True)
+    answers = decode_texts(inputs.policy, batch["response_ids"])
     rendered = []
     has_keywords = TEMPLATE_KWARGS in batch.column_names
     keywords = batch[TEMPLATE_KWARGS].to_pylist() if has_keywords else ["{}"] * batch.num_rows

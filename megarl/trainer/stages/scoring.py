@@ -25,6 +25,7 @@ from megarl.data.sessions import (
     last_rows_of_players,
     players,
 )
+from megarl.data.tokenizer import decode_texts
 from megarl.data.trajectories import (
     append_column,
     environment_notes,
@@ -230,10 +231,7 @@ def check_prompts(scorer: Scorer, prompts: pa.Table) -> None:
 
 def make_samples(table: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Trajectories as text, without special tokens."""
-    texts = {
-        name: tokenizer.batch_decode(table[f"{name}_ids"].to_pylist(), skip_special_tokens=True)
-        for name in ("prompt", "response")
-    }
+    texts = {name: decode_texts(tokenizer, table[f"{name}_ids"]) for name in ("prompt", "response")}
     columns = [table[name].to_pylist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
     return [
         Sample(uid, source, prompt, response, truth, extra)

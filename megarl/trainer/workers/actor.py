@@ -376,7 +376,7 @@ def with_judges(table: pa.Table) -> tuple[pa.Table, tuple[str, ...]]:
     """`table` with the number of the teacher of each token as column JUDGE, and the names of the teachers: the same on all ranks."""
     names, numbers = np.unique(np.array(table[TEACHER].to_pylist()), return_inverse=True)
     _, offsets = ragged(table, "response_mask")
-    flat = np.repeat(numbers, np.diff(offsets)).astype(np.float32)
+    flat = np.repeat(numbers.astype(np.float32), np.diff(offsets))
     return append_column(table, JUDGE, (flat, offsets)), tuple(names.tolist())
 
 

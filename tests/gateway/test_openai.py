@@ -224,7 +224,7 @@ def test_what_is_wrong_is_an_error_in_openais_form(serve):
         client.models.retrieve("a/b")
     assert client.models.retrieve(MODEL).id == MODEL
     method = httpx.put(f"{served.url}/v1/models", headers={"x-api-key": OWNER})
-    assert (method.status_code, method.headers["allow"]) == (405, "GET, HEAD")
+    assert (method.status_code, {*method.headers["allow"].split(", ")}) == (405, {"GET", "HEAD"})
     assert method.json()["error"]["message"] == "there is no PUT /v1/models"
     with pytest.raises(openai.AuthenticationError):
         client_of(served, "sk-other").chat.completions.create(model=MODEL, messages=[user("a")])

@@ -19,7 +19,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def run(script: str, *arguments: str, timeout: int = 280) -> subprocess.CompletedProcess:
+def run(script: str, *arguments: str, timeout: int = 450) -> subprocess.CompletedProcess:
     command = [sys.executable, f"benchmarks/{script}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 

@@ -142,7 +142,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert built.returncode == 0, built.stderr
     for page in PAGES:

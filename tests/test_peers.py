@@ -103,7 +103,7 @@ def test_a_watched_command_counts_its_descendants_and_leaves_none(tmp_path: Path
         "subprocess.run(['sh', '-c', 'sleep 600 & echo $!'])\n"  # its parent ends before it can be seen
     )
     path = {"PATH": os.environ["PATH"]}
-    seen = watch([sys.executable, "-c", script], path, tmp_path, tmp_path / "log", timeout=60)
+    seen = watch([sys.executable, "-c", script], path, tmp_path, tmp_path / "log", timeout=200)
     assert seen.exit_code == 0 and seen.peak_pss > 1 << 20 and seen.processes >= 2
     own, _ = seen.used(seen.began, seen.looks[-1].time)
     assert 1.0 < own < 4.0  # what a process does after the last look at it is not seen
@@ -131,6 +131,6 @@ def test_arguments_that_no_framework_has_are_refused() -> None:
         [sys.executable, FOLDER / "run.py", "--only", "megarl,other"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert result.returncode == 2 and "--only megarl,other: choose of megarl, trl, verl" in result.stderr

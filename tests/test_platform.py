@@ -29,7 +29,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
 
 

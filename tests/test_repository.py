@@ -234,7 +234,7 @@ def loaded_by(names: list[str], packages: set[str]) -> str:
         f"print(sorted({packages} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

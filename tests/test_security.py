@@ -255,7 +255,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         )
         started.append(process)
         try:
-            seen.output = process.communicate(timeout=240)[0]
+            seen.output = process.communicate(timeout=400)[0]
         finally:
             process.kill()
             server.shutdown()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_killed_at_every_moment_of_a_save(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # as in the other process
     command = [sys.executable, "-m", "tests.checkpoints.killed", str(tmp_path), what]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
     moments = [json.loads(line) for line in result.stdout.splitlines()]
     assert [moment["number"] for moment in moments] == list(range(len(moments)))

@@ -48,7 +48,7 @@ def controller() -> Iterator[Callable[..., tuple[subprocess.Popen, dict[str, Any
 
 @pytest.fixture(scope="package")
 def pool(ray_cluster: Cluster) -> Iterator[ResourcePool]:
-    pool = ResourcePool("test", 1, SLOTS, timeout=30)
+    pool = ResourcePool("test", 1, SLOTS, timeout=100)
     yield pool
     pool.close()
 
@@ -100,7 +100,7 @@ def start_ranks(
     options |= {"pool": pool, "world_size": world_size, "log_dir": log_dir}
     group = kind(role, **options)
     try:
-        wait(group.started, [group], timeout=60)
+        wait(group.started, [group], timeout=150)
     except RuntimeError:
         group.shutdown()
         raise

@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # the imports of a run take seconds, and most of these contro
 def hang(run_dir: str, address: str) -> None:
     """A group with children, ranks 0 and 1 hung in C, 2 stopped; the controller sleeps until it is killed."""
     cluster = start_cluster(address or None, 4, run_dir)
-    pool = ResourcePool("hang", 1, 4, timeout=30)
+    pool = ResourcePool("hang", 1, 4, timeout=100)
     group = _group("hang", pool, 3, run_dir)
-    children = wait(group.call("start_children"), [group], timeout=30)
+    children = wait(group.call("start_children"), [group], timeout=100)
     group.call("hold_the_interpreter")
     os.kill(group.pids[2], signal.SIGSTOP)
     time.sleep(0.5)
@@ -53,7 +53,7 @@ def run(run_dir: str, method: str, address: str = "") -> None:
     from megarl.trainer.run.start import open_engine_run
 
     with open_engine_run(address or None, 4, Path(run_dir)) as run, noting_signals() as preemption:
-        run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
+        run.pools["all"] = ResourcePool("all", 1, 4, timeout=100)
         group = run.start(_group("rank", run.pools["all"], 2, run_dir))
         children = run.wait(group.call("start_children"))
         _report(
@@ -81,7 +81,7 @@ def calls(run_dir: str, what: str) -> None:
             with open_engine_run(None, 4, Path(run_dir)):
                 pass
     with open_engine_run(None, 5, Path(run_dir)) as run:
-        pool = run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
+        pool = run.pools["all"] = ResourcePool("all", 1, 4, timeout=100)
         group = run.start(_group("rank", pool, 2, run_dir))
         _report(
             workers=group.pids,
@@ -104,8 +104,8 @@ def stop(run_dir: str) -> None:
     before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE", "PYTHONBREAKPOINT"}
     for _ in range(2):
         cluster = start_cluster(None, 2, run_dir)
-        group = _group("stop", ResourcePool("stop", 1, 2, timeout=30), 1, run_dir)
-        children = wait(group.call("start_children"), [group], timeout=30)[0]
+        group = _group("stop", ResourcePool("stop", 1, 2, timeout=100), 1, run_dir)
+        children = wait(group.call("start_children"), [group], timeout=100)[0]
         started = [process.pid for process in psutil.Process().children(recursive=True)]
         addresses = {
             connection.laddr.ip.removeprefix("::ffff:")
@@ -141,9 +141,9 @@ def two_nodes(run_dir: str) -> None:
     """Two machines with 12 made-up GPUs each, joined by address: who gets which device."""
     with _two_machines(run_dir, 12) as pool:
         engines = _group("engine", pool, 2, run_dir, devices_per_rank=12)
-        infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=30)]
+        infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=100)]
         shared = _group("actor", pool, 2, run_dir)
-        wait(shared.call("get_info"), [engines, shared], timeout=30)
+        wait(shared.call("get_info"), [engines, shared], timeout=100)
         names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
         environment = wait(engines.call("environment", *names), [engines])
         _report(
@@ -163,7 +163,7 @@ def relays_on_two_nodes(run_dir: str) -> None:
         critic = _group("critic", pool, 4, run_dir, kind=RelayedGroup, most=2)
         groups = [actor, critic]
         table = ray.put(numpy.arange(1_000_000))
-        answers = [wait(actor.call(*call), groups, timeout=30) for call in (("echo", "a"), ("where", table))]
+        answers = [wait(actor.call(*call), groups, timeout=100) for call in (("echo", "a"), ("where", table))]
         _report(
             hosts=actor.hosts,
             relays=[
@@ -196,7 +196,7 @@ def _death_of(process: RankProcess, group: WorkerGroup, hung: int) -> str:
     wait_until_it_hangs(group.processes[hung])
     os.kill(process.pid, signal.SIGKILL)
     try:
-        wait(refs, [group], timeout=30)
+        wait(refs, [group], timeout=100)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -237,7 +237,7 @@ def _group(
     **options: Any,
 ) -> WorkerGroup:
     group = kind(role, "tests.cluster.workers:Rank", pool, world_size, {}, f"{run_dir}/logs", **options)
-    wait(group.started, [group], timeout=60)
+    wait(group.started, [group], timeout=150)
     return group
 
 

@@ -38,6 +38,18 @@ def alive_after(pids: Iterable[int], seconds: float) -> list[int]:
     return left
 
 
+def titled(text: str, processes: Iterable[psutil.Process]) -> list[int]:
+    """The numbers of those processes whose command line has this text; some may have ended meanwhile."""
+    found = []
+    for process in processes:
+        try:
+            if text in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
 def wait_until_it_hangs(process: RankProcess) -> None:
     """Wait until a rank of workers.py has printed that it hangs."""
     wait_for(lambda: "I hang now" in Path(process.log_path).read_text())
@@ -71,7 +83,7 @@ def guards_of(pids: Collection[int]) -> dict[int, list[str]]:
 
 
 def start_controller(
-    name: str, *arguments: Any, seconds: float = 90, stderr: IO | None = None
+    name: str, *arguments: Any, seconds: float = 250, stderr: IO | None = None
 ) -> tuple[subprocess.Popen, dict[str, Any]]:
     """Starts `controllers.py name arguments...`; returns it with the JSON line that it reported in time."""
     command = [sys.executable, "-m", "tests.cluster.controllers", name, *map(str, arguments)]

@@ -76,7 +76,7 @@ with ending_at_once():
 def test_a_job_that_is_told_to_end_as_ray_starts_is_to_be_started_again(tmp_path):
     """Ray handles SIGTERM itself while it starts: another thread, which does not block the signal, gets it."""
     command = [sys.executable, "-c", TOLD_AS_RAY_STARTS, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == REQUEUE, result.stderr
     assert "SIGTERM: ending before the first step, to be started again" in result.stderr
 
@@ -98,8 +98,8 @@ def test_stop_cluster_leaves_nothing(controller, tmp_path):
     _, report = controller("stop", tmp_path)
     for run in report["runs"]:
         assert len(run["started"]) > 6
-        assert alive_after(run["started"], 2) == []
-        assert carrying(run["mark"].partition("=")[2]) == []
+        assert alive_after(run["started"], 30) == []
+        assert alive_after(carrying(run["mark"].partition("=")[2]), 30) == []
         assert run["addresses"] == ["127.0.0.1"]
         assert run["variables"] == []
         assert not run["temp_dir_exists"]
@@ -135,7 +135,7 @@ def test_a_cluster_that_is_not_there(tmp_path):
         begin = time.monotonic()
         with pytest.raises(ConnectionError, match=f"no Ray cluster answers at {address}"):
             start_cluster(address, 1, tmp_path)
-        assert time.monotonic() - begin < 15
+        assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_results_can_stay_in_the_object_store(trio):
 
 def test_rank_0_can_listen_on_the_rendezvous_port(start_group):
     group = start_group("actor", 2)
-    assert wait(group.call("meet"), [group], timeout=20) == [b"1", b"0"]
+    assert wait(group.call("meet"), [group], timeout=60) == [b"1", b"0"]
 
 
 def test_groups_share_devices_and_start_at_the_same_time(pool, tmp_path):
@@ -125,12 +125,12 @@ def test_shutdown_kills_the_whole_tree(start_group):
     group.call("hang_if", 0)
     begin = time.monotonic()
     group.shutdown()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     # The kernel may still be taking down a process that was killed.
-    assert alive_after(children + group.pids, 5) == []
+    assert alive_after(children + group.pids, 30) == []
     assert carrying(group.processes[0].mark.partition("=")[2]) == []
     assert not os.path.exists(scratch)
-    assert alive_after([guard], 5) == []
+    assert alive_after([guard], 30) == []
     group.shutdown()
 
 
@@ -272,7 +272,7 @@ def test_calls_come_to_the_first_part_and_restarts_to_all(start_group, pool) -> 
     os.kill(pids[3], signal.SIGSTOP)
     wait(group.restart(1), [group], 60)
     assert group.pids[:2] == pids[:2] and not set(group.pids[2:]) & set(pids)
-    assert alive_after(pids[2:], 5) == [] and alive(group.pids) == group.pids
+    assert alive_after(pids[2:], 30) == [] and alive(group.pids) == group.pids
     again = wait(group.call_parts("get_info", [()] * 4), [group])
     assert [(info.rank, info.part) for info in again] == [(info.rank, info.part) for info in infos]
     assert again[2].master_port == again[3].master_port
@@ -287,7 +287,7 @@ def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died") as caught:
         wait([group.call_rank(1, "hang_if", 1)], [group], spares=[group])
-    assert caught.value.rank == 1 and time.monotonic() - begun < 10
+    assert caught.value.rank == 1 and time.monotonic() - begun < 60
 
 
 def test_a_rank_is_restarted_while_one_of_a_spared_group_is_dead(start_group) -> None:
@@ -296,7 +296,7 @@ def test_a_rank_is_restarted_while_one_of_a_spared_group_is_dead(start_group) ->
     second = start_group("engine", 1, watched_groups=both, spared_groups=both)
     both += [first, second]
     os.kill(first.pids[0], signal.SIGKILL)
-    alive_after(first.pids, 5)
+    assert alive_after(first.pids, 30) == []
     wait(second.restart(0), both, 60, spares=[first])
     assert wait(second.call("echo", 5), both, spares=[first]) == [(0, (5,), {})]
 

@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_a_hung_call(start_relayed):
     os.kill(group.pids[2], signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
         wait(refs, [group])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert (caught.value.role, caught.value.rank, caught.value.pid) == ("actor", 2, group.pids[2])
 
 
@@ -116,7 +116,7 @@ def test_an_exception_ends_the_call_although_others_hang(start_relayed):
     begin = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
         wait(group.call("fail_if", 1), [group])
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30
     error = caught.value
     assert (error.role, error.rank, error.kind, error.message) == ("actor", 1, "LocalError", "3 is not 4")
     assert "raise LocalError(3, 4)" in error.remote_traceback
@@ -161,8 +161,8 @@ def test_who_is_missing_in_a_collective_is_named(start_relayed, with_torch):
 
 def test_a_timeout_names_the_silent_rank_alone(start_relayed, tmp_path):
     group = start_relayed(most=3)
-    with pytest.raises(WaitTimeout, match=r"no answer within 1 s") as caught:
-        wait(group.call("hang_if", 2), [group], timeout=1)
+    with pytest.raises(WaitTimeout, match=r"no answer within 5 s") as caught:
+        wait(group.call("hang_if", 2), [group], timeout=5)
     assert caught.value.silent == ["actor rank 2"]
     wait_for(lambda: "in hang_if" in (tmp_path / "actor-rank2.log").read_text())
 
@@ -181,7 +181,7 @@ def test_a_group_ends_with_its_relays(start_relayed):
     pids = [process.pid for process in group.watched]
     group.shutdown()
     # The kernel may still be taking down a process that was killed.
-    assert len(pids) == 5 and alive_after(pids, 5) == []
+    assert len(pids) == 5 and alive_after(pids, 30) == []
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
         wait(refs, [group])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     error = caught.value
     assert (error.role, error.rank, error.host, error.pid) == ("actor", 1, "127.0.0.1", group.pids[1])
     assert error.cause.startswith(("killed by SIGKILL", "killed or crashed"))
@@ -46,7 +46,7 @@ def test_a_death_elsewhere_ends_a_hung_call(start_group):
     os.kill(critic.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="critic rank 1"):
         wait(refs, [actor, critic])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     # The next wait reports the death, too.
     with pytest.raises(WorkerDied, match="critic rank 1"):
         wait([], [actor, critic])
@@ -56,11 +56,11 @@ def test_a_death_ends_the_start_of_another_group(start_group):
     """The start would take for ever, because its process gets no device."""
     actor = start_group("actor", 1)
     killer = threading.Timer(1.0, os.kill, (actor.pids[0], signal.SIGKILL))
-    killer.start()
     begin = time.monotonic()
+    killer.start()
     with pytest.raises(WorkerDied, match="actor rank 0"):
         start_group("critic", 1, gpu_fraction=1.0, watched_groups=[actor])
-    assert 1 <= time.monotonic() - begin < 15
+    assert 1 <= time.monotonic() - begin < 60
 
 
 def test_children_of_a_killed_rank_are_killed(start_group, tmp_path):
@@ -69,7 +69,7 @@ def test_children_of_a_killed_rank_are_killed(start_group, tmp_path):
     ((guard, (scratch,)),) = guards_of(group.pids).items()
     assert wait(group.call("get_info"), [group])[0].scratch == scratch and os.path.isdir(scratch)
     os.kill(group.pids[0], signal.SIGKILL)
-    assert alive_after([*children, guard], 5) == []
+    assert alive_after([*children, guard], 30) == []
     assert carrying(group.processes[0].mark.partition("=")[2]) == []
     assert not os.path.exists(scratch)
     assert "killed what it left behind" in (tmp_path / "engine-rank0.log").read_text()
@@ -81,7 +81,7 @@ def test_an_exception_ends_the_call_although_others_hang(start_group, tmp_path):
     begin = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
         wait(group.call("fail_if", 1), [group])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     error = caught.value
     assert (error.role, error.rank, error.host) == ("actor", 1, "127.0.0.1")
     assert (error.kind, error.message) == ("LocalError", "3 is not 4")
@@ -108,7 +108,7 @@ def test_a_group_works_on_after_an_exception(start_group):
 def test_the_death_is_reported_not_what_it_caused(start_group):
     """Rank 0 raises "Connection closed by peer" because rank 1 was killed."""
     group = start_group("actor", 2)
-    wait(group.call("meet"), [group], timeout=20)
+    wait(group.call("meet"), [group], timeout=60)
     refs = group.call("hang_on_peer")
     wait_until_it_hangs(group.processes[0])
     os.kill(group.pids[1], signal.SIGKILL)
@@ -166,10 +166,12 @@ def test_a_crash_leaves_its_stack_in_the_log(start_group):
 
 def test_a_timeout_names_the_silent_ranks_and_shows_where_they_are(start_group, tmp_path):
     group = start_group("actor", 3)
+    refs = group.call("hang_if", 2)
+    wait(refs[:2], [group])  # the others have answered, however long it takes them
     begin = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"no answer within 0.5 s from 1 of 3 calls") as caught:
-        wait(group.call("hang_if", 2), [group], timeout=0.5)
-    assert time.monotonic() - begin < 5
+        wait(refs, [group], timeout=0.5)
+    assert time.monotonic() - begin < 30
     assert caught.value.silent == ["actor rank 2"]
     assert str(tmp_path / "actor-rank2.log") in str(caught.value)
     wait_for(lambda: "in hang_if" in (tmp_path / "actor-rank2.log").read_text())
@@ -193,9 +195,9 @@ def test_nothing_survives_a_killed_controller(controller, tmp_path):
     assert len(folders) == 4 and report["temp_dir"] in folders
     process.kill()
     process.wait()
-    assert alive_after(report["workers"] + report["children"] + report["started"] + list(guards), 10) == []
+    assert alive_after(report["workers"] + report["children"] + report["started"] + list(guards), 30) == []
     token = report["mark"].partition("=")[2]
-    assert alive_after(carrying(token), 5) == []
+    assert alive_after(carrying(token), 30) == []
     assert carrying(token) == []
     assert [folder for folder in folders if os.path.exists(folder)] == []
 
@@ -207,9 +209,9 @@ def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_n
     """By the signals with which Slurm and Ctrl-C end a controller."""
     process, report = controller("hang", tmp_path, "")
     process.send_signal(signal_number)
-    process.wait(20)
-    assert alive_after(report["workers"] + report["children"] + report["started"], 10) == []
-    assert alive_after(carrying(report["mark"].partition("=")[2]), 5) == []
+    process.wait(60)
+    assert alive_after(report["workers"] + report["children"] + report["started"], 30) == []
+    assert alive_after(carrying(report["mark"].partition("=")[2]), 30) == []
 
 
 @pytest.mark.slow

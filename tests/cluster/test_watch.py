@@ -62,7 +62,7 @@ def test_a_stopped_rank_is_found_although_nobody_calls_it(start_group, quick):
     with pytest.raises(
         WorkerHung, match=r"critic rank 1 .*hangs: stopped for more than 2 s: .*critic"
     ) as caught:
-        wait(refs, [actor, critic], timeout=20, watch=Watch(idle_timeout=None))
+        wait(refs, [actor, critic], timeout=100, watch=Watch(idle_timeout=None))
     assert (caught.value.role, caught.value.rank, caught.value.pid) == ("critic", 1, critic.pids[1])
 
 
@@ -72,7 +72,7 @@ def test_a_stopped_child_of_a_rank_is_found(start_group, quick):
     refs = group.call("hang_if", 0)
     os.kill(children[1], signal.SIGSTOP)  # one with a session of its own
     with pytest.raises(WorkerHung, match=rf"engine rank 0 .* sleep \(process {children[1]}\)"):
-        wait(refs, [group], timeout=20, watch=Watch(idle_timeout=None))
+        wait(refs, [group], timeout=100, watch=Watch(idle_timeout=None))
 
 
 def test_the_rank_that_others_wait_for_is_named(start_group, quick, with_torch):
@@ -80,7 +80,7 @@ def test_the_rank_that_others_wait_for_is_named(start_group, quick, with_torch):
     group = start_group("actor", 3, fork_server=with_torch)
     refs = group.call("reduce_unless", 1, 600.0)
     with pytest.raises(WorkerHung, match="none of the ranks that are waited for has worked") as caught:
-        wait(refs, [group], timeout=30, watch=Watch(idle_timeout=3.0))
+        wait(refs, [group], timeout=100, watch=Watch(idle_timeout=3.0))
     assert caught.value.rank == 1
     assert "actor rank 0, actor rank 2 wait in a collective" in str(caught.value)
 
@@ -96,7 +96,7 @@ def test_work_is_no_hang(start_group, quick):
     """One rank works, in C code that holds the interpreter's lock, while the other sleeps."""
     group = start_group("actor", 2)
     refs = group.call("work_if", 1, 5.0)
-    assert wait(refs, [group], timeout=30, watch=Watch(idle_timeout=2.0)) == [0, 1]
+    assert wait(refs, [group], timeout=100, watch=Watch(idle_timeout=2.0)) == [0, 1]
 
 
 def test_a_rank_that_waits_for_its_disk_does_not_hang(start_group, quick, tmp_path):
@@ -175,8 +175,8 @@ def test_a_rank_is_started_anew(start_group, tmp_path, how):
     os.kill(pids[1], how)
     begun = time.monotonic()
     group.restart(1)
-    wait([group.started[1]], [group], timeout=30)
-    assert time.monotonic() - begun < 20
+    wait([group.started[1]], [group], timeout=100)
+    assert time.monotonic() - begun < 60
     assert group.pids[0] == pids[0] and group.pids[1] != pids[1] and group.started[0] == started[0]
     assert not os.path.exists(f"/proc/{pids[1]}") and not os.path.exists(before[1].scratch)
     after = wait(group.call("get_info"), [group])
@@ -229,7 +229,7 @@ def start(tmp_path):
 def test_it_ends_says_where_it_was_and_asks_to_be_started_again(start, number, words):
     controller, server = start(100)
     os.kill(server, number)
-    assert controller.wait(30) == 75
+    assert controller.wait(100) == 75
     message = controller.stderr.read()
     assert message.startswith(
         f"error: Ray's raylet (process {server}) {words}, and this process waits for it"
@@ -240,7 +240,7 @@ def test_it_ends_says_where_it_was_and_asks_to_be_started_again(start, number, w
 def test_a_controller_that_is_elsewhere_is_left_alone(start):
     controller, server = start(4, "own.py")
     os.kill(server, signal.SIGKILL)
-    assert controller.wait(30) == 0 and controller.stdout.read() == "went on\n"
+    assert controller.wait(100) == 0 and controller.stdout.read() == "went on\n"
 
 
 def test_a_server_that_goes_on_and_a_controller_that_ends_in_time_are_left_alone(start):
@@ -250,4 +250,4 @@ def test_a_server_that_goes_on_and_a_controller_that_ends_in_time_are_left_alone
     os.kill(server, signal.SIGCONT)
     time.sleep(1.2)
     os.kill(server, signal.SIGKILL)
-    assert controller.wait(30) == 0 and controller.stdout.read() == "went on\n"
+    assert controller.wait(100) == 0 and controller.stdout.read() == "went on\n"

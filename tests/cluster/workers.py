@@ -107,7 +107,7 @@ class Rank:
             with socket.create_server((self.info.master_addr, self.info.master_port)) as server:
                 self.peer, _ = server.accept()
         else:
-            for _ in range(100):
+            for _ in range(1000):
                 try:
                     self.peer = socket.create_connection((self.info.master_addr, self.info.master_port))
                     break

@@ -122,7 +122,7 @@ def test_hub_id_without_the_datasets_library(tmp_path, monkeypatch):
 
 def run_command(*arguments):
     command = [sys.executable, "-m", "megarl.data.gsm8k", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 def test_the_command_says_what_it_wrote(tmp_path):

@@ -123,7 +123,7 @@ def test_a_session_outlives_a_long_turn():
     """The server ends connections whose pings are not answered, as uvicorn does."""
 
     async def watchful(request):
-        socket = web.WebSocketResponse(heartbeat=0.2)
+        socket = web.WebSocketResponse(heartbeat=1.0)
         await socket.prepare(request)
         async for message in socket:
             if message.type != web.WSMsgType.TEXT or json.loads(message.data)["type"] == "close":
@@ -141,7 +141,7 @@ def test_a_session_outlives_a_long_turn():
         environment = OpenEnv(f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
             await environment.reset(TASK)
-            await asyncio.sleep(0.8)  # the policy writes
+            await asyncio.sleep(2.0)  # the policy writes
             return await environment.step(Turn(0, "a", [], "stop"))
         finally:
             await environment.close()

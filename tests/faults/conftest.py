@@ -20,22 +20,25 @@ def prepared(warm_imports: None) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """A controller with all that it has started: processes, the folders that are to be removed, and the ports on which the processes listen."""
+    """A controller with all that it has started: processes, the folders that are to be removed, and who listens on its ports: process ids and
+    ports."""
 
     process: subprocess.Popen
     report: dict[str, Any]
     pids: list[int]
     folders: list[str]
-    ports: list[int]
+    listeners: set[tuple[int, int]]
 
     def is_gone(self, seconds: float) -> None:
         """Assert that nothing of the run is left after at most `seconds`."""
         left = alive_after(self.pids, seconds)
-        assert [" ".join(psutil.Process(pid).cmdline()) for pid in left] == []
+        assert [_title(pid) for pid in left] == []
         for mark in self.report["marks"]:
-            assert carrying(mark.partition("=")[2]) == []
+            # Processes that Ray has started since may still be on their way out.
+            assert alive_after(carrying(mark.partition("=")[2]), 10) == []
         assert [folder for folder in self.folders if os.path.exists(folder)] == []
-        assert listening(os.listdir("/proc")).isdisjoint(self.ports)
+        # Not the ports alone: another test's process may have got one of them by now.
+        assert listening({str(pid) for pid, _ in self.listeners}).isdisjoint(self.listeners)
 
 
 @pytest.fixture
@@ -56,9 +59,10 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., Family]]:
         folders = [folder for folders in guards.values() for folder in folders]
         # The folders of two ranks, and Ray's.
         assert len(folders) == (2 if address else 3) and all(os.path.isdir(folder) for folder in folders)
-        ports = listening(map(str, watched))
+        ports = {port for _, port in listening(map(str, watched))}
         assert ports
-        return Family(process, report, alive([*watched, *guards]), folders, sorted(ports))
+        listeners = {(pid, port) for pid, port in listening(os.listdir("/proc")) if port in ports}
+        return Family(process, report, alive([*watched, *guards]), folders, listeners)
 
     yield start
     for process in processes:
@@ -66,8 +70,15 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., Family]]:
         process.wait()
 
 
-def listening(pids: Any) -> set[int]:
-    """The TCP ports on which processes listen."""
+def _title(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return f"process {pid}, which has ended since"
+
+
+def listening(pids: Any) -> set[tuple[int, int]]:
+    """The TCP ports on which processes listen, each with the process's id."""
     found = set()
     for pid in pids:
         if not pid.isdigit():
@@ -76,5 +87,5 @@ def listening(pids: Any) -> set[int]:
             connections = psutil.Process(int(pid)).net_connections("tcp")
         except psutil.Error:
             continue
-        found |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        found |= {(int(pid), one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN}
     return found

@@ -16,6 +16,7 @@ from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
+from tests.cluster.processes import titled
 
 STEPS = 9
 # An engine answers four requests at a time: most are open when the first answers come.
@@ -59,7 +60,6 @@ def start(folder: Path, recipe: str, num_prompts: int, overrides: Sequence[str] 
 def scheduler(roles: Roles, engine: int) -> int:
     """The pid of an engine's SGLang scheduler."""
     family = psutil.Process(roles.engines.pids[engine]).children(recursive=True)
-    found = [(one.pid, one.status(), " ".join(one.cmdline())) for one in family]
-    pids = [pid for pid, _, command in found if "sglang::scheduler" in command]
-    assert len(pids) == 1, f"the processes of engine {engine}: {found}"
+    pids = titled("sglang::scheduler", family)
+    assert len(pids) == 1, f"the processes of engine {engine}: {family}"
     return pids[0]

@@ -31,6 +31,7 @@ from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.inputs import load_train_inputs
 from megarl.trainer.stages.rollouts import generate
+from tests.cluster.processes import titled
 from tests.waiting import wait_for
 
 # Each engine gets 16 requests and answers 4 at a time: most are open when the first answers come.
@@ -59,7 +60,7 @@ class Served:
     def scheduler(self, engine: int) -> int:
         """The pid of an engine's SGLang scheduler; where engines are on several nodes, `engine` counts their processes."""
         family = psutil.Process(self.roles.engines.pids[engine]).children(recursive=True)
-        (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
+        (pid,) = titled("sglang::scheduler", family)
         return pid
 
     def answer(self, finished=lambda table: None) -> pa.Table:
@@ -128,7 +129,7 @@ def test_while_nobody_needs_it(served: Served) -> None:
     engines, actor = served.roles.engines, served.roles.actor.group
     before = served.roles.restarts.count
     os.kill(served.scheduler(0), signal.SIGKILL)
-    wait_for(lambda: engines.processes[0].is_dead, 10)
+    wait_for(lambda: engines.processes[0].is_dead)
     assert served.run.wait(actor.call("memory"))
     with served.roles.memory.phase("sync"):
         sync_weights(served.run, served.roles, 2)
@@ -143,7 +144,7 @@ def test_between_two_generations_of_a_step(served: Served) -> None:
     restarts, engines = served.roles.restarts, served.roles.engines
     before, version = restarts.count, restarts.version
     os.kill(served.scheduler(1), signal.SIGKILL)
-    wait_for(lambda: engines.processes[1].is_dead, 10)
+    wait_for(lambda: engines.processes[1].is_dead)
     restarts.replace_lost()
     assert restarts.count == before + 1 and restarts.lacks_weights
     answers = served.answer()

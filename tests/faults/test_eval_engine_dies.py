@@ -14,6 +14,7 @@ from megarl.config import EvalConfig, load_config, resolve
 from megarl.data.trajectories import read_trajectories
 from megarl.trainer.loops import evaluate as evaluation
 from megarl.trainer.stages.scoring import Rewards
+from tests.cluster.processes import titled
 
 NUM_PROBLEMS, SAMPLES = 12, 2
 
@@ -53,7 +54,7 @@ def test_in_the_middle_of_the_answers(tmp_path, monkeypatch):
 def scheduler_of(engine: int) -> int:
     """The SGLang scheduler of an engine's process."""
     family = psutil.Process(engine).children(recursive=True)
-    (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
+    (pid,) = titled("sglang::scheduler", family)
     return pid
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.processes import ROOT, alive_after, start_controller
 from tests.waiting import wait_for
 
-DEATH_SECONDS, HANG_SECONDS = 15, 90
+DEATH_SECONDS, HANG_SECONDS = 30, 90
 RAY_SECONDS = 60  # how long Ray would wait for a GCS server
 
 

@@ -80,7 +80,7 @@ def test_an_agent_searches_an_index_of_documents(serve, tmp_path):
     texts = ["It rains in Paris.", "The river of Rome is the Tiber.", "Rome has seven hills."]
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     write = [sys.executable, "-m", "examples.agents.search_agent", str(documents), str(index)]
-    written = subprocess.run(write, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    written = subprocess.run(write, cwd=ROOT, capture_output=True, text=True, check=True, timeout=400)
     assert written.stdout == f"{index}: 3 documents\n"
     served = serve([called("search", query='river" OR Rome*'), "It is the Tiber."])
     command = [sys.executable, "-m", "megarl.gateway.call", str(AGENTS / "search_agent.py"), "agent"]
@@ -132,7 +132,7 @@ def test_an_environment_of_verifiers_plays_a_session_and_its_rewards_are_posted(
         "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     }
     rows = [str(python), file, json.dumps(config), "rows.jsonl", "--start", "2", "--stop", "4"]
-    subprocess.run(rows, cwd=tmp_path, env=environment, check=True, timeout=200)
+    subprocess.run(rows, cwd=tmp_path, env=environment, check=True, timeout=400)
     _, row = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
     assert (row["prompt"], row["extra_info"]["index"], row["data_source"]) == ("3+2", 3, "verifiers/sums_v1")
     served = serve(["5"], tools=None)

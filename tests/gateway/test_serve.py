@@ -97,7 +97,7 @@ def test_a_served_model_answers_as_hugging_faces(model, server):
     trained = [12, 12 + drawn.usage.completion_tokens]  # the second response may have ended early
     assert [sum(one["response_mask"]) for one in ended["trajectories"]] == trained
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) in (0, -signal.SIGTERM)
+    assert process.wait(100) in (0, -signal.SIGTERM)
 
 
 def test_what_cannot_be_served_is_told_before_an_engine_starts(model, tmp_path, capsys, monkeypatch):

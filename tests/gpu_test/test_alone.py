@@ -46,7 +46,7 @@ def reports(dense: list[str], experts: list[str]) -> list[dict]:
     jobs = [(dense, "actor", 3), (experts, "actor", 0)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_test.lone_ranks", RECIPE, json.dumps(jobs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

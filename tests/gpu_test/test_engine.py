@@ -21,7 +21,7 @@ def test_an_engine_goes_through_the_step_on_a_cpu(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     assert done.returncode == 0, done.stderr[-3000:]

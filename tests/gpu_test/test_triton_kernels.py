@@ -28,7 +28,7 @@ def test_kernels_compute_what_torch_does() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megarl.gpu_test.kernels"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(TRITON)

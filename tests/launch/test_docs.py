@@ -50,7 +50,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
 
 def run(command: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        shlex.split(command, comments=True), capture_output=True, text=True, timeout=60, check=False
+        shlex.split(command, comments=True), capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -75,7 +75,7 @@ def test_what_kubernetes_refuses_is_said_and_the_exit_code_tells(kubernetes: tup
     bad = manifest.replace("backoffLimit: 3", "backoffLimit: -1")
     assert bad != manifest
     applied = subprocess.run(
-        ["kubectl", "apply", "-f", "-"], input=bad, capture_output=True, text=True, timeout=60
+        ["kubectl", "apply", "-f", "-"], input=bad, capture_output=True, text=True, timeout=200
     )
     assert applied.returncode == 1 and "backoff limit is not negative" in applied.stderr
     assert kubernetes[1] == ["POST configmaps demo-recipe"]

@@ -118,7 +118,7 @@ def test_tasks_of_a_job_array_copy_checkpoints_to_places_of_their_own(
     config = json.dumps({"keys": {key: {"value": value} for key, value in keys.items()}})
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     process = start_node(tmp_path, "localhost", 1, megarl=f"#!{sys.executable}\nprint({config!r})\n")
-    assert process.wait(60) == 2
+    assert process.wait(100) == 2
     said = (tmp_path / "said").read_text()
     assert "trainer.checkpoint_url=s3://bucket/sweep is the same for all tasks of the job array" in said
 
@@ -134,7 +134,7 @@ def test_a_worker_follows_a_head_that_was_started_again(tmp_path: Path) -> None:
             wait_for(lambda count=count: starts.exists() and len(starts.read_text().splitlines()) == count)
             assert f" --address {head} " in starts.read_text().splitlines()[-1]
         (tmp_path / "done").write_text("0\n")
-        assert process.wait(30) == 0, (tmp_path / "said").read_text()
+        assert process.wait(100) == 0, (tmp_path / "said").read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -185,11 +185,11 @@ def test_a_worker_that_is_lost_fails(nodes: Nodes) -> None:
     ],
 )
 def test_what_cannot_run_says_why(nodes: Nodes, more: dict[str, str], said: str) -> None:
-    assert nodes.start(0, **more).wait(30) == 2
+    assert nodes.start(0, **more).wait(100) == 2
     assert said in nodes.log(0)
 
 
 def test_fewer_gpus_than_the_recipe_has_devices_are_refused(nodes: Nodes) -> None:
     nodes.task["run"] = nodes.task["run"].replace(" --cpu ", " ")
-    assert nodes.start(0, SKYPILOT_NUM_GPUS_PER_NODE="1").wait(30) == 2
+    assert nodes.start(0, SKYPILOT_NUM_GPUS_PER_NODE="1").wait(100) == 2
     assert "the recipe is made for 2 GPUs a node, and SkyPilot gave 1" in nodes.log(0)

@@ -124,7 +124,7 @@ def test_a_job_of_the_wrong_size_says_so(slurm: Slurm, stub: Path) -> None:
         SFT, "trainer.nnodes=3", "trainer.n_gpus_per_node=2",
     )  # fmt: skip
     begun = time.monotonic()
-    assert slurm.end(job) == ("FAILED", 1) and time.monotonic() - begun < 60
+    assert slurm.end(job) == ("FAILED", 1) and time.monotonic() - begun < 150
     assert (
         "node.sh: n1: the job has 2 nodes, and the recipe is made for trainer.nnodes=3: submit with --nodes 3"
         in slurm.output(job)
@@ -235,7 +235,7 @@ def test_the_quickstart_runs_across_both_nodes(slurm: Slurm, trained: tuple[str,
 
 def test_nothing_of_a_job_outlives_it(slurm: Slurm, trained: tuple[str, Path]) -> None:
     """Ray's agents end within seconds after their raylet."""
-    wait_for(lambda: not slurm.names() - {"unshare", "slurmd", "slurmstepd"}, 30, slurm.names, apart=0.2)
+    wait_for(lambda: not slurm.names() - {"unshare", "slurmd", "slurmstepd"}, 100, slurm.names, apart=0.2)
 
 
 @pytest.mark.slow

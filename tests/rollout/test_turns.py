@@ -280,8 +280,9 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
     ],
 )
 def test_an_environment_that_fails_costs_its_trajectory(results, error):
+    limit = 0.2 if isinstance(results[-1], float) else 60.0  # the other steps may take long on a busy machine
     generation = play(
-        Policy(["5", "6", "7"]), partial(Script, *results), limits=MultiTurnConfig(step_timeout=0.2)
+        Policy(["5", "6", "7"]), partial(Script, *results), limits=MultiTurnConfig(step_timeout=limit)
     )
     assert error in notes(generation)["error"]
     assert not any(generation.response_mask) and generation.environment_score is None

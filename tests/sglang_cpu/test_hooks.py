@@ -17,7 +17,7 @@ SWITCH = "SGLANG_USE_CPU_ENGINE"
 def run(code, **environment):
     base = {name: value for name, value in os.environ.items() if name != SWITCH}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=base | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=base | environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

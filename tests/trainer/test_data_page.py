@@ -151,7 +151,7 @@ def test_the_example_runs(folder: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     found = steps(folder / "outputs/my_grpo")

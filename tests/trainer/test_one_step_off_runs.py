@@ -246,7 +246,7 @@ def started(whole: FinishedRun, tmp_path: Path) -> Iterator[subprocess.Popen]:
         assert process.poll() is None, (tmp_path / "stdout").read_text()
         return "checkpoint: " in (tmp_path / "stdout").read_text()
 
-    wait_for(has_saved, 200, (tmp_path / "stdout").read_text)
+    wait_for(has_saved, 400, (tmp_path / "stdout").read_text)
     yield process
     process.kill()
     process.wait()
@@ -258,7 +258,7 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
     whole: FinishedRun, tmp_path: Path, started: subprocess.Popen, number: signal.Signals
 ) -> None:
     os.kill(started.pid, number)
-    code = started.wait(60)
+    code = started.wait(200)
     saved = steps_in(tmp_path / "run/checkpoints")
     logged = [step["step"] for step in steps(tmp_path / "run")]
     assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL)

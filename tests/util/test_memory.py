@@ -132,7 +132,7 @@ thread.join()
 def measured(how: str) -> dict[str, int]:
     done = subprocess.run(
         [sys.executable, "-c", USE, how], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100, check=True,
+        capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 

@@ -71,7 +71,7 @@ def test_sglang_leaves_an_engine_with_what_the_trainer_has(monkeypatch):
     given = [environments(monkeypatch, asked) for asked in cases]
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, json.dumps([engine for _, engine in given])],
-        env=dict(os.environ) | sglang_environment("cpu", 1), capture_output=True, text=True, timeout=240,
+        env=dict(os.environ) | sglang_environment("cpu", 1), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for asked, (trainer, _), found in zip(
@@ -86,7 +86,7 @@ def test_a_deterministic_engine_needs_its_number_of_channels_in_trainers(monkeyp
     given = [environments(monkeypatch, case) for case in ({}, asked)]
     done = subprocess.run(
         [sys.executable, "-c", DETERMINISTIC, json.dumps([engine for _, engine in given])],
-        env=dict(os.environ) | sglang_environment("cpu", 1), capture_output=True, text=True, timeout=240,
+        env=dict(os.environ) | sglang_environment("cpu", 1), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (alone, for_the_job) = [

@@ -38,7 +38,7 @@ def _call(function: str, *arguments: Any) -> Any:
         env={**os.environ, **sglang_environment("cpu", 1)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -224,7 +224,7 @@ def test_a_silent_trainer_is_named_within_the_timeout(tmp_path, way):
     begun = time.monotonic()
     with pytest.raises(LinkError, match="trainer rank 0"):
         receiver.receive(1)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     sender.close()
     del sending
 

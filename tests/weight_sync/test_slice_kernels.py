@@ -26,7 +26,7 @@ def cases(how: str, folder: Path, *names: str, module: str = "interpreted_slices
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder)}
     environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
     command = [sys.executable, "-m", f"tests.weight_sync.{module}", how, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -128,7 +128,7 @@ def test_a_real_download(tmp_path: Path) -> None:
                    "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
     try:
         result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
         )
     finally:
         server.shutdown()
@@ -153,7 +153,7 @@ def test_without_a_way_to_the_hub_it_says_what_to_do(tmp_path: Path) -> None:
     )
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stderr
     message = result.stdout

@@ -87,11 +87,16 @@ def test_a_container_is_removed_by_the_runner_and_ends_with_the_gateway(
 ):
     sandbox, code = Container("docker", replace(settings, image="image")), "import time; time.sleep(1000)"
 
-    def pid() -> int:
+    def noted() -> str:
         (name,) = given(docker()[-1], "--name") or docker()[-1][-1:]
-        return int((tmp_path / "bin" / name).read_text())
+        file = tmp_path / "bin" / name
+        return file.read_text() if file.exists() else ""
 
-    exit_code, _ = play(sandbox, code, meanwhile=lambda: gateway.connections)
+    def pid() -> int:
+        return int(noted())
+
+    # The container may connect before the stand-in for `docker` has noted its process.
+    exit_code, _ = play(sandbox, code, meanwhile=lambda: gateway.connections and noted())
     run, removal = docker()
     assert exit_code is None and removal == ["rm", "--force", *given(run, "--name")]
     wait_for(lambda: ended(pid()))
@@ -104,7 +109,7 @@ def test_a_container_is_removed_by_the_runner_and_ends_with_the_gateway(
         def stop(self, agent: AgentProcess) -> None:
             return None
 
-    exit_code, _ = play(Killed(), code, meanwhile=lambda: len(gateway.connections) == 2)
+    exit_code, _ = play(Killed(), code, meanwhile=lambda: len(gateway.connections) == 2 and noted())
     left = pid()
     assert exit_code is None and not ended(left)
     gateway.end()

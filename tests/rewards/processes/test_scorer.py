@@ -29,6 +29,11 @@ def hang():
 def fail():
     return {}["missing"]
 
+def wait(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    return 1
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     actions = {
         "hang": hang,
@@ -39,6 +44,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         "text": lambda: "high",
         "pid": os.getpid,
         "sleep": lambda: time.sleep(0.3) or 1,
+        "wait": lambda: wait(extra_info["go"]),
         "no GIL given back": lambda: ctypes.PyDLL(None).sleep(100),
         "child": lambda: [subprocess.Popen(["sleep", "100"]), os._exit(0)],
     }
@@ -200,24 +206,27 @@ def test_many_samples_in_several_parts(plain):
     }
 
 
-def test_submitting_does_not_wait(plain):
-    begun = time.perf_counter()
-    plain.submit(samples("sleep", "sleep"))
-    assert time.perf_counter() - begun < 0.25
+def test_submitting_does_not_wait(plain, tmp_path):
+    """The rewards wait for a file that is made afterwards."""
+    go = tmp_path / "go"
+    told = json.dumps({"go": str(go)})
+    plain.submit([Sample(f"p{number}/0", "mine", "", "wait", "", told) for number in range(2)])
+    go.touch()
     assert [score.score for score in plain.collect().values()] == [1.0, 1.0]
 
 
-def test_whatever_goes_wrong_costs_its_own_sample(plain):
+def test_whatever_goes_wrong_costs_its_own_sample(plain, monkeypatch):
+    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 100.0)  # each worker ends by itself
     kinds = ["1", "hang", "raise", "2", "segfault", "exit", "3", "sys.exit", "text", "no GIL given back", "4"]
     begun = time.perf_counter()
     result = dict(zip(kinds, scored(plain, *kinds), strict=True))
-    assert time.perf_counter() - begun < 10
+    assert time.perf_counter() - begun < 60
     assert [result[kind].score for kind in "1234"] == [1.5, 2.5, 3.5, 4.5]
     failed = {kind: score for kind, score in result.items() if len(kind) > 1}
     assert {score.score for score in failed.values()} == {None}
     assert failed["hang"].error.startswith("no result within 1 s; it was at\n")
     assert "my_reward.py" in failed["hang"].error and "in hang" in failed["hang"].error
-    assert failed["hang"].seconds == pytest.approx(1.0, abs=0.9)
+    assert 0.1 < failed["hang"].seconds < 30
     assert failed["raise"].error.startswith("KeyError: 'missing'\n")
     assert 'return {}["missing"]' in failed["raise"].error
     assert "worker.py" not in failed["raise"].error
@@ -316,12 +325,14 @@ def test_the_time_limit_holds_for_a_worker_that_does_not_read(tmp_path, monkeypa
     assert [score.score for score in result] == [None, 1.0, 1.0, 1.0]
 
 
-def test_what_a_dead_worker_left_behind_is_killed(plain):
+def test_what_a_dead_worker_left_behind_is_killed(plain, monkeypatch):
     """A child holds the worker's files open; the worker's death is noticed all the same."""
+    for name in ("_GRACE_SECONDS", "_LOOK_SECONDS"):  # it is noticed at once, not at the next look
+        monkeypatch.setattr(scorer_module, name, 100.0)
     begun = time.perf_counter()
     (score,) = scored(plain, "child")
     assert score.error == "its process ended with exit code 0"
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - begun < 60
 
 
 def test_async_functions_run_together_up_to_a_limit(file):
@@ -408,7 +419,7 @@ def test_closing_ends_workers_that_hang(file):
     scorer.submit(samples("hang"))
     begun = time.perf_counter()
     scorer.close()
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - begun < 60
     assert not is_running(pid)
     assert not scorer._thread.is_alive()
 
@@ -432,4 +443,4 @@ def test_workers_die_with_the_controller(file, tmp_path):
         wait_for(begun.exists)
         assert is_running(pid)
         controller.send_signal(signal.SIGKILL)
-    wait_for(lambda: not is_running(pid), 10)
+    wait_for(lambda: not is_running(pid))

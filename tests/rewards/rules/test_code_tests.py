@@ -71,7 +71,7 @@ def test_time_for_all_tests():
         slow,
         stdin(("1 2", "3"), ("1 3", "4"), ("9 1", "10"), ("1 4", "5")),
         time_limit=20.0,
-        total_seconds=1.5,
+        total_seconds=3.0,
     )
     assert result["score"] == 2 / 4
     assert result["failure"] == "test 3 of 4: timeout"

@@ -147,7 +147,7 @@ def test_a_comparison_without_end_is_stopped(answer: str) -> None:
     equivalent("x", "y+1")  # the library is imported
     begun = time.perf_counter()
     assert equivalent(answer, "9^{9^{9^9}}", time_limit=0.5) is None
-    assert time.perf_counter() - begun < 5  # ten times the limit, in case the process gets no processor
+    assert time.perf_counter() - begun < 30  # many times the limit, in case the process gets no processor
 
 
 @pytest.mark.parametrize(

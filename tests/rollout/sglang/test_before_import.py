@@ -140,7 +140,7 @@ def test_it_ends_with_its_parent_and_collects_no_garbage_before_the_import(tmp_p
     script.write_text(SPAWN)
     done = subprocess.run(
         [sys.executable, str(script), str(runs)], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout == "(False, 9, False)\n" * 2, done.stderr
     assert runs.read_text() == "__main__\n__mp_main__\n"  # the child of `without_main` does not run it
@@ -151,6 +151,6 @@ def test_a_copy_leaves_connections_to_the_process_that_it_was_made_of(tmp_path: 
     script.write_text(FORK)
     done = subprocess.run(
         [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout == "ended 0\n", done.stderr

@@ -210,12 +210,12 @@ def test_nothing_of_it_listens_on_a_network(served: Served) -> None:
 
 def test_a_rank_of_another_group_that_is_killed_ends_the_engine(served: Served) -> None:
     """The last test that uses this engine."""
-    pids = served.engine.call("pids")
-    psutil.Process(pids[-1]).send_signal(signal.SIGKILL)
+    family = [psutil.Process(pid) for pid in served.engine.call("pids")]
+    family[-1].send_signal(signal.SIGKILL)
     served.engine.process.join(FEW_SECONDS)
     assert served.engine.process.exitcode == 1
     assert f"TP rank {served.layout.tp - 1}" in served.engine.log.read_text()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], FEW_SECONDS)
+    _, alive = psutil.wait_procs(family, FEW_SECONDS)
     assert not alive
 
 

@@ -18,7 +18,7 @@ from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import Sender, sync_state
 from tests.rollout.sglang.test_engine import GREEDY, PROMPTS, UIDS, assert_serves
 
-FEW_SECONDS = 20
+FEW_SECONDS = 60
 
 
 @pytest.fixture(scope="module")

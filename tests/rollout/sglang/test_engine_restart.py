@@ -19,7 +19,7 @@ from tests.rollout.sender import Sender
 from tests.rollout.sglang.test_engine import GREEDY, PROMPTS, UIDS, assert_serves
 from tests.rollout.test_sync_of_adapters import assert_serves as assert_serves_adapters
 
-LINK_TIMEOUT, FEW_SECONDS = 120.0, 10
+LINK_TIMEOUT, FEW_SECONDS = 120.0, 40
 
 
 def kill(engine: EngineProcess) -> None:

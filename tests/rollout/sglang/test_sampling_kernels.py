@@ -33,7 +33,7 @@ def cases(how: str, folder: Path) -> dict[str, Any]:
     }
     environment["TRITON_INTERPRET"] = "1" if how == "interpret" else "0"
     command = [sys.executable, "-W", "ignore", "-m", "tests.rollout.sglang.interpreted_sampling", how]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -148,7 +148,7 @@ def test_only_gpus_have_the_hook() -> None:
     code = "from megarl.rollout.sglang.process import hooks; print(*(set(hooks('cuda', 1)) - set(hooks('cpu', 1))))"
     environment = {**os.environ, **sglang_environment("cpu", 1)}  # allows the import of SGLang here
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "sglang.srt.layers.sampler.Sampler.forward"
 

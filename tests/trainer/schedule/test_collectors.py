@@ -148,7 +148,7 @@ def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play
     play.batches.of(1)
     play.release.clear()
     with play.batches.during_learning(1):
-        time.sleep(0.3)  # the models learn
+        time.sleep(0.6)  # the models learn
         threading.Timer(1.0, play.release.set).start()
     seconds = play.run.seconds
     assert 0.4 < seconds["ahead_wait"] < seconds["ahead"] - 0.2
@@ -222,9 +222,9 @@ def test_a_step_that_is_skipped_leaves_the_next_its_batch(
 ) -> None:
     play = Play(monkeypatch, tmp_path, configured(f"trainer.on_nonfinite={'skip' if skips else 'stop'}"))
     batch = play.batches.of(1)
+    play.release.clear()
     if skips:
         threading.Timer(0.2, play.release.set).start()
-    play.release.clear()
     with pytest.raises(NotFinite, match="a loss"), play.batches.during_learning(1):
         raise NotFinite("a loss", batch.table)
     assert (play.batches.ahead is not None) == skips
@@ -242,4 +242,4 @@ def test_a_failure_of_one_view_ends_the_other(play: Play) -> None:
     with pytest.raises(TypeError, match="not callable"), play.batches.during_learning(2) as (run, _):
         while True:
             run.wait([])
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30

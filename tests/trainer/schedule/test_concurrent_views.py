@@ -43,7 +43,7 @@ def test_its_exception_is_raised_by_the_main_threads_next_look() -> None:
 
     watch.look([], [])
     background.start(task)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     with pytest.raises(ValueError, match="of the task"):
         while time.monotonic() < deadline:
             watch.look([], [])
@@ -74,7 +74,7 @@ def test_it_ends_when_it_is_told(asks: bool) -> None:
     assert begun.wait(30)
     told = time.monotonic()
     background.end()
-    assert time.monotonic() - told < 2 and ended == [True] and no_thread_is_left()
+    assert time.monotonic() - told < 30 and ended == [True] and no_thread_is_left()
 
 
 def test_what_the_main_thread_finds_while_it_waits_is_raised() -> None:

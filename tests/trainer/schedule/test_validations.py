@@ -124,7 +124,7 @@ def test_results_are_those_of_the_step_of_the_weights(told: Told) -> None:
 def test_the_next_one_waits_for_the_one_before(told: Told) -> None:
     one = told.made()
     one.begin(2)
-    timer = threading.Timer(0.2, told.go.set)
+    timer = threading.Timer(0.7, told.go.set)
     timer.start()
     with told.run.step(4) as metrics:
         one.begin(4)

@@ -12,6 +12,7 @@ import pytest
 from megarl.cluster.guard import process_state
 from megarl.gateway.sandboxes.containers import Container
 from megarl.gateway.sandboxes.interface import AgentProcess
+from megarl.gateway.server import listen
 from tests.waiting import wait_for
 
 # A container is no child of `docker run` but a process group of its own, which `docker rm --force` ends.
@@ -57,6 +58,14 @@ def ended(pid: int) -> bool:
     return process_state(pid) is None
 
 
+def is_free(port: int) -> bool:
+    try:
+        listen("127.0.0.1", port).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_an_agent_runs_in_a_container_of_its_tasks_image(settings, docker, play, tmp_path):
     sandbox = Container(
         "docker", replace(settings, image="repo/{name}:1", memory_mb=300, readable=("/data",))
@@ -100,6 +109,8 @@ def test_a_container_is_removed_by_the_runner_and_ends_with_the_gateway(
     run, removal = docker()
     assert exit_code is None and removal == ["rm", "--force", *given(run, "--name")]
     wait_for(lambda: ended(pid()))
+    # Its agent was killed with it, and has its listener as long as it has not executed its program.
+    wait_for(lambda: is_free(settings.port))
 
     class Killed:
         """The sandbox of a runner that was killed: nothing removes the container."""

@@ -54,7 +54,8 @@ _EXIT_LINE_SECONDS = 2.0
 _NODE_SECONDS = 5.0
 # Messages of gloo, NCCL (torch 2.13) and the links of a weight sync about a lost connection.
 _LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|reset by peer|closed its connection|could not be reached|broken pipe",
+    r"connection (was )?(closed|reset|refused)|reset by peer|closed its connection|could not be reached|broken pipe"
+    r"|remote process exit",
     re.IGNORECASE,
 )
 # Messages of gloo and NCCL about a collective that has taken longer than the group's timeout (torch 2.13).

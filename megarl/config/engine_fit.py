@@ -10,7 +10,11 @@ from megarl.config.schema.commands import RolloutConfig
 def engine_problems(
     key: str, rollout: RolloutConfig, model: ModelFacts, loads: bool = False
 ) -> Iterator[str]:
-    """Problems of the engines' section `key` with a model; `loads`: whether the engines load the model's folder themselves, rather than being sent weights."""
+    """Problems of the engines' section `key` with a model.
+
+    Args:
+        loads: The engines load the model's folder themselves, and are sent no weights.
+    """
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     yield from _head_problems(key, rollout, model)
     yield from _block_problems(key, rollout, model, loads)

@@ -124,6 +124,20 @@ def test_a_death_that_takes_its_time_is_reported_where_a_connection_was_lost(sta
         wait(group.call("lose_peer", 2.5), [group])
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[1] is setting up NCCL communicator: Connection reset by peer",
+        "NCCL error: remote process exited or there was a network error",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "Connection closed by peer [127.0.0.1]:1",
+    ],
+)
+def test_nccl_and_gloo_say_in_these_words_that_a_connection_was_lost(message):
+    assert waiting._LOST_PEER.search(message)
+    assert not waiting._LOST_PEER.search("NCCL error: unhandled cuda error")
+
+
 def test_the_earliest_exception_is_reported(start_group, tmp_path):
     group = start_group("actor", 2)
     with pytest.raises(WorkerFailed, match=r"RuntimeError: failed first") as caught:

@@ -66,6 +66,8 @@ class DeviceMemory:
     steps: int = 0
     written: list[list[str]] = field(default_factory=list)
     most: str = ""  # MiB on the fullest device, as printed last
+    # Models, by role, that have computed since they last gave back the memory that torch keeps for a process's next tensors.
+    at_work: dict[str, WorkerGroup] = field(default_factory=dict)
     recover: Recover = nothing_is_replaced
 
     def view(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
@@ -74,7 +76,7 @@ class DeviceMemory:
         It adds to the accounts of this object, and is for one step.
         """
         owners = [owner for owner in self.owners if owner.group in groups]
-        return replace(self, run=run, owners=owners, recover=recover)
+        return replace(self, run=run, owners=owners, recover=recover, at_work={})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -170,8 +172,29 @@ class DeviceMemory:
         needed = self.needs[name]
         others = [owner for owner in self.owners if owner.name not in needed]
         coming = [owner for owner in self.owners if not owner.resident and owner.name in needed]
-        self._move("release_memory", [owner for owner in others if owner.movable and owner.resident])
+        leaving = [owner for owner in others if owner.movable and owner.resident]
+        self._move("release_memory", leaving)
+        self._make_room_for(needed, leaving)
         self._move("resume_memory", coming)
+
+    def _make_room_for(self, needed: Sequence[str], left: Sequence[Owner]) -> None:
+        """Have models give back the memory that torch keeps for their next pass, where other groups work on their GPUs now.
+
+        Only their own processes could use it: the activations of a pass would stay on the GPU beside those of the next group's. What
+        leaves the devices takes it along (`left`), but where nothing moves nobody else gives it back.
+        """
+        for owner in left:
+            self.at_work.pop(owner.group.role, None)
+        working = [owner for owner in self.owners if owner.name in needed]
+        full = {
+            role: group
+            for role, group in self.at_work.items()
+            if any(share_gpus(group, owner.group) for owner in working)
+        }
+        if full:
+            self.run.wait([call for group in full.values() for call in group.call("return_memory")])
+        models = {o.group.role: o.group for o in working if not o.name.startswith("rollout_")}
+        self.at_work = {role: one for role, one in self.at_work.items() if role not in full} | models
 
     def _move(self, method: str, owners: list[Owner]) -> None:
         self._call(method, owners)

@@ -333,6 +333,10 @@ class ModelWorker:
         for part in parts:
             self.parts[part].reload()
 
+    def return_memory(self) -> None:
+        """Give back the device memory that torch keeps for this process's next tensors: other processes need it now."""
+        torch.cuda.empty_cache()
+
     def memory(self) -> list[dict[str, int]]:
         """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, of everything
         that torch has allocated there ("allocated"); one entry, since the process has one device."""

@@ -205,6 +205,46 @@ def test_updates_on_the_same_gpus_take_turns_though_nothing_moves(critic_devices
     assert memory.turns(["critic", "actor"]) == (turns if shared else [("update", ("critic", "actor"))])
 
 
+def returns(memory, phases):
+    """By phase, the roles that were asked to give back memory as it began."""
+    asked = []
+    for group in {id(owner.group): owner.group for owner in memory.owners}.values():
+
+        def call(method, parts=(), group=group, usual=group.call):
+            if method == "return_memory":
+                asked.append(group.role)
+                return [None]
+            return usual(method, parts)
+
+        group.call = call
+    found = []
+    for phase in phases:
+        asked.clear()
+        with memory.held(phase):
+            found.append((phase, sorted(asked)))
+    return found
+
+
+def test_models_that_stay_on_shared_gpus_give_back_what_their_passes_took():
+    """Nothing moves, since the engines have GPUs of their own: a critic's activations must not stay beside the actor's."""
+    phases = ("sync", "generate", "evaluate_models", "update_critic", "update_actor") * 2
+
+    def learners(**more):
+        memory, _, _ = make(**more)
+        memory.owners = [owner for owner in memory.owners if owner.group.role in ("actor", "critic")]
+        return memory
+
+    shared = returns(learners(movable=False, gpu_id="0"), phases)
+    assert [asked for _, asked in shared] == [[], [], ["actor"], ["actor"], ["critic"]] * 2
+    # With GPUs of their own each keeps its memory; so it is on CPUs; and what moves has given it back.
+    for more in (
+        {"movable": False, "gpu_id": "0", "critic_devices": ("d2", "d3")},
+        {"movable": False},
+        {"movable": True, "gpu_id": "0"},
+    ):
+        assert all(asked == [] for _, asked in returns(learners(**more), phases))
+
+
 def test_groups_that_share_a_gpu_are_in_different_turns():
     def group(*names, gpu_id="0"):
         return SimpleNamespace(devices=[(Slot(name, gpu_id),) for name in names])

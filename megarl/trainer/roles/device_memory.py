@@ -123,7 +123,7 @@ class DeviceMemory:
         }
         movable = {owner.group.role for owner in self.owners if owner.movable}
         one, other = groups[roles[0]], groups[roles[-1]]
-        shared = one is not other and set(_devices(one)) & set(_devices(other))
+        shared = one is not other and set(devices_of(one)) & set(devices_of(other))
         # In the same processes they cannot be updated at once anyway.
         together = len(roles) > 1 and one is other
         makes_room = shared and movable & {one.role, other.role}
@@ -218,7 +218,7 @@ class DeviceMemory:
         for role, group in groups.items():
             processes = self.run.wait(calls[role])
             found = [entry for process in processes for entry in process]
-            for device, entry in zip(_devices(group), found, strict=True):
+            for device, entry in zip(devices_of(group), found, strict=True):
                 for part, num_bytes in entry.items():
                     name = names.get((role, part), f"{role}_{part}")
                     account.setdefault(name, {})[device] = num_bytes
@@ -254,7 +254,7 @@ def _totals(account: Account, names: set[str]) -> dict[Device, int]:
     return totals
 
 
-def _devices(group: WorkerGroup) -> list[Device]:
+def devices_of(group: WorkerGroup) -> list[Device]:
     """The devices of all ranks of all processes, in their order."""
     return [device for devices in group.devices for device in devices]
 
@@ -265,8 +265,8 @@ def share_gpus(one: WorkerGroup, other: WorkerGroup) -> bool:
     They then work in turns. CUDA runs the kernels of two processes in slices of time: a collective of one spins in its slices while
     its peer's GPU runs slices of the other, and the activations of both are on the device together.
     """
-    gpus = {device for device in _devices(one) if device.gpu_id is not None}
-    return one is not other and not gpus.isdisjoint(_devices(other))
+    gpus = {device for device in devices_of(one) if device.gpu_id is not None}
+    return one is not other and not gpus.isdisjoint(devices_of(other))
 
 
 def gpu_turns(groups: Sequence[WorkerGroup]) -> list[list[int]]:
@@ -297,13 +297,43 @@ def device_memory(
     reward_model: Role | None,
     *,
     trains: bool = True,
+    left: Collection[WorkerGroup] = (),
 ) -> DeviceMemory:
     """The memory of a run's devices, by owner; freed engines have been released already.
 
     Args:
         judges: the references by their roles.
         trains: whether the actor has gradients and an optimizer.
+        left: the models that have been taken off their devices already (`take_off`).
     """
+    owners = [
+        replace(owner, resident=not (owner.movable and owner.group in left))
+        for owner in model_owners(config, run, actor, critic, judges, reward_model, trains=trains)
+    ]
+    if engines is not None:
+        freed = frees_engines(config, gpu_pools(run))
+        owners += [
+            Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
+            for part in ("weights", "kv_cache")
+        ]
+        owners += [
+            Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False)
+            for group in (actor.group, engines)
+        ]
+    return DeviceMemory(run, owners, phase_needs(config))
+
+
+def model_owners(
+    config: TrainConfig,
+    run: Run,
+    actor: Role,
+    critic: Role | None,
+    judges: Mapping[str, Role],
+    reward_model: Role | None = None,
+    *,
+    trains: bool = True,
+) -> list[Owner]:
+    """The owners of the models' memory. Arguments as of `device_memory`."""
     policy, gpus = config.actor_rollout_ref, gpu_pools(run)
     adapted = policy.model.lora.rank > 0
 
@@ -327,17 +357,21 @@ def device_memory(
         owners += of_critic
     if reward_model is not None:
         owners.append(weights("reward_model_weights", reward_model, "weights", config.reward_model))
-    if engines is not None:
-        freed = frees_engines(config, gpus)
-        owners += [
-            Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
-            for part in ("weights", "kv_cache")
-        ]
-        owners += [
-            Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False)
-            for group in (actor.group, engines)
-        ]
-    return DeviceMemory(run, owners, phase_needs(config))
+    return owners
+
+
+def take_off(run: Run, owners: Sequence[Owner]) -> None:
+    """Wait until the models of `owners` are loaded, and take what is movable of them off their devices.
+
+    Before the first phase all parts of a model are there, gradients too: no phase has room for those of several models.
+    """
+    groups = {owner.group.role: owner.group for owner in owners if owner.movable}
+    run.wait([started for group in groups.values() for started in group.started])
+    calls = []
+    for role, group in groups.items():
+        parts = [owner.part for owner in owners if owner.movable and owner.group.role == role]
+        calls += group.call("release_memory", parts)
+    run.wait(calls)
 
 
 def _trained(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +15,8 @@ from megarl.config import (
     RolloutConfig,
     TrainConfig,
     eval_rollout,
+    reference_in_actor,
+    references,
     served_references,
     validates_concurrently,
 )
@@ -26,7 +28,14 @@ from megarl.models import ModelConfig
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.roles.adapters import served_adapters
-from megarl.trainer.roles.device_memory import DeviceMemory, device_memory, gpu_pools
+from megarl.trainer.roles.device_memory import (
+    DeviceMemory,
+    device_memory,
+    devices_of,
+    gpu_pools,
+    model_owners,
+    take_off,
+)
 from megarl.trainer.roles.engines import fp8_block, reporting_slow_start, rollout_dtype, synced_engine
 from megarl.trainer.roles.judges import WORKER as JUDGE
 from megarl.trainer.roles.judges import JudgeEngines, judge_engine, judge_engines
@@ -85,7 +94,7 @@ def start_roles(
         # The fork server of the models is ready before that of the engines: start the models first.
         last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
-        actor, critic, judges = _start_models(config, run, num_steps if trains else None)
+        actor, critic, judges, left = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
         serving = _start_judges(config, run) if trains else {}
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
@@ -97,7 +106,9 @@ def start_roles(
     # Connecting and syncing are repeated after each engine restart; `roles` exists by then.
     join = partial(connect, run, actor.group, engines, sync, config.trainer.collective_timeout)
     facts = join()
-    memory = device_memory(config, run, actor, engines, critic, judges, reward_model, trains=trains)
+    memory = device_memory(
+        config, run, actor, engines, critic, judges, reward_model, trains=trains, left=left
+    )
     if gpu_pools(run):
         memory.reserve()
     restarts = EngineRestarts(
@@ -138,11 +149,11 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
     """Start the trained models and the reference, on their pools alone: no engines, no reward model."""
     open_pools(run, pools_of(config))
     with run.status("starting models"):
-        actor, critic, judges = _start_models(config, run, num_steps)
+        actor, critic, judges, left = _start_models(config, run, num_steps)
         serving = _start_judges(config, run)
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, run.pools[config.actor_rollout_ref.actor.resource_pool])
-    memory = device_memory(config, run, actor, None, critic, judges, None)
+    memory = device_memory(config, run, actor, None, critic, judges, None, left=left)
     served = _serving(config, run, serving)
     ref, teachers = judges.get("ref"), teachers_of(judges)
     return Roles(actor, None, None, critic, ref, None, memory, None, teachers, judges=served)
@@ -169,13 +180,42 @@ def _serving(config: TrainConfig, run: Run, groups: Mapping[str, WorkerGroup]) -
 
 def _start_models(
     config: TrainConfig, run: Run, num_steps: int | None
-) -> tuple[Role, Role | None, dict[str, Role]]:
-    """Start the actor and, where the run has them, critic and references (by their roles); `num_steps` as for `start_actor`."""
-    actor = start_actor(config, run, num_steps)
+) -> tuple[Role, Role | None, dict[str, Role], set[WorkerGroup]]:
+    """Start the actor and, where the run has them, critic and references (by their roles); `num_steps` as for `start_actor`.
+
+    Where models share GPUs and make room for each other in every phase, they do so here as well: each is loaded, and taken off the
+    GPUs, before the next one starts. A reward model that starts after them finds room, too.
+
+    Returns: also the groups that were taken off their devices.
+    """
+    actor, left = start_actor(config, run, num_steps), set[WorkerGroup]()
     if num_steps is None:
-        return actor, None, {}
-    critic = start_critic(config, run, actor, num_steps) if config.critic is not None else None
-    return actor, critic, start_references(config, run, actor)
+        return actor, None, {}, left
+    # Roles in the actor's processes start nothing.
+    own_critic = config.critic is not None and not config.critic.model.share_base
+    critic = start_critic(config, run, actor, num_steps) if config.critic and not own_critic else None
+    judges = start_references(config, run, actor) if reference_in_actor(config) else {}
+
+    def make_room(pools: Collection[str]) -> None:
+        """Take what has been started off the GPUs of these pools."""
+        gpus = {device for name in pools if run.pools[name].use_gpu for device in run.pools[name].devices}
+        there = [
+            owner
+            for owner in model_owners(config, run, actor, critic, judges)
+            if owner.group not in left and not gpus.isdisjoint(devices_of(owner.group))
+        ]
+        take_off(run, there)
+        left.update(owner.group for owner in there)
+
+    if config.critic is not None and own_critic:
+        make_room({config.critic.resource_pool})
+        critic = start_critic(config, run, actor, num_steps)
+    if not reference_in_actor(config):
+        make_room({ref.resource_pool for ref in references(config).values()})
+        judges = start_references(config, run, actor)
+    if config.reward_model.enable:
+        make_room({config.reward_model.resource_pool})
+    return actor, critic, judges, left
 
 
 def _synced_engines(

@@ -1,13 +1,19 @@
-"""Which devices the engines' ranks take."""
+"""Which devices the engines' ranks take, and when models start that share GPUs."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
-from megarl.config import RolloutConfig
+import pytest
+
+from megarl.config import RolloutConfig, TrainConfig, load_config, resolve
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
+from megarl.trainer.roles import roles
+from megarl.trainer.roles.device_memory import device_memory
 from megarl.trainer.roles.model_roles import say_layers
 from megarl.trainer.roles.roles import engine_devices, sync_plan
 
+REPOSITORY = Path(__file__).parents[3]
 MODEL = ModelConfig(
     family="llama",
     architecture="LlamaForCausalLM",
@@ -72,3 +78,62 @@ def test_on_gpus_the_layers_that_models_are_made_of_are_said() -> None:
     say_layers(run, group, SimpleNamespace(use_gpu=True))
     say_layers(run, group, SimpleNamespace(use_gpu=False))
     assert said == ["layers: answer to layers_used of rank 0"]
+
+
+class Started:
+    """The processes of a model on some devices; what happens to them is added to `events`."""
+
+    def __init__(self, role: str, devices: list, events: list[tuple[str, str]]) -> None:
+        self.role, self.devices, self.events = role, [(device,) for device in devices], events
+        self.started = [f"{role} is loaded"]
+        events.append((role, "start"))
+
+    def call(self, method: str, parts: list[str]) -> list[None]:
+        self.events.append((self.role, f"{method} {','.join(parts)}"))
+        return []
+
+
+@pytest.mark.parametrize("kind", ["shared GPUs", "engines elsewhere", "slots"])
+def test_models_that_share_gpus_are_loaded_one_after_the_other(monkeypatch, kind) -> None:
+    """All parts of a model are there when it is loaded: an actor and a critic at once would take more than any planned phase."""
+    recipe = REPOSITORY / "recipes/llama3_8b_ppo_reward_model.yaml"
+    keys = ["trainer.default_local_dir=/run"]
+    if kind == "engines elsewhere":  # the models stay where they are
+        keys += ["resource_pools={models: {n_gpus_per_node: 4}, engines: {n_gpus_per_node: 4}}"]
+        keys += [f"{role}.resource_pool=models" for role in ("actor_rollout_ref.actor", "critic")]
+        keys += ["actor_rollout_ref.rollout.resource_pool=engines", "reward_model.resource_pool=models"]
+    config = resolve(load_config(TrainConfig, recipe, keys))
+    pools = {
+        name: SimpleNamespace(use_gpu=kind != "slots", devices=[f"{name} 0", f"{name} 1"])
+        for name in config.resource_pools
+    }
+    events: list[tuple[str, str]] = []
+    run = SimpleNamespace(
+        pools=pools,
+        wait=lambda calls: events.extend(("run", call) for call in calls if isinstance(call, str)),
+    )
+
+    def start(name: str, section) -> SimpleNamespace:
+        group = Started(name, pools[section.resource_pool].devices, events)
+        return SimpleNamespace(group=group, layout=None)
+
+    policy = config.actor_rollout_ref
+    monkeypatch.setattr(roles, "start_actor", lambda config, run, steps: start("actor", policy.actor))
+    monkeypatch.setattr(
+        roles, "start_critic", lambda config, run, actor, steps: start("critic", config.critic)
+    )
+    actor, critic, judges, left = roles._start_models(config, run, 10)
+    assert judges["ref"].group is actor.group
+    parts = "weights,gradients,optimizer"
+    in_turn = [
+        ("actor", "start"),
+        ("run", "actor is loaded"),
+        ("actor", f"release_memory {parts},reference"),
+        ("critic", "start"),
+        ("run", "critic is loaded"),  # the reward model starts next
+        ("critic", f"release_memory {parts}"),
+    ]
+    shares = kind == "shared GPUs"
+    assert events == (in_turn if shares else [("actor", "start"), ("critic", "start")])
+    memory = device_memory(config, run, actor, None, critic, judges, None, left=left)
+    assert all(owner.resident != shares for owner in memory.owners)

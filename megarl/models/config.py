@@ -240,7 +240,7 @@ def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] 
 
     Supported are the types that Megatron-core 0.19 and SGLang 0.5.21 compute as Hugging Face does: plain RoPE, Llama 3's with its
     published constants (low and high frequency factors 1 and 4, original length 8192), and yarn. `latent`: of latent
-    attention, where yarn's `mscale` and `mscale_all_dim` count.
+    attention, where yarn's `mscale` and `mscale_all_dim` count, and Llama 3's type is refused.
 
     Raises:
         ValueError: names the type, or the key, that is missing or not supported.
@@ -252,8 +252,12 @@ def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] 
     if kind == "default":
         _refuse_unknown(rope, {"rope_theta"})
         return theta, None
-    if kind not in ("llama3", "yarn"):
-        raise ValueError(f"{rope.file} type {kind!r} is not supported; supported: default, llama3, yarn")
+    # Megatron-core's latent attention would rotate as if there were no scaling, SGLang's as if the type were yarn.
+    scaled = ("yarn",) if latent else ("llama3", "yarn")
+    if kind not in scaled:
+        raise ValueError(
+            f"{rope.file} type {kind!r} is not supported; supported: {', '.join(('default', *scaled))}"
+        )
     needed = ("factor", "original_max_position_embeddings")
     missing = [key for key in needed if key not in rope]
     if missing:

@@ -73,6 +73,16 @@ def test_llama3_rope_scaling_is_read_and_other_constants_refused(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-4.7-Flash", "GLM-5", "Kimi-K2-Instruct"]
+)
+def test_llama3_rope_scaling_of_latent_attention_is_refused(tmp_path, name):
+    """Megatron-core has no such type there, and would rotate without scaling."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+    with pytest.raises(ValueError, match=r"rope type 'llama3' is not supported; supported: default, yarn"):
+        read_published(tmp_path, name, rope_scaling=rope, rope_parameters=None)
+
+
 def read_published(tmp_path, name, **changes):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
     return read_model_config(str(tmp_path))

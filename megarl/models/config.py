@@ -245,8 +245,7 @@ def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] 
     Raises:
         ValueError: names the type, or the key, that is missing or not supported.
     """
-    values = hf.object("rope_scaling").values | hf.object("rope_parameters").values
-    rope = Fields(values, f"{hf.file}: rope")
+    rope = _rope_fields(hf)
     theta = rope.number("rope_theta", hf.number("rope_theta", 10000.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
@@ -270,6 +269,11 @@ def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] 
         if rope.number(key, value) != value:
             raise ValueError(f"{rope.file} {key}={rope.values[key]} is not supported; supported: {value}")
     return theta, {"rope_type": "llama3", "factor": rope.number("factor")}
+
+
+def _rope_fields(hf: Fields) -> Fields:
+    """What a config says of the rotary embedding, under the name that transformers 4 or 5 has for it."""
+    return Fields(hf.object("rope_scaling").values | hf.object("rope_parameters").values, f"{hf.file}: rope")
 
 
 def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
@@ -303,9 +307,12 @@ def _refuse_unknown(rope: Fields, known: Collection[str], *read: str) -> None:
 
 
 def _rotary_percent(hf: Fields, default: float | None) -> float:
-    """The share of a head that rotates, from transformers 5 (`rope_parameters`) or 4 keys; `default` None: heads may only rotate in full."""
+    """The share of a head that rotates; `default` None: heads may only rotate in full.
+
+    Transformers 5 takes `rope_scaling` for another name of `rope_parameters`, so the share may be in either.
+    """
     outer = hf.number("partial_rotary_factor", default or 1.0)
-    share = hf.object("rope_parameters").number("partial_rotary_factor", outer)
+    share = _rope_fields(hf).number("partial_rotary_factor", outer)
     if share > 1 or (default is None and share != 1):
         supported = "1" if default is None else "shares up to 1"
         raise ValueError(

@@ -14,6 +14,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from megarl.models import logical_tensors, read_model_config
 from megarl.models.config import IndexerConfig
@@ -81,6 +82,17 @@ def test_llama3_rope_scaling_of_latent_attention_is_refused(tmp_path, name):
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
     with pytest.raises(ValueError, match=r"rope type 'llama3' is not supported; supported: default, yarn"):
         read_published(tmp_path, name, rope_scaling=rope, rope_parameters=None)
+
+
+def test_a_share_that_rotates_may_be_in_rope_scaling(tmp_path):
+    """Transformers 5 reads it there: its class rotates as many dimensions."""
+    rope = {"rope_parameters": None, "rope_theta": 1e4}
+    rope["rope_scaling"] = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    folder = write(tmp_path, tiny(Glm4MoeConfig, head_dim=16), **rope, partial_rotary_factor=None)
+    found = Glm4MoeRotaryEmbedding(AutoConfig.from_pretrained(folder)).inv_freq
+    assert read_model_config(folder).rotary_percent == 2 * len(found) / 16 == 0.25
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25 changes the computation"):
+        read_model_config(write(tmp_path, tiny(LlamaConfig), **rope))
 
 
 def read_published(tmp_path, name, **changes):

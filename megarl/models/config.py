@@ -276,6 +276,23 @@ def _rope_fields(hf: Fields) -> Fields:
     return Fields(hf.object("rope_scaling").values | hf.object("rope_parameters").values, f"{hf.file}: rope")
 
 
+def require_rope(hf: Fields, *keys: str) -> None:
+    """Refuse a config that does not say some facts of the rotary embedding (`rope_theta`, `rope_type`): for families whose classes in
+    transformers have others than most families where a config is silent.
+
+    Raises:
+        ValueError: names the facts that are missing.
+    """
+    rope = _rope_fields(hf)
+    said = {
+        "rope_theta": "rope_theta" in rope or "rope_theta" in hf,
+        "rope_type": "rope_type" in rope or "type" in rope,
+    }
+    missing = [key for key in keys if not said[key]]
+    if missing:
+        raise ValueError(f"{hf.file} lacks {', '.join(missing)} (rope_parameters)")
+
+
 def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
     """Scaling facts of yarn; by default beta_fast 32 and beta_slow 1, as Hugging Face, Megatron and SGLang have it."""
     truncate = rope.flag("truncate", True)

@@ -11,6 +11,7 @@ from megarl.models.config import (
     decoder_facts,
     num_experts,
     refuse_unsupported,
+    require_rope,
 )
 from megarl.models.fields import Fields
 from megarl.models.hybrids import qwen3_5, qwen3_next
@@ -97,6 +98,9 @@ def _minimax_m2(hf: Fields) -> ModelConfig:
     refuse_unsupported(hf, DECODER | accepted)
     needed = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
     hf.require(*needed, "rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias")
+    require_rope(
+        hf, "rope_theta"
+    )  # transformers' class, by which SGLang reads configs, has 5e6 without the field
     experts = num_experts(hf, "num_local_experts")
     moe = MoEConfig(
         num_experts=experts,
@@ -130,6 +134,8 @@ def _gpt_oss(hf: Fields) -> ModelConfig:
     hf.require("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
     # SGLang 0.5.21 reads these without a default.
     hf.require("attention_bias", "swiglu_limit", "layer_types", "sliding_window")
+    # Transformers' class, by which SGLang reads configs, has 150,000 without a base, and yarn by 32 without scaling, or with null.
+    require_rope(hf, "rope_theta", "rope_type")
     method = hf.object("quantization_config").values.get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise ValueError(

@@ -27,6 +27,10 @@ MIXTURE = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": 
 _LATENT_EPSILON = {"rms_norm_eps": (1e-6,)}
 
 
+# Without these fields the classes of these families, in transformers and in Kimi's own code, have 8 groups of experts and choose among 4.
+_GROUPED = ("deepseek_v3", "deepseek_v32", "kimi_k2")
+
+
 def _latent(family: str, more: dict[str, tuple[Any, ...]]) -> Callable[[Fields], ModelConfig]:
     """DeepSeek-V3 and R1, and Kimi-K2, which has the same architecture and names of weights under a type of its own: latent attention,
     sigmoid-scored experts in groups after dense layers, a layer for MTP. `more`: accepted values of further fields."""
@@ -41,6 +45,8 @@ def _latent(family: str, more: dict[str, tuple[Any, ...]]) -> Callable[[Fields],
         refuse_unsupported(hf, DECODER | MIXTURE | accepted)
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         hf.require(*sizes)
+        if family in _GROUPED:
+            hf.require("n_group", "topk_group")
         mla = MLAConfig(
             q_lora_rank=hf.count("q_lora_rank") if "q_lora_rank" in hf else None,
             **{size: hf.count(size) for size in sizes},

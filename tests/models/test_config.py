@@ -412,6 +412,12 @@ def test_yarn(tmp_path):
             "partial_rotary_factor=1 is not rotary_dim / head_dim, 0.5",
         ),
         ("MiniMax-M2", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        # What a class of transformers fills in otherwise than other families' classes do.
+        ("DeepSeek-V3", {"n_group": None, "topk_group": None}, "lacks n_group, topk_group"),
+        ("DeepSeek-V3.2", {"topk_group": None}, "lacks topk_group"),
+        ("MiniMax-M2", {"rope_theta": None}, "lacks rope_theta"),
+        ("gpt-oss-20b", {"rope_theta": None}, "lacks rope_theta"),
+        ("gpt-oss-20b", {"rope_scaling": None}, "lacks rope_type"),
         ("GLM-4.5", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("GLM-4.5", {"use_qk_norm": None}, "lacks use_qk_norm"),
     ],

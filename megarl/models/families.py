@@ -98,9 +98,8 @@ def _minimax_m2(hf: Fields) -> ModelConfig:
     refuse_unsupported(hf, DECODER | accepted)
     needed = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
     hf.require(*needed, "rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias")
-    require_rope(
-        hf, "rope_theta"
-    )  # transformers' class, by which SGLang reads configs, has 5e6 without the field
+    # Transformers' class, by which SGLang reads configs, has 5e6 where the field is missing.
+    require_rope(hf, "rope_theta")
     experts = num_experts(hf, "num_local_experts")
     moe = MoEConfig(
         num_experts=experts,
@@ -134,7 +133,7 @@ def _gpt_oss(hf: Fields) -> ModelConfig:
     hf.require("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
     # SGLang 0.5.21 reads these without a default.
     hf.require("attention_bias", "swiglu_limit", "layer_types", "sliding_window")
-    # Transformers' class, by which SGLang reads configs, has 150,000 without a base, and yarn by 32 without scaling, or with null.
+    # Transformers' class has base 150,000 where there is none, and yarn by 32 where there is no scaling, or null.
     require_rope(hf, "rope_theta", "rope_type")
     method = hf.object("quantization_config").values.get("quant_method", "mxfp4")
     if method != "mxfp4":

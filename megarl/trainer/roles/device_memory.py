@@ -18,6 +18,7 @@ from megarl.util.files import write_text
 
 if TYPE_CHECKING:
     from megarl.cluster import Device, WorkerGroup
+    from megarl.cluster.group import Call
     from megarl.config import ActorConfig, CriticConfig, RefConfig, RewardModelConfig, TrainConfig
     from megarl.trainer.roles.model_roles import Role
     from megarl.trainer.run.run import Run
@@ -114,7 +115,9 @@ class DeviceMemory:
     def reserve(self) -> None:
         """Have models reserve host memory for parts that will leave their GPUs; this takes minutes, during which the run continues."""
         movable = [owner for owner in self.owners if owner.movable]
-        self._call("reserve_memory", [owner for owner in movable if not owner.name.startswith("rollout_")])
+        of_models = [owner for owner in movable if not owner.name.startswith("rollout_")]
+        loss = self._call("reserve_memory", of_models)
+        assert loss is None, "ranks of models are not replaced"
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         """The phases in which `roles` are updated: (phase, roles), all at once unless they make room for each other or share GPUs."""
@@ -169,6 +172,14 @@ class DeviceMemory:
             self.run.wait([group.call_rank(rank, "release_memory", parts) for rank in ranks])
 
     def _enter(self, name: str) -> None:
+        """Move memory for a phase. An engine may have died since its last answer, or die now: it is replaced, as in any other call."""
+        while True:
+            try:
+                return self._change(name)
+            except WorkerLost as failure:
+                self.recover(failure)
+
+    def _change(self, name: str) -> None:
         needed = self.needs[name]
         others = [owner for owner in self.owners if owner.name not in needed]
         coming = [owner for owner in self.owners if not owner.resident and owner.name in needed]
@@ -197,17 +208,34 @@ class DeviceMemory:
         self.at_work = {role: one for role, one in self.at_work.items() if role not in full} | models
 
     def _move(self, method: str, owners: list[Owner]) -> None:
-        self._call(method, owners)
+        """Raises WorkerLost if a process is lost; where it can be replaced, the memory of all others has moved by then."""
+        loss = self._call(method, owners)
         for owner in owners:
             owner.resident = method == "resume_memory"
+        if loss is not None:
+            raise loss
 
-    def _call(self, method: str, owners: list[Owner]) -> None:
-        """Call a method of every process with the parts of these owners that it holds."""
+    def _call(self, method: str, owners: list[Owner]) -> WorkerLost | None:
+        """Call a method of every process with the parts of these owners that it holds; returns the loss of a process that can be replaced.
+
+        All others are waited for all the same: none of them may be asked a second time.
+        """
         groups = {owner.group.role: owner.group for owner in owners}
-        calls = []
+        engines = {owner.group.role for owner in owners if owner.name.startswith("rollout_")}
+        calls: dict[tuple[str, int], Call] = {}
         for role, group in groups.items():
-            calls += group.call(method, [owner.part for owner in owners if owner.group.role == role])
-        self.run.wait(calls)
+            parts = [owner.part for owner in owners if owner.group.role == role]
+            calls |= {(role, rank): call for rank, call in enumerate(group.call(method, parts))}
+        loss: WorkerLost | None = None
+        while True:
+            try:
+                self.run.wait([*calls.values()])
+                return loss
+            except WorkerLost as found:
+                # Models are not replaced. An engine that cannot be either ends the next wait, too, which does not ask it.
+                if found.role not in engines or calls.pop((found.role, found.rank), None) is None:
+                    raise
+                loss = loss or found
 
     def _measure(self) -> Account:
         """The memory that every process reports; parts without an owner are named after their group."""

@@ -160,6 +160,47 @@ def test_an_engine_that_ends_while_it_is_asked_is_replaced(lost):
     assert list(memory.phases) == (["generate"] if lost == "engine" else [])
 
 
+@pytest.mark.parametrize("lost", ["engine", "rank"])
+@pytest.mark.parametrize(("phase", "number"), [("evaluate_models", 0), ("generate", 1)])
+def test_an_engine_that_ends_while_its_memory_moves_is_replaced(phase, number, lost):
+    """Such as one that was killed while rewards were computed: nobody has asked for it since its last answer.
+
+    number: of the phase's moves, the one that the engines take part in.
+    """
+    memory, log, run = make()
+    for earlier in ("sync", "generate")[: 2 - number]:
+        with memory.held(earlier):
+            pass
+    failure, failures, waited = died("rollout" if lost == "engine" else "actor"), [], []
+
+    def end(refs):
+        waited.append(len(refs))
+        if len(waited) == number + 1 or (lost == "rank" and len(waited) > number):
+            raise failure
+        return refs
+
+    def recover(found):
+        if found is not None:
+            failures.append(found)
+            if found.role != "rollout":
+                raise found
+
+    run.wait, memory.recover = end, recover
+    if lost == "rank":
+        with pytest.raises(WorkerLost), memory.held(phase):
+            pass
+        assert failures == [failure]
+        return
+    memory.steps = 3  # the phase is not measured
+    with memory.held(phase):
+        # Nobody's memory has moved twice, which `Group` asserts, and all of it is where the phase needs it.
+        needed = {owner.name for owner in memory.owners} & set(NEEDS[phase])
+        assert {name.replace("actor_reference", "ref_weights") for name in log[-1]} == needed
+        assert {owner.name for owner in memory.owners if owner.resident} == needed
+    assert failures == [failure]
+    assert waited[number + 1] == waited[number] - 1  # the other engine is waited for
+
+
 def test_ranks_that_are_not_replaced_end_the_phase():
     memory, _, _ = make(movable=False)
     failure = died("actor")

@@ -38,6 +38,10 @@ def nothing_is_replaced(failure: WorkerLost | None) -> None:
         raise failure
 
 
+def nobody_is_served() -> None:
+    """`DeviceMemory.serve` where there are no engines, or none is replaced."""
+
+
 @dataclass
 class Owner:
     """Memory of a group that is moved on and off its devices as one part.
@@ -58,7 +62,11 @@ class Owner:
 
 @dataclass
 class DeviceMemory:
-    """The memory of a run's devices: moved for each phase of a step, and reported."""
+    """The memory of a run's devices: moved for each phase of a step, and reported.
+
+    Attributes:
+        serve: gives engines that were replaced the weights of the others; to be called before their caches come, which come after weights.
+    """
 
     run: Run
     owners: list[Owner]
@@ -70,14 +78,17 @@ class DeviceMemory:
     # Models, by role, that have computed since they last gave back the memory that torch keeps for a process's next tensors.
     at_work: dict[str, WorkerGroup] = field(default_factory=dict)
     recover: Recover = nothing_is_replaced
+    serve: Callable[[], object] = nobody_is_served
 
-    def view(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
+    def view(
+        self, run: Run, groups: Collection[WorkerGroup], recover: Recover, serve: Callable[[], object]
+    ) -> DeviceMemory:
         """A view for a concurrent part of a step, of the memory of `groups`; no other memory is moved or measured.
 
         It adds to the accounts of this object, and is for one step.
         """
         owners = [owner for owner in self.owners if owner.group in groups]
-        return replace(self, run=run, owners=owners, recover=recover, at_work={})
+        return replace(self, run=run, owners=owners, recover=recover, serve=serve, at_work={})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -94,6 +105,8 @@ class DeviceMemory:
         """
         if name == "sync":
             self.recover(None)
+        if name == "generate":
+            self.serve()
         with self.run.timed("memory"):
             self._enter(name)
         yield

@@ -138,7 +138,7 @@ def start_roles(
         of_eval,
         _serving(config, run, serving),
     )
-    memory.recover = restarts.replace_lost
+    memory.recover, memory.serve = restarts.replace_lost, restarts.serve_all
     if restarts.max_restarts:
         run.restarts = restarts
         run.spares.append(engines)

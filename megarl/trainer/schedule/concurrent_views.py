@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from megarl.cluster import Cluster, Watch, WorkerGroup
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.watch import Hang
-from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
+from megarl.trainer.roles.device_memory import Recover, nobody_is_served, nothing_is_replaced
 from megarl.trainer.roles.restarts import DeferredRestarts
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
@@ -142,13 +142,18 @@ def make_views(
         other_phases=phases,
     )
     return (
-        (collector, _with_memory_of(roles, collector, collecting, deferred.replace_lost)),
-        (learner, _with_memory_of(roles, learner, learning, nothing_is_replaced)),
+        (
+            collector,
+            _with_memory_of(roles, collector, collecting, deferred.replace_lost, deferred.serve_all),
+        ),
+        (learner, _with_memory_of(roles, learner, learning, nothing_is_replaced, nobody_is_served)),
     )
 
 
-def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> Roles:
-    return replace(roles, memory=roles.memory.view(run, groups, recover))
+def _with_memory_of(
+    roles: Roles, run: Run, groups: list, recover: Recover, serve: Callable[[], object]
+) -> Roles:
+    return replace(roles, memory=roles.memory.view(run, groups, recover, serve))
 
 
 _LOOK_SECONDS = 0.25

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.cluster import WorkerDied, WorkerLost
 from megarl.cluster.ranks import RankProcess
+from megarl.trainer.roles.device_memory import DeviceMemory, Owner
 from megarl.trainer.roles.restarts import EngineRestarts
 
 
@@ -50,6 +51,10 @@ class Run:
             if rank in self.engines.dead:
                 raise WorkerDied(process(rank), "out of memory", "")
 
+    @contextmanager
+    def timed(self, phase: str):
+        yield
+
     def refuse_loss(self, lost: SimpleNamespace, why: str) -> None:
         raise WorkerDied(process(lost.rank), "out of memory", "", [why])
 
@@ -77,3 +82,59 @@ def test_an_engine_too_many_is_a_lost_process_also_where_no_call_showed_it() -> 
     ):
         restarts.replace_lost()
     assert engines.starts == [0]
+
+
+class FreedEngines(Engines):
+    """Two engines whose memory is released and taken back, each with the parts that are released and the version that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = set()
+        self.released = [{"weights", "kv_cache"}, {"weights", "kv_cache"}]
+        self.versions: list[int | None] = [None, None]
+
+    def restart(self, rank: int) -> list[int]:
+        self.released[rank], self.versions[rank] = set(), None
+        self.dead.discard(rank)
+        return [rank]
+
+    def call(self, method: str, parts: list[str]) -> list[int]:
+        return [self.call_rank(rank, method, parts) for rank in range(2)]
+
+    def call_rank(self, rank: int, method: str, parts: list[str]) -> int:
+        """As an engine does it (rollout/sglang/engine.py)."""
+        if method == "release_memory":
+            assert not self.released[rank] & {*parts}
+            self.released[rank] |= {*parts}
+            if "weights" in parts:
+                self.versions[rank] = None
+        else:
+            assert self.released[rank] >= {*parts}
+            assert "kv_cache" not in parts or self.versions[rank] is not None, "sync a version first"
+            self.released[rank] -= {*parts}
+        return rank
+
+    def sync(self, version: int) -> None:
+        assert self.released == [{"kv_cache"}, {"kv_cache"}]
+        self.versions = [version, version]
+
+
+def test_a_new_engine_has_weights_before_its_cache_is_taken_back() -> None:
+    """As in a step of several generations, between which a reward model takes the place of the caches."""
+    engines = FreedEngines()
+    run, judge = Run(engines), SimpleNamespace(role="reward_model", call=lambda method, parts: [])
+    parts = [Owner(f"rollout_{part}", engines, part, True, False) for part in ("weights", "kv_cache")]
+    memory = DeviceMemory(run, [*parts, Owner("reward_model_weights", judge, "weights", True)], steps=3)
+    restarts = EngineRestarts(run, engines, 1, memory, lambda: None, engines.sync)
+    memory.recover, memory.serve = restarts.replace_lost, restarts.serve_all
+    with memory.held("sync"):
+        engines.sync(7)
+        restarts.served(7)
+    with memory.held("generate"):
+        engines.dead.add(1)
+        restarts.replace_lost()  # where memory is measured, an engine that has ended is replaced
+    with memory.held("score_model"):
+        assert restarts.lacks_weights and engines.versions == [7, None]
+    with memory.held("generate"):
+        assert engines.versions == [7, 7] and engines.released == [set(), set()]
+        assert not restarts.lacks_weights

@@ -41,7 +41,7 @@ class Memory:
     def phase(self, name: str):
         yield
 
-    def view(self, run: Any, groups: Any, recover: Any) -> "Memory":
+    def view(self, run: Any, groups: Any, recover: Any, serve: Any) -> "Memory":
         return self
 
 

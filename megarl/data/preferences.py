@@ -257,13 +257,10 @@ class PreferenceChats(PreferenceDataset):
         return tokenize_chat(self._tokenizer, chat, keywords, only_last=True)
 
 
-def texts_of(table: pa.Table, rows: Sequence[int] | None = None) -> pa.Table:
-    """The texts of the rankings `rows` (None: all), one ranking after the other, one text a row: `input_ids`, and
-    `loss_mask` where the table has it."""
-    chosen = table.select([name for name in ("input_ids", "loss_mask") if name in table.column_names])
-    if rows is not None:
-        chosen = chosen.take(pa.array(rows, pa.int64()))
-    return pa.table({name: chosen[name].combine_chunks().flatten() for name in chosen.column_names})
+def texts_of(rankings: pa.Table) -> pa.Table:
+    """The texts of the rankings, one ranking after the other, one text a row: `input_ids`, and `loss_mask` where the table has it."""
+    names = [name for name in ("input_ids", "loss_mask") if name in rankings.column_names]
+    return pa.table({name: rankings[name].combine_chunks().flatten() for name in names})
 
 
 def ranking_lengths(table: pa.Table) -> npt.NDArray[np.int64]:

@@ -196,7 +196,7 @@ def test_texts_are_what_a_policy_writes_and_a_reward_model_reads(tokenizer, tmp_
     assert table["input_ids"].to_pylist() == [texts[:2], texts]
     assert table["scores"].to_pylist() == [[1.0, 0.0], [-1.0, -2.0, -3.0]]
     assert texts_of(table)["input_ids"].to_pylist() == [*texts[:2], *texts]
-    assert texts_of(table, [1, 0])["input_ids"].to_pylist() == [*texts, *texts[:2]]
+    assert texts_of(table.take([1, 0]))["input_ids"].to_pylist() == [*texts, *texts[:2]]
     assert ranking_lengths(table).tolist() == [sum(map(len, texts[:2])), sum(map(len, texts))]
 
 
@@ -307,7 +307,7 @@ def test_only_the_last_message_is_learnt(tmp_path: Path, tokenizer) -> None:
     found = read(tmp_path, tokenizer, rows).table
     assert found["scores"].to_pylist() == [[1.0, 0.0], [-2.0, -1.0, -2.0]]
     chats = texts_of(found).to_pylist()
-    assert len(chats) == 5 and texts_of(found, [1]).to_pylist() == chats[2:]
+    assert len(chats) == 5 and texts_of(found.slice(1, 1)).to_pylist() == chats[2:]
     for chat, answer in zip(chats, ["3 pens", "cups", "7", "Sure: 7", "8"], strict=True):
         learnt = [token for token, own in zip(chat["input_ids"], chat["loss_mask"], strict=True) if own]
         assert tokenizer.decode(learnt) == f"{answer}<|im_end|>"

@@ -365,25 +365,22 @@ class Landed:
     counts: EngineCounts = field(default_factory=EngineCounts)
 
 
-def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
-    """The pairs of these rankings' texts, numbered in the order of `texts_of`, and each text's margin [texts] (float32)."""
-    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
-    pairs, counts = _pairs(chosen)
-    return pairs, torch.tensor(chosen["margin"].to_pylist()).repeat_interleave(counts)
+def compared_texts(rankings: pa.Table) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of the rankings' texts, numbered in the order of `texts_of`, and each text's margin [texts] (float32)."""
+    pairs, counts = _pairs(rankings)
+    return pairs, torch.tensor(rankings["margin"].to_pylist()).repeat_interleave(counts)
 
 
-def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
-    """The pairs of these rankings' chats, numbered in the order of `texts_of`, and each one's `ref_log_probs` [chats] (float32)."""
-    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
-    reference = [value for own in chosen["ref_log_probs"].to_pylist() for value in own]
-    return _pairs(chosen)[0], torch.tensor(reference, dtype=torch.float32)
+def compared_chats(rankings: pa.Table) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of the rankings' chats, numbered in the order of `texts_of`, and each one's `ref_log_probs` [chats] (float32)."""
+    reference = [value for own in rankings["ref_log_probs"].to_pylist() for value in own]
+    return _pairs(rankings)[0], torch.tensor(reference, dtype=torch.float32)
 
 
-def labels(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of these examples are desirable [rows] (bool), and each one's `ref_log_prob` [rows] (float32)."""
-    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
-    reference = torch.tensor(chosen["ref_log_prob"].to_pylist(), dtype=torch.float32)
-    return torch.tensor(chosen["desirable"].to_pylist(), dtype=torch.bool), reference
+def labels(examples: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the examples are desirable [rows] (bool), and each one's `ref_log_prob` [rows] (float32)."""
+    reference = torch.tensor(examples["ref_log_prob"].to_pylist(), dtype=torch.float32)
+    return torch.tensor(examples["desirable"].to_pylist(), dtype=torch.bool), reference
 
 
 def _pairs(rankings: pa.Table) -> tuple[Pairs, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -154,7 +154,7 @@ class DPOWorker(ModelWorker):
             log_ratios = chat_sums(output[:, 0], batch, self.context_group) - reference
             return kto_loss(log_ratios, desirable, baseline, table.num_rows, options)
 
-        side = (_rows_of, self.pack_examples, labels)
+        side = (lambda examples: examples, self.pack_examples, labels)
         result = _train_compared(self, table, shares, side, self.lm_head(), loss)
         metrics = labelled_metrics(result.stats, table.num_rows, baseline)
         return _metrics(metrics, result, list_lengths(table, "input_ids").sum())
@@ -171,15 +171,17 @@ def _train_compared(
     """One optimizer step on a loss of whole sequences, such as one that compares the sequences of each ranking.
 
     Args:
-        side: three functions: the sequences of rows of the table; their packing; the pairs (or labels) and the numbers that the loss compares.
+        side: three functions of rows of the table: their sequences; the packing of these; the pairs (or labels) and the numbers that the
+            loss compares.
         loss_of: the loss and its sums, of a micro-batch's outputs, pairs (or labels) and numbers.
     """
     share = shares[worker.coords.dp]
     sequences_of, pack, compared_of = side
-    parts = [sequences_of(table, rows) for rows in share]
-    batches = [pack(part, [list(range(part.num_rows))])[0] for part in parts]
+    parts = [table.take(pa.array(rows, pa.int64())) for rows in share]
+    sequences = [sequences_of(part) for part in parts]
+    batches = [pack(texts, [list(range(texts.num_rows))])[0] for texts in sequences]
     # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
-    compared = {batch: compared_of(table, rows) for batch, rows in zip(batches, share, strict=True)}
+    compared = {batch: compared_of(part) for batch, part in zip(batches, parts, strict=True)}
     cp = worker.layout.cp
 
     def loss(output: torch.Tensor, batch: PackedBatch) -> LossAndSums:
@@ -198,10 +200,6 @@ def _metrics(means: dict[str, float], result: StepResult, num_tokens: int) -> di
         **{f"train/{name}": value for name, value in found.items()},
         "perf/tokens": float(num_tokens),
     }
-
-
-def _rows_of(table: pa.Table, rows: Sequence[int]) -> pa.Table:
-    return table.take(pa.array(rows, pa.int64()))
 
 
 def chat_sums(values: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -173,12 +173,6 @@ class Run:
         with self._reporting():
             raise loss_of(process, [why])
 
-    def revive(self, failure: WorkerLost) -> None:
-        """Continue after an engine was lost while it generated; raises the failure if it cannot be replaced."""
-        if self.restarts is None:
-            raise failure
-        self.restarts.revive(failure)
-
     @property
     def _spares(self) -> list[WorkerGroup]:
         return [*([] if self.restarts is None else [self.restarts.engines]), *self.spares]

@@ -255,7 +255,7 @@ class RequestQueue:
         assert run.restarts is not None
         if run.restarts.come_late and len(self.lost) < self.engines.world_size:
             return False
-        run.revive(failure)
+        run.restarts.revive(failure)
         self.lost.clear()
         return True
 

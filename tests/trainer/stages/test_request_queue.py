@@ -153,7 +153,9 @@ class Run:
     blocks = None
 
     def __init__(self, engines, restarts=None):
-        self.engines, self.restarts, self.revived, self.gone = engines, restarts, 0, False
+        self.engines, self.restarts, self.gone = engines, restarts, False
+        if restarts is not None:
+            restarts.run = self
 
     def wait(self, calls, busy=()):
         assert {*busy} <= {"m0", "m1"}
@@ -169,14 +171,14 @@ class Run:
     def refuse_silence(self, since, processes):
         pass
 
-    def revive(self, failure):
-        self.revived, self.gone = self.revived + 1, False
-        self.engines.has[1] = []
-
 
 class Restarts:
     def __init__(self, come_late):
-        self.come_late, self.replaced = come_late, 0
+        self.come_late, self.replaced, self.revived = come_late, 0, 0
+
+    def revive(self, failure):
+        self.revived, self.run.gone = self.revived + 1, False
+        self.run.engines.has[1] = []
 
     def lose(self, failure):
         return [failure.rank]
@@ -236,7 +238,7 @@ def test_the_prompts_of_a_lost_engine_go_back_into_the_queue(dies, come_late):
     engines, restarts = Engines(dies), Restarts(come_late)
     run = Run(engines, restarts)
     answered(engines, run)
-    assert (run.revived, restarts.replaced) == ((0, 1) if come_late else (1, 0))
+    assert (restarts.revived, restarts.replaced) == ((0, 1) if come_late else (1, 0))
     # Requests that engine 0 answered during the call in which engine 1 died are not sent again.
     kept = [uid for engine, uids in engines.log for uid in uids if engine == 0]
     assert len(kept) == len(set(kept))

@@ -212,7 +212,7 @@ class DataCollector:
     def __init__(
         self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
     ) -> None:
-        self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
+        self._config, self._run, self._roles, self._scorer = config, run, roles, scorer
         self._rewards = Rewards(
             run, scorer, models.tokenizer, *score_weights(config.reward_model), models.reward_model
         )

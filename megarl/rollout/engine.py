@@ -4,19 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.data.trajectories import Generation
-
-__all__ = [
-    "AdapterConfig",
-    "EngineConfig",
-    "EngineError",
-    "Generation",
-    "NoValidWeightsError",
-    "SamplingParams",
-    "SpeculationConfig",
-    "SyncReport",
-    "WeightSyncError",
-]
+from megarl.data.trajectories import Generation as Generation  # the result of a request
 
 
 class EngineError(RuntimeError):

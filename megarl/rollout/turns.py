@@ -168,7 +168,7 @@ class Player:
             if len(observation_ids) >= draft.room:
                 draft.finish_reason = "length"
                 return
-            draft.add_observation(observation_ids)
+            draft.add(observation_ids, [0.0] * len(observation_ids), chosen=False)
             draft.state = _state(result.observation if result.state is None else result.state)
 
     def _shorten(self, observation: Observation) -> Observation:
@@ -239,12 +239,9 @@ class _Draft:
         )
         if generation.routed_experts is not None:
             self.experts.append(generation.routed_experts)
-        self._add(generation.response_ids, generation.log_probs, True, generation.kept)
+        self.add(generation.response_ids, generation.log_probs, True, generation.kept)
 
-    def add_observation(self, ids: Sequence[int]) -> None:
-        self._add(ids, [0.0] * len(ids), False)
-
-    def _add(
+    def add(
         self,
         ids: Sequence[int],
         log_probs: Sequence[float],
@@ -286,7 +283,7 @@ class _Draft:
         if error is not None:
             self.mask, self.score = [False] * len(self.ids), None
         if not self.ids:  # it failed before the first turn, and a response has at least one token
-            self._add(self.prompt_ids[-1:], [0.0], False)
+            self.add(self.prompt_ids[-1:], [0.0], False)
         numbers = {"num_turns": float(self.num_turns), **self.numbers}
         kept = KeptTokens.joined(self.kept)
         return Generation(

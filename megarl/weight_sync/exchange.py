@@ -45,7 +45,10 @@ class Exchange:
         if not self._skip:
             self._moving = self._transport.move([part for part, _ in sends], [part for part, _ in receives])
             return True
-        headers = [[_header(*pair) for pair in pairs] for pairs in (sends, receives)]
+        headers = [
+            [_within(part, 0, header_bytes(len(message.sizes))) for part, message in pairs]
+            for pairs in (sends, receives)
+        ]
         self._transport.move(*headers).wait()
         bodies = [[run for pair in pairs for run in _runs(*pair)] for pairs in (sends, receives)]
         self._moving = self._transport.move(*bodies)
@@ -85,10 +88,6 @@ class Exchange:
 
 def _within(part: Part, start: int, end: int) -> Part:
     return Part(part.peer, part.data[start:end], part.slot, part.start + start, part.peer_start + start)
-
-
-def _header(part: Part, message: Message) -> Part:
-    return _within(part, 0, header_bytes(len(message.sizes)))
 
 
 def _runs(part: Part, message: Message) -> Iterator[Part]:

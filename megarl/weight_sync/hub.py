@@ -230,7 +230,7 @@ class Member:
             self._news.wait_for(lambda: self._problem is not None, WORD_SECONDS)
             return self._problem
 
-    def while_all_live(self, work: Callable[[], Result], every: float = 0.1) -> Result:
+    def while_all_live(self, work: Callable[[], Result]) -> Result:
         """Run `work`, which waits for other members without a timeout, and return its result.
 
         It runs in a thread of its own, which is abandoned if the exchange ends or `timeout` passes.
@@ -242,7 +242,7 @@ class Member:
         future: Future[Result] = Future()
         threading.Thread(target=_fulfil, args=(future, work), name="exchange", daemon=True).start()
         deadline = time.monotonic() + self.timeout
-        while not wait_for([future], every).done:
+        while not wait_for([future], timeout=0.1).done:
             if self._problem is not None:
                 raise LinkError(self._problem)
             if time.monotonic() > deadline:

@@ -52,15 +52,13 @@ class SendReport:
     """A trainer rank's figures for one sent version.
 
     Attributes:
-        bytes_packed: bytes of slices, each counted once.
-        bytes_sent: the same, counted as often as a slice is given away, including slices to engine ranks on the same device.
+        bytes_sent: bytes of slices, counted as often as a slice is given away, including slices to engine ranks on the same device.
         bytes_unchanged: bytes of slices that were not given away again.
         buffer_bytes: bytes of both slots.
         seconds: by phase: pack (with checksums), wait (for packets to arrive and to be taken).
     """
 
     version: int
-    bytes_packed: int = 0
     bytes_sent: int = 0
     bytes_unchanged: int = 0
     buffer_bytes: int = 0
@@ -302,7 +300,6 @@ class Outbox:
             self._known[bucket] = version, found
         for spec, flags in zip(specs, follows, strict=True):
             for item, given in zip(spec.slices, flags, strict=True):
-                sent.bytes_packed += item.nbytes
                 sent.bytes_sent += item.nbytes * spec.copies if given else 0
                 sent.bytes_unchanged += 0 if given else item.nbytes * spec.copies
         sent.seconds["pack"] += time.perf_counter() - begun

@@ -306,7 +306,8 @@ class SGLangEngine(SGLangPart):
 
     def go_on(self) -> None:
         """Let requests that `interrupt` interrupted continue, if there are weights and a cache."""
-        self._let_in()
+        if self._version is not None and "kv_cache" not in self._released:
+            self._gate.open()
 
     def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> Iterator[list[Answer]]:
         """Run coroutines together on the engine's loop; yields, each time, the results of the coroutines that ended since the last.
@@ -395,7 +396,7 @@ class SGLangEngine(SGLangPart):
         self.flush_cache()  # its keys and values come from the old weights
         self._set_version(update.version)
         self._version, self._session_held = update.version, self._session
-        self._let_in()
+        self.go_on()
         return update.report()
 
     def release_memory(self, parts: Sequence[str]) -> None:
@@ -420,7 +421,7 @@ class SGLangEngine(SGLangPart):
             problem = engine_memory.unreleased(before, self.memory(), parts)
             if problem is not None:
                 raise EngineError(problem)
-        self._let_in()
+        self.go_on()
 
     def resume_memory(self, parts: Sequence[str]) -> None:
         """Take the memory back, in this order: the weights' memory, a sync of the weights, the KV cache's memory.
@@ -433,7 +434,7 @@ class SGLangEngine(SGLangPart):
             raise EngineError("the KV cache comes after the weights: sync a version first")
         self._memory("resume", parts)
         self._released -= set(parts)
-        self._let_in()
+        self.go_on()
 
     def memory(self) -> list[dict[str, int]]:
         """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers" by their tensors; on a GPU also "device_used", used by
@@ -459,11 +460,6 @@ class SGLangEngine(SGLangPart):
     def shutdown(self) -> None:
         self._version = None
         super().shutdown()
-
-    def _let_in(self) -> None:
-        """Let interrupted requests go on, if there are weights and a cache."""
-        if self._version is not None and "kv_cache" not in self._released:
-            self._gate.open()
 
     def _require_version(self) -> int:
         if self._version is None:

@@ -111,8 +111,7 @@ class WandbTracker(Tracker):
         self.run.log({**metrics, **tables, LATE_STEP: float(step)}, step=now)
 
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        columns = list(rows[0])
-        return self.wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+        return self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
 
     def finish(self, error: BaseException | None) -> None:
         self.run.finish(exit_code=0 if error is None else 1)
@@ -147,10 +146,7 @@ class SwanlabTracker(Tracker):
         self.swanlab.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = list(rows[0])
-        table = self.swanlab.echarts.Table().add(
-            columns, [[row[column] for column in columns] for row in rows]
-        )
+        table = self.swanlab.echarts.Table().add(list(rows[0]), [list(row.values()) for row in rows])
         self.swanlab.log({tag: table}, step=step)
 
     def finish(self, error: BaseException | None) -> None:
@@ -169,10 +165,7 @@ class TrackioTracker(Tracker):
         self.trackio.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = list(rows[0])
-        table = self.trackio.Table(
-            columns=columns, data=[[row[column] for column in columns] for row in rows]
-        )
+        table = self.trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self.trackio.log({tag: table}, step=step)
 
     def finish(self, error: BaseException | None) -> None:

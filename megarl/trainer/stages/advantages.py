@@ -131,7 +131,8 @@ def compute_batch_advantages(
             own, found = compute_batch_advantages(own, algorithm, kl, player_baselines)
             metrics |= found
         else:
-            given = append_column(given, "advantages", _zeros(given))
+            mask, offsets = ragged(given, "response_mask")
+            given = append_column(given, "advantages", (np.zeros(len(mask)), offsets))
         return join_given(own, given, is_given), metrics
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
@@ -252,12 +253,6 @@ def _kl_by_teacher(
         for name, there in live.items()
         if there.any()
     }
-
-
-def _zeros(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """0 for each token of the responses."""
-    mask, offsets = ragged(batch, "response_mask")
-    return np.zeros(len(mask)), offsets
 
 
 def turns_of(batch: pa.Table, offsets: torch.Tensor) -> Turns | None:

@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megarl.gateway.agents import AgentRunner
 from megarl.gateway.call import find_function
 from megarl.gateway.copies import ForkServer
 from megarl.gateway.reader import TurnReader
-from megarl.gateway.sandboxes.find import find_sandbox, try_sandbox
+from megarl.gateway.sandboxes.find import find_sandbox
 from megarl.gateway.sandboxes.interface import NoSandbox, Sandbox, SandboxSettings, kept_environment
 from megarl.gateway.server import KEEP_ALIVE, listen, listen_locally, make_app, url_of
 from megarl.gateway.service import Gateway, Limits
@@ -43,16 +43,6 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.multi_turn import tasks_of
 from megarl.util.plugins import load_plugins
-
-
-def check_sandbox(spec: AgentsSpec) -> None:
-    """Check the sandbox of the agents before an engine is started.
-
-    Raises:
-        ValueError: this machine has no such sandbox.
-    """
-    settings = spec.gateway
-    try_sandbox(settings.sandbox, spec.readable, settings.memory_mb, settings.image)
 
 
 class Agents:
@@ -114,7 +104,8 @@ class Agents:
             for name, value in os.environ.items()
             if name.startswith(MARK_PREFIX) or name in settings.pass_env
         }
-        environment = {**passed, **KEEP_ENVIRON, **_texts(settings.environment)}
+        given = {name: str(value) for name, value in (settings.environment or {}).items()}
+        environment = {**passed, **KEEP_ENVIRON, **given}
         forks = None
         if settings.preload:
             assert spec.agent is not None, "checked"
@@ -172,7 +163,3 @@ def _nothing(uid: str, prompt_ids: list[int], version: int, error: str) -> Gener
         num_turns=0,
         environment_notes=json.dumps({"numbers": {"num_turns": 0.0}, "error": error}),
     )
-
-
-def _texts(values: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: str(value) for name, value in (values or {}).items()}

@@ -19,10 +19,11 @@ from megarl.cluster.ranks import RankInfo
 from megarl.data.routing import RoutingShape
 from megarl.data.sessions import request_of, requested
 from megarl.data.trajectories import build_trajectories
+from megarl.gateway.sandboxes.find import try_sandbox
 from megarl.rollout.completions import Flight
 from megarl.rollout.engine import EngineCapacity, EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
-from megarl.trainer.workers.agents import Agents, check_sandbox
+from megarl.trainer.workers.agents import Agents
 from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.dispatch import TRAINING, Landed
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
@@ -85,7 +86,8 @@ class EngineWorker:
         # SGLang and multiprocessing put sockets into this folder, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
         if isinstance(turns, AgentsSpec):
-            check_sandbox(turns)
+            gateway = turns.gateway  # without such a sandbox a ValueError comes before SGLang is started
+            try_sandbox(gateway.sandbox, turns.readable, gateway.memory_mb, gateway.image)
         if info.parts > 1:
             config = replace(config, nodes=info.parts, node=info.part, address=address(info))
         self.engine = self.engine_class(config) if info.part == 0 else SGLangPart(config)

@@ -272,15 +272,7 @@ def layout_of(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:
     """The engines' layout from a resolved section."""
-    return EngineLayout(
-        rollout.tensor_model_parallel_size,
-        rollout.expert_parallel_size,
-        dp=rollout.attention_data_parallel_size,
-        dp_head=rollout.data_parallel_lm_head,
-        num_engines=rollout.num_engines,
-        whole_shared=rollout.moe_a2a_backend is not None,
-        draft=rollout.speculative.algorithm == "mtp",
-    )
+    return EngineLayout.of(rollout, draft=rollout.speculative.algorithm == "mtp")
 
 
 def cache_dtype(rollout: RolloutConfig) -> torch.dtype:

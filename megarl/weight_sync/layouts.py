@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 
 from megarl.config.schema.models import LoraConfig
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.layout import Box, Layout, Piece, RankPlace, Shard, place_engines
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of
 from megarl.models import (
@@ -46,6 +47,19 @@ class EngineLayout:
                 raise ValueError(
                     f"an engine of tp={self.tp} ranks cannot have {name}={size}; it must divide tp"
                 )
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, draft: bool = False) -> "EngineLayout":
+        """The layout that a resolved section `rollout` asks for."""
+        return cls(
+            tp=rollout.tensor_model_parallel_size,
+            ep=rollout.expert_parallel_size,
+            dp=rollout.attention_data_parallel_size,
+            num_engines=rollout.num_engines,
+            whole_shared=rollout.moe_a2a_backend is not None,
+            draft=draft,
+            dp_head=rollout.data_parallel_lm_head,
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -306,18 +305,6 @@ def open_pools(run: Run, pools: Mapping[str, PoolConfig]) -> None:
     record_gpus(run.pools.values(), run.folder)
 
 
-def engine_layout(rollout: RolloutConfig) -> EngineLayout:
-    """How the ranks of all engines share the model."""
-    return EngineLayout(
-        tp=rollout.tensor_model_parallel_size,
-        ep=rollout.expert_parallel_size,
-        dp=rollout.attention_data_parallel_size,
-        dp_head=rollout.data_parallel_lm_head,
-        num_engines=rollout.num_engines,
-        whole_shared=rollout.moe_a2a_backend is not None,
-    )
-
-
 def engine_devices(
     rollout: RolloutConfig,
     model: ModelConfig,
@@ -327,7 +314,7 @@ def engine_devices(
 ) -> tuple[int, ...]:
     """The devices of the engines' ranks, chosen so that most of their weights are there already."""
     sources = _places(actor_pool)[: layout.world]
-    return best_device_order(model, layout, sources, engine_layout(rollout), _places(engine_pool))
+    return best_device_order(model, layout, sources, EngineLayout.of(rollout), _places(engine_pool))
 
 
 def sync_plan(
@@ -350,7 +337,7 @@ def sync_plan(
     return SyncPlan(
         config=model,
         parallel=layout,
-        engines=replace(engine_layout(rollout), draft=mtp and rollout.speculative.algorithm == "mtp"),
+        engines=EngineLayout.of(rollout, draft=mtp and rollout.speculative.algorithm == "mtp"),
         dtype=getattr(torch, rollout_dtype(rollout, engine_pool.use_gpu)),
         bucket_bytes=rollout.sync_bucket_mb << 20,
         source_places=_places(actor_pool)[: layout.world],

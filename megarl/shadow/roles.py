@@ -30,11 +30,17 @@ from megarl.megatron.step import StepResult
 from megarl.plan.inputs import PlanInputs, model_use, tuned_role
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
 from megarl.shadow.requests import SHARED
-from megarl.trainer.roles.model_roles import actor_arguments, critic_spec, reference_spec, reward_model_spec
+from megarl.trainer.roles.model_roles import (
+    actor_arguments,
+    critic_spec,
+    reference_spec,
+    reward_model_spec,
+    supervised_spec,
+)
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.updates import policy_update
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import ModelSpec, indexer_coef, prediction_training
+from megarl.trainer.workers.dispatch import ModelSpec
 from megarl.trainer.workers.model import ModelWorker
 from megarl.trainer.workers.ptx import PtxUpdate
 from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker, RewardModelWorker
@@ -106,7 +112,8 @@ class Step:
 def build_worker(config: Config, role: str, rank: int, world_size: int) -> ModelWorker:
     info = RankInfo(rank, world_size, 0, "127.0.0.1", 1, role, "", ("0",), "")
     if isinstance(config, TuningConfig):
-        spec = _unread(_tuning_spec(config))
+        head = "value" if tuned_role(config) == "rm" else "lm"
+        spec = _unread(supervised_spec(config, head, NUM_STEPS))
         if isinstance(config, RMConfig):
             return ShadowRM(info, spec, config.model.head_init)
         return (ShadowSFT if role == "sft" else ShadowDPO)(info, spec)
@@ -120,20 +127,6 @@ def build_worker(config: Config, role: str, rank: int, world_size: int) -> Model
     arguments = actor_arguments(config, NUM_STEPS)
     specs = {name: _unread(arguments[name]) for name in ("spec", "critic") if name in arguments}
     return (ShadowActorCritic if "critic" in specs else ShadowActor)(info, **{**arguments, **specs})
-
-
-def _tuning_spec(config: TuningConfig) -> ModelSpec:
-    return ModelSpec(
-        path=config.model.path,
-        head="value" if tuned_role(config) == "rm" else "lm",
-        megatron=config.megatron,
-        optim=config.optim,
-        num_updates=NUM_STEPS,
-        timeout=config.trainer.collective_timeout,
-        lora=config.model.lora,
-        mtp=prediction_training(config.model),
-        indexer_coef=indexer_coef(config.model),
-    )
 
 
 def _unread(spec: ModelSpec) -> ModelSpec:

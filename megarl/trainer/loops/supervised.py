@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,24 +17,19 @@ from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup
 from megarl.config import TuningConfig, check_models, position_warnings
 from megarl.config.resolve import GLOBAL_POOL
+from megarl.data.loader import TableLoader
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.loops.driver import Driver, Metrics, epochs
 from megarl.trainer.roles.adapters import check_adapters
-from megarl.trainer.roles.model_roles import Role, say_layers, start_model
+from megarl.trainer.roles.model_roles import Role, say_layers, start_model, supervised_spec
 from megarl.trainer.roles.roles import open_pools
-from megarl.trainer.run.checkpoints import Checkpoints, Stateful
+from megarl.trainer.run.checkpoints import Checkpoints
 from megarl.trainer.run.cluster_setup import pools_of
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
-from megarl.trainer.workers.dispatch import (
-    MicroBatching,
-    ModelSpec,
-    indexer_coef,
-    plan_rows,
-    prediction_training,
-)
+from megarl.trainer.workers.dispatch import MicroBatching, plan_rows
 from megarl.util.files import write_text
 
 VAL_LOSS = "val/loss"
@@ -44,12 +39,6 @@ WORKERS = {
     "rm": ("megarl.trainer.workers.supervised:RMWorker", "value"),
     "dpo": ("megarl.trainer.workers.supervised:DPOWorker", "lm"),
 }
-
-
-class Loader(Stateful, Protocol):
-    """Batches of one epoch each time it is iterated, and their position."""
-
-    def __iter__(self) -> Iterator[pa.Table]: ...
 
 
 @dataclass
@@ -166,17 +155,7 @@ def open_ranks(
         for line in (*position_warnings(config, model), *notes):
             run.say(line)
         open_pools(run, pools_of(config))
-        spec = ModelSpec(
-            path=config.model.path,
-            head=head,
-            megatron=config.megatron,
-            optim=config.optim,
-            num_updates=num_steps,
-            timeout=config.trainer.collective_timeout,
-            lora=config.model.lora,
-            mtp=prediction_training(config.model),
-            indexer_coef=indexer_coef(config.model),
-        )
+        spec = supervised_spec(config, head, num_steps)
         with run.status("starting the model's ranks"):
             batching = MicroBatching(config.data.train_batch_size, config.max_token_len_per_gpu, None)
             started = start_model(run, role, worker, GLOBAL_POOL, {"spec": spec, **arguments}, batching)
@@ -192,7 +171,7 @@ def validation_metrics(found: dict[str, float]) -> dict[str, float]:
 
 def run_steps(
     ranks: Ranks,
-    loader: Loader,
+    loader: TableLoader,
     update: Callable[[pa.Table], Metrics],
     validate: Callable[[], Metrics] | None,
     export: Callable[[Path], str] | None = None,

@@ -15,6 +15,7 @@ from megarl.config import (
     OptimConfig,
     RefConfig,
     TrainConfig,
+    TuningConfig,
     needs_old_log_probs,
     needs_reference,
     reference_in_actor,
@@ -87,6 +88,22 @@ def reference_spec(config: TrainConfig, role: str = "ref") -> ModelSpec:
     policy, ref, share = config.actor_rollout_ref, references(config)[role], _share_prompts(config)
     lora = LoraConfig() if ref.model.path != policy.model.path else policy.model.lora
     return _spec(config, ref.model.path, "lm", ref.megatron, lora=lora, share_prompts=share)
+
+
+def supervised_spec(config: TuningConfig, head: str, num_steps: int) -> ModelSpec:
+    """The spec of the model of supervised training."""
+    model = config.model
+    return ModelSpec(
+        path=model.path,
+        head=head,
+        megatron=config.megatron,
+        optim=config.optim,
+        num_updates=num_steps,
+        timeout=config.trainer.collective_timeout,
+        lora=model.lora,
+        mtp=prediction_training(model),
+        indexer_coef=indexer_coef(model),
+    )
 
 
 def reward_model_spec(config: TrainConfig) -> ModelSpec:

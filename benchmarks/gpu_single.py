@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 
 from megarl.config import TrainConfig, load_config, needs_old_log_probs, needs_ref_log_probs, resolve
 from megarl.costs.flops import ModelFlops, causal_pairs, model_flops
-from megarl.costs.hardware import peak_bf16
+from megarl.costs.hardware import BF16
 from megarl.data.gsm8k import word_problem
 from megarl.data.trajectories import Generation, build_trajectories, expand_prompts
 from megarl.models import read_model_config
@@ -283,7 +283,7 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
         model = read_model_config(str(folder / "model"))
     metrics = [json.loads(line) for line in lines][1:]  # the first step is warm-up
     device = ask_gpu("name") if gpu else "no GPU: these figures say nothing of one"
-    fastest = peak_bf16(device) if gpu else None
+    fastest = BF16.get(device) if gpu else None
     flops = phase_flops(config, job, {head: model_flops(model, head) for head in ("lm", "value")})
     if not generates:
         del flops["generate"]

@@ -203,11 +203,6 @@ BF16 = {
 }
 
 
-def peak_bf16(name: str) -> float | None:
-    """FLOP/s of the card that its driver calls `name`; None: it is not in the table."""
-    return BF16.get(name)
-
-
 # Measured over planned seconds of published runs: the accuracy of a planned number of seconds.
 
 LOW, HIGH = 0.86, 1.46

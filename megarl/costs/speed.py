@@ -20,7 +20,6 @@ from megarl.layout.grid import ParallelLayout, sums_of_stages
 from megarl.models import ModelConfig, head_chunk_tokens
 
 GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
-TRAINED = ("weights", "adapters")
 TILE = 128  # rows of an expert's tokens that a kernel takes at a time
 # In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
 BACKWARD_ATTENTION = 2.5

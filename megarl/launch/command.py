@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from megarl.config.schema.launch import launch_keys
-from megarl.launch.job import Job, make_job, read_variables
-from megarl.launch.kuberay import manifest_text
-from megarl.launch.skypilot import TOKEN, secret_names, sky_arguments, task_text
-from megarl.launch.slurm import prepare_logs, sbatch_arguments
+from megarl.launch.job import Job, make_job, read_variables, yaml_text
+from megarl.launch.kuberay import manifest
+from megarl.launch.skypilot import TOKEN, secret_names, sky_arguments, task
+from megarl.launch.slurm import sbatch_arguments
 
 Runner = Callable[[argparse.Namespace], int | None]
 
@@ -72,7 +73,7 @@ def _local(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner])
 
 
 def _sbatch(job: Job, text: str) -> int:
-    prepare_logs(job)
+    Path(job.launch.slurm.logs).mkdir(parents=True, exist_ok=True)  # without it Slurm starts no job
     return subprocess.run(shlex.split(text), check=False).returncode
 
 
@@ -96,8 +97,8 @@ def _sky(job: Job, text: str) -> int:
 # By target: the text that --dry-run prints; then the program that submits it, the advice where that is missing, and the function.
 _TEXTS: dict[str, Callable[[Job], str]] = {
     "slurm": lambda job: shlex.join(["sbatch", *sbatch_arguments(job)]) + "\n",
-    "kuberay": manifest_text,
-    "skypilot": task_text,
+    "kuberay": lambda job: yaml_text(*manifest(job)),
+    "skypilot": lambda job: yaml_text(task(job)),
 }
 _SUBMITTERS: dict[str, tuple[str, str, Callable[[Job, str], int]]] = {
     "slurm": ("sbatch", "run this where jobs are submitted, or look at the command", _sbatch),

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megarl.config.schema.launch import KubeRayConfig
-from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
+from megarl.launch.job import Job, check_image, matched, read_variables
 
 RAY_VERSION = "2.60.0"  # of the image
 _RECIPE_FILE = "recipe.yaml"
@@ -57,11 +57,6 @@ def manifest(job: Job) -> list[dict[str, Any]]:
     spec = _job_spec(job) if kuberay.kind == "RayJob" else _cluster_spec(job)
     resource = {"apiVersion": "ray.io/v1", "kind": kuberay.kind, "metadata": _metadata(job), "spec": spec}
     return [recipe, resource]
-
-
-def manifest_text(job: Job) -> str:
-    """The manifest as YAML."""
-    return yaml_text(*manifest(job))
 
 
 def entrypoint(job: Job) -> str:

@@ -14,7 +14,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
+from megarl.launch.job import Job, check_image, matched, read_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "RAY_AUTH_TOKEN"  # of the run's own Ray cluster
@@ -52,11 +52,6 @@ def task(job: Job) -> dict[str, Any]:
     if sky.setup is not None:
         written["setup"] = sky.setup
     return written | {"run": _run(job)}
-
-
-def task_text(job: Job) -> str:
-    """The task as YAML."""
-    return yaml_text(task(job))
 
 
 def sky_arguments(job: Job, path: str) -> list[str]:

@@ -45,11 +45,6 @@ def sbatch_arguments(job: Job) -> list[str]:
     return [*arguments, *_script_options(job), "--", str(job.recipe.resolve()), *job.overrides]
 
 
-def prepare_logs(job: Job) -> None:
-    """Make the folder of the logs, without which Slurm starts no job."""
-    Path(job.launch.slurm.logs).mkdir(parents=True, exist_ok=True)
-
-
 def _script_options(job: Job) -> list[str]:
     launch, slurm = job.launch, job.launch.slurm
     options = ["--root", str(ROOT), "--command", job.command, "--devices", str(job.devices)]

@@ -256,11 +256,6 @@ def frozen_of(chunks: Chunks, trained: Sequence[torch.Tensor]) -> Offloadable:
     return Offloadable(lambda: _parameters(chunks), excluded=lambda: trained, constant=True)
 
 
-def trained_of(trained: Sequence[torch.Tensor]) -> Offloadable:
-    """The trained parameters of a model that also has frozen ones."""
-    return Offloadable(lambda: trained)
-
-
 def gradients_of(chunks: list[DistributedDataParallel]) -> Gradients:
     return Gradients(chunks)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.costs.hardware import TABLE, peak_bf16
+from megarl.costs.hardware import BF16, TABLE
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ from megarl.costs.hardware import TABLE, peak_bf16
     ],
 )
 def test_the_cards_that_are_planned_with_have_the_planners_peaks(name: str, kind: str) -> None:
-    assert peak_bf16(name) == TABLE[kind].bf16
+    assert BF16[name] == TABLE[kind].bf16
 
 
 def test_a_name_counts_as_a_whole() -> None:
-    assert peak_bf16("NVIDIA H100 PCIe") < 0.8 * peak_bf16("NVIDIA H100 80GB HBM3")
-    assert peak_bf16("NVIDIA H100") is None and peak_bf16("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert BF16["NVIDIA H100 PCIe"] < 0.8 * BF16["NVIDIA H100 80GB HBM3"]
+    assert "NVIDIA H100" not in BF16 and "NVIDIA H100 80GB HBM3 MIG 1g.10gb" not in BF16

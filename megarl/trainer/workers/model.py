@@ -74,7 +74,6 @@ from megarl.megatron.offload import (
     frozen_of,
     gradients_of,
     optimizer_of,
-    trained_of,
     weights_of,
 )
 from megarl.megatron.optimizer import build_optimizer
@@ -227,7 +226,7 @@ class ModelWorker:
         trained: tuple[torch.nn.Parameter, ...] = ()
         if self.spec.adapted:
             trained = parameter_set(self.chunks, self.adapter).parameters
-            parts["adapters"] = trained_of(trained)
+            parts["adapters"] = Offloadable(lambda: trained)
         if owns_model:
             parts["weights"] = frozen_of(self.chunks, trained) if trained else weights_of(self.chunks)
         if self.spec.optim is not None:

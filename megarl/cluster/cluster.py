@@ -161,7 +161,6 @@ def start_cluster(
     address: str | None,
     num_devices: int,
     run_dir: str | Path,
-    num_gpus: int | None = None,
     cluster_setup: ClusterSetup | None = None,
 ) -> Cluster:
     """Connects this process to Ray as its controller.
@@ -170,7 +169,6 @@ def start_cluster(
         address: of a running cluster ("10.0.0.1:6379", or "auto"); None starts one on this machine.
         num_devices: process slots that a machine without GPUs offers, whatever number of cores it has.
         run_dir: the run's directory; it is created.
-        num_gpus: GPUs of this machine that Ray may use; None: all that it finds. Only with `address=None`.
         cluster_setup: the setup of a cluster on this machine; None: it is made now. Only with `address=None`.
 
     Raises:
@@ -209,7 +207,6 @@ def start_cluster(
             context = ray.init(
                 address="local",  # also where RAY_ADDRESS is set
                 num_cpus=num_devices,
-                num_gpus=num_gpus,
                 object_store_memory=object_store_bytes(
                     psutil.virtual_memory().available, shutil.disk_usage("/dev/shm").free
                 ),

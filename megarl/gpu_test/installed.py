@@ -60,13 +60,13 @@ def imports(machine: Machine) -> Iterator[Check]:
             yield Check(f"import {module}", None, f"{package} is not installed")
 
 
-def imported(module: str, *, required: bool, python: str = sys.executable) -> Check:
+def imported(module: str, *, required: bool) -> Check:
     """Import a module in a process of its own: a broken module must not end this process."""
     begun = time.monotonic()
     # torch first: extensions that setuptools has built know no path to its libraries (torch 2.13.0, utils/cpp_extension.py).
     code = f"import torch, {module} as m; print('at', m.__file__, getattr(m, '__version__', ''))"
     try:
-        done = _run(python, "-c", code)
+        done = _run(sys.executable, "-c", code)
     except subprocess.TimeoutExpired:
         return Check(f"import {module}", False, f"not done after {IMPORT_SECONDS:.0f} s")
     seconds = time.monotonic() - begun

@@ -80,7 +80,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     blocking = partial(sync_and_validate, config, run, roles, inputs, rewards)
     report = partial(report_validation, config, run, inputs)
 
-    def learnt(step: int, metrics: Metrics) -> None:
+    def watch(step: int, metrics: Metrics) -> None:
         watch_validation(run, state.monitor, step, metrics)
 
     def work(step: int, metrics: Metrics) -> pa.Table:
@@ -95,7 +95,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
         inputs.loader.report(collected.prompt_uids, collected.scores)
         return batch
 
-    with open_validations(config, run, roles, inputs.validation, blocking, report, learnt) as validations:
+    with open_validations(config, run, roles, inputs.validation, blocking, report, watch) as validations:
         parts = {"data": inputs.loader, VALIDATIONS: validations}
         state = LearningState.start(config, run, roles, inputs.num_steps, inputs.ptx, parts, batches.folders)
         done = state.checkpoints.resume()

@@ -178,6 +178,12 @@ class Plan:
     max_copy_bytes: int | None
     most_senders: int | None = None
     previous: Mapping[int, int] = field(default_factory=dict)
+    # Worked out when they are asked for.
+    _flows: dict[int, list[Flow]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _candidates: dict[tuple[int, ...], Candidates] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _parts_of: dict[_Kind, list[Part]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def bytes_of(self, copy: Copy | Delivery) -> int:
         """Bytes of the slice."""
@@ -328,18 +334,6 @@ class Plan:
     def _itemsize(self) -> Callable[[str], int]:
         """`itemsize`, asked once for each tensor: a plan has many copies of one."""
         return cache(self.itemsize)
-
-    @cached_property
-    def _flows(self) -> dict[int, list[Flow]]:
-        return {}
-
-    @cached_property
-    def _candidates(self) -> dict[tuple[int, ...], Candidates]:
-        return {}
-
-    @cached_property
-    def _parts_of(self) -> dict[_Kind, list[Part]]:
-        return {}
 
     def _make_flows(self, shard: int, tensors: Collection[str] | None = None) -> list[Flow]:
         """The flows of a target shard; of `tensors` only, unless all are known already."""

@@ -46,6 +46,7 @@ class EngineRestarts:
     hung: set[int] = field(default_factory=set)
     count: int = 0
     lacks_weights: bool = False
+    come_late = False
 
     def note(self, failure: WorkerLost) -> None:
         """Remember an engine to replace; raises the failure if it is not of an engine, or exceeds `max_restarts`."""
@@ -57,10 +58,6 @@ class EngineRestarts:
         """As `note`; returns the ranks of all lost engines."""
         self.note(failure)
         return self.lost()
-
-    @property
-    def come_late(self) -> bool:
-        return False
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
         """Restart all engines that have ended or hang; the new ones hold no weights yet.
@@ -140,6 +137,7 @@ class DeferredRestarts:
     restarts: EngineRestarts
     ask: Callable[[Callable[[], object]], None]
     version: int
+    come_late = True
 
     @property
     def engines(self) -> WorkerGroup:
@@ -148,10 +146,6 @@ class DeferredRestarts:
     def lose(self, failure: WorkerLost) -> list[int]:
         """As `EngineRestarts.lose`."""
         return self.restarts.lose(failure)
-
-    @property
-    def come_late(self) -> bool:
-        return True
 
     def revive(self, failure: WorkerLost) -> None:
         """As `EngineRestarts.revive`; raises the failure at once if the engine cannot be replaced."""

@@ -107,6 +107,7 @@ class NoRestarts:
     """In the thread of a validation nothing is restarted, because the actor may have other weights by then."""
 
     restarts: EngineRestarts
+    come_late = True
 
     @property
     def engines(self) -> WorkerGroup:
@@ -118,10 +119,6 @@ class NoRestarts:
         for rank in self.restarts.hung:
             self.engines.end(rank)
         return ranks
-
-    @property
-    def come_late(self) -> bool:
-        return True
 
     def revive(self, failure: WorkerLost) -> None:
         """Raises EnginesLost, because no other engine is left."""

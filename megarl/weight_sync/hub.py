@@ -1,11 +1,11 @@
-"""Where the members of an exchange meet: one store for all of them, and word of a member that is gone.
+"""Where the members of an exchange meet: one store for all of them, and the news that a member is gone.
 
 The first trainer rank serves the hub in a thread. Every member keeps a connection to it as long as the exchange lasts. Members make
 their communicator through the store; a connection that ends, because its process died or gave up, ends the exchange for all: each member
 is told which one it was, and aborts the operations that wait in its communicator. So no member waits for the timeout of an operation that
 cannot end.
 
-torch's TCPStore would do as the store, but does not tell of a member's end.
+torch's TCPStore could be the store, but does not report a member's end.
 """
 
 import selectors

@@ -251,7 +251,7 @@ class Outbox:
             rank, channel = self._accept(missing)
             self._channels[rank] = channel
         if share.exchange is not None and self._exchange is None:
-            assert self._hub_address is not None, "nobody said where the members of the exchange meet"
+            assert self._hub_address is not None, "join comes first: it gives the address of the hub"
             self._exchange = join_exchange(
                 share.exchange, self._hub_address, self._device, self._timeout, share.skip_unchanged
             )

@@ -33,7 +33,7 @@ def test_checkpoints_of_another_course_where_their_folder_is_a_mount_point(tmp_p
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == f"checkpoints of steps 2, 3 are not of this run's course: moved to {root}/aside-1"
+    assert lines[0] == f"checkpoints of steps 2, 3 are not of this run's history: moved to {root}/aside-1"
     files = ["step-1", "aside-1/step-2", "aside-1/step-3", "aside-2/step-2", "aside-2/step-3"]
     assert lines[3] == str(sorted(f"checkpoints/{name}/file" for name in files))
     assert list((tmp_path / "run").iterdir()) == [root]

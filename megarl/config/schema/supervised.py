@@ -220,7 +220,7 @@ class DPOLossConfig:
     """The loss."""
 
     beta: float = option(
-        "sigmoid, ipo, kto: how dear it is to leave the reference, which is the model before the run; simpo: the scale of the difference; orpo: weight "
+        "sigmoid, ipo, kto: how strongly the policy is held to the reference, which is the model before the run; simpo: the scale of the difference; orpo: weight "
         "of the odds ratio beside the likelihood of the better response.",
         0.1,
         gt=0,

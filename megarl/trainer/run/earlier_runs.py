@@ -114,7 +114,7 @@ def move_checkpoints(root: Path, first_step: int, target: Path | None, say: Call
         target.rmdir()
         target = _first_free(root, "aside-")
         _move(paths, target)
-    say(f"checkpoints of steps {', '.join(map(str, steps))} are not of this run's course: moved to {target}")
+    say(f"checkpoints of steps {', '.join(map(str, steps))} are not of this run's history: moved to {target}")
 
 
 def _first_free(parent: Path, prefix: str) -> Path:

@@ -2,7 +2,7 @@
 
     blocking     step k: updates; weights into the engines of the rollouts, answers, scores: results are metrics of step k
     concurrent   step k: updates; weights into engines of their own ──► a thread: answers, scores
-                 step k + 1, k + 2, ... as ever                             │ results of step k
+                 step k + 1, k + 2, ... go on                               │ results of step k
                  the end of the step in which they come: they are logged ◄──┘
 
 Guarantees of `concurrent`, each asserted by a test:

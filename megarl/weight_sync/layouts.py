@@ -51,6 +51,7 @@ class EngineLayout:
     @classmethod
     def of(cls, rollout: RolloutConfig, draft: bool = False) -> "EngineLayout":
         """The layout that a resolved section `rollout` asks for."""
+        assert rollout.num_engines is not None, "resolved"
         return cls(
             tp=rollout.tensor_model_parallel_size,
             ep=rollout.expert_parallel_size,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Convert a checkpoint between Hugging Face's and Megatron's format, or merge adapters: `megarl convert` where megarl is not installed.
+"""Convert a checkpoint between Hugging Face's and Megatron's format, or merge adapters: `megarl convert` as a script.
 
 Example: python tools/convert_checkpoint.py Qwen2.5-7B-Instruct Qwen2.5-7B-Instruct-megatron
 """

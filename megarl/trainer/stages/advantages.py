@@ -263,7 +263,7 @@ def turns_of(batch: pa.Table, offsets: torch.Tensor) -> Turns | None:
     states: list[str] = []
     rows = zip(offsets.tolist(), batch["num_turns"].to_pylist(), environment_notes(batch), strict=False)
     for start, num_turns, notes in rows:
-        if num_turns > max(1, len(notes.turns)):  # trajectories that an earlier version wrote
+        if num_turns > max(1, len(notes.turns)):  # agents' sessions have no notes of their turns
             return None
         for place, state in notes.turns or ((0, ""),):
             starts.append(start + place)

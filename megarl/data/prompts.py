@@ -31,7 +31,7 @@ from megarl.data.files import (
 )
 from megarl.data.preferences import response_chat
 from megarl.data.sft import tokenize_chat
-from megarl.data.tokenizer import encode_texts, render_text
+from megarl.data.tokenizer import check_unicode, encode_texts, render_text
 from megarl.data.trajectories import (
     GIVEN_RESPONSES,
     MESSAGES,
@@ -271,6 +271,9 @@ class PromptReader:
                 for name, messages in found.prompts.items()
             }
             given = [self._tokens_of_response(chat, found.keywords) for chat in found.given]
+            # Rows are tokenised and put into a table many at once, where an error would not tell which of them it is.
+            for text in (*texts.values(), *found.others.values()):
+                check_unicode(text)
             return {**found.others, **texts, GIVEN_RESPONSES: given}
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))

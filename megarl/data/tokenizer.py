@@ -259,8 +259,12 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     try:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     except TypeError:
-        if not any(_SURROGATE.search(text) for text in texts):
-            raise
-        raise ValueError(
-            "a text has half of a surrogate pair, such as of an emoji that was cut in two"
-        ) from None
+        for text in texts:
+            check_unicode(text)
+        raise
+
+
+def check_unicode(text: str) -> None:
+    """Raise ValueError if a text is no Unicode: no tokenizer and no table takes it."""
+    if _SURROGATE.search(text):
+        raise ValueError("a text has half of a surrogate pair, such as of an emoji that was cut in two")

@@ -127,6 +127,23 @@ def test_values_of_a_wrong_type_are_named(tokenizer, tmp_path, changes, message)
         PromptDataset(path, tokenizer, max_prompt_length=64)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": "cut \ud83d"},
+        {"reward_model": {"ground_truth": "\ud83d"}},
+        {"extra_info": {"note": "\ud83d"}},
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named_by_row(tokenizer, tmp_path, changes):
+    """JSON can write one, of an emoji that was cut in two; neither a tokenizer nor Arrow takes it, and both are given many rows at once."""
+    path = tmp_path / "train.jsonl"
+    rows = (prompt_row(), prompt_row(**changes), prompt_row())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"train\.jsonl row 1: a text has half of a surrogate pair"):
+        PromptDataset(path, tokenizer, max_prompt_length=64)
+
+
 def test_all_wrong_rows_are_counted_and_the_first_are_shown(tokenizer, tmp_path):
     rows = [prompt_row(data_source=None) if row % 2 else prompt_row() for row in range(20)]
     with pytest.raises(

@@ -131,8 +131,8 @@ def compute_batch_advantages(
             own, found = compute_batch_advantages(own, algorithm, kl, player_baselines)
             metrics |= found
         else:
-            mask, offsets = ragged(given, "response_mask")
-            given = append_column(given, "advantages", (np.zeros(len(mask)), offsets))
+            tokens, bounds = ragged(given, "response_mask")
+            given = append_column(given, "advantages", (np.zeros(len(tokens)), bounds))
         return join_given(own, given, is_given), metrics
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}

@@ -266,7 +266,7 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
         ([say("go"), KeyError("lost")], "step: KeyError: 'lost'"),
         ([say("go"), SystemExit(3)], "step: RuntimeError: SystemExit(3)"),
         ([say("go"), StopIteration()], "step: RuntimeError"),
-        ([say("go"), 30.0], "step: no answer within 0.2 s"),
+        ([say("go"), 30.0], "step: no answer within 2 s"),
         ([say("go"), "a text"], "step: it returned 'a text', not a StepResult"),
         ([say("go"), StepResult(score=float("nan"))], "step: score=nan is no finite number"),
         ([say("go"), StepResult(numbers={"x": "y"})], "step: x='y' is no finite number"),
@@ -280,7 +280,7 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
     ],
 )
 def test_an_environment_that_fails_costs_its_trajectory(results, error):
-    limit = 0.2 if isinstance(results[-1], float) else 60.0  # the other steps may take long on a busy machine
+    limit = 2.0 if isinstance(results[-1], float) else 60.0  # the other steps may take long on a busy machine
     generation = play(
         Policy(["5", "6", "7"]), partial(Script, *results), limits=MultiTurnConfig(step_timeout=limit)
     )

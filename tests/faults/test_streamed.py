@@ -31,6 +31,9 @@ from megarl.trainer.stages.request_queue import RequestQueue
 from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 
+# Of the STEPS of the run: the one in which an engine is killed, unless earlier ones had to be repeated, and the one after which it is saved.
+FIRST_LOSS, LAST_SAVED = 5, STEPS - 2
+
 
 @dataclass
 class Live:
@@ -93,7 +96,7 @@ class Live:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("streamed")
     # Long responses: some are still in flight when they are interrupted, even on a machine that stands still for a second.
-    overrides = ["trainer.max_staleness=2", "data.max_response_length=96"]
+    overrides = ["trainer.max_staleness=2", "data.max_response_length=160"]
     with start(folder, "fully_async_cpu.yaml", 128, overrides) as (
         config,
         run,
@@ -116,11 +119,12 @@ def started() -> Iterator[ExitStack]:
 
 def test_partial_rollouts_go_on_with_the_next_weights(live: Live) -> None:
     live.batches.overlapped = False
-    first, second = live.step(1), live.step(2)
-    several = live.is_sampled_from(second.table)
-    if not several:  # the machine stood still: all in-flight responses had ended before the interruption
-        second = live.step(3)
+    first, several = live.step(1), 0
+    for step in (2, 3, 4):
+        second = live.step(step)
         several = live.is_sampled_from(second.table)
+        if several:
+            break  # else the machine stood still: all in-flight responses had ended before the interruption
     assert first.metrics["staleness/of_several_versions"] == 0.0
     held = [uids for _, uids in live.run.wait(live.roles.engines.call("begin_generation"))]
     # How many requests are held depends on the machine; which engine holds which does not.
@@ -151,7 +155,7 @@ def test_engines_go_on_while_the_models_learn(live: Live) -> None:
     in_flight = live.batches.in_flight
     came = sum(len(one.answers) for one in in_flight.prompts.values()) + 2 * len(in_flight.ready)
     assert came > 0 and live.run.seconds["meanwhile/generate"] > 0.0
-    batches += [live.step(step) for step in range(number + 1, 5)]
+    batches += [live.step(step) for step in range(number + 1, FIRST_LOSS)]
     for step, batch in enumerate(batches, number):
         live.is_sampled_from(batch.table)
         assert batch.metrics["staleness/max"] <= 2.0 and batch.step == step
@@ -160,19 +164,19 @@ def test_engines_go_on_while_the_models_learn(live: Live) -> None:
 def test_a_lost_engine_costs_no_trajectory(live: Live) -> None:
     batches, pids = live.batches, live.roles.engines.pids
     expected = {one.uid for one in batches.in_flight.prompts.values()}
-    live.step(5, lambda: killed_at_once(scheduler(live.roles, 1)))
+    number = len(live.policies) + 1
+    live.step(number, lambda: killed_at_once(scheduler(live.roles, 1)))
     assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]
     assert live.roles.restarts.count == 1
-    sixth = live.step(6)
-    seventh = live.step(7)
+    after = [live.step(step) for step in range(number + 1, LAST_SAVED + 1)]
     known = {one.uid for one in batches.in_flight.prompts.values()} | {
         one.uid for one in batches.in_flight.ready
     }
     assert expected <= known | {uid.rpartition("/")[0] for uid in live.trained}
-    for batch in (sixth, seventh):
+    for batch in after:
         live.is_sampled_from(batch.table)
         assert batch.metrics["staleness/max"] <= 2.0 and batch.metrics["staleness/too_late"] == 0.0
-    assert len(live.trained) == len(set(live.trained)) == 7 * 32
+    assert len(live.trained) == len(set(live.trained)) == LAST_SAVED * 32
 
 
 @contextmanager
@@ -206,7 +210,7 @@ def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) 
         live.run.wait(live.roles.engines.restart(rank))
     live.roles.restarts.connect()
     live.batches = other
-    eighth, ninth = live.step(8), live.step(9)
+    eighth, ninth = (live.step(LAST_SAVED + more) for more in (1, 2))
     assert not other.in_flight.prompts and not other.in_flight.ready  # the run ends with nothing left over
     uids = set(eighth.table["prompt_uid"].to_pylist()) | set(ninth.table["prompt_uid"].to_pylist())
     assert before | set(whole) <= uids and len(uids) == 32

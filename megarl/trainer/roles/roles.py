@@ -67,7 +67,7 @@ ENGINE_LOG = "rollout-rank0.log"  # of the first engine
 def start_roles(
     config: TrainConfig, run: Run, model: ModelConfig, num_steps: int, *, trains: bool = True
 ) -> Roles:
-    """Start all worker groups of a PPO run, at once, and wait until every process is ready.
+    """Start all worker groups of a PPO run, and wait until every process is ready: at once, but for models that share GPUs.
 
     Args:
         trains: whether models are trained; else there is only an actor, without an optimizer.

@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# For two cores: a third process computes while others wait for the processes that they have started.
+PYTEST := $(BIN)/python -m pytest -n 3
 
 .PHONY: demo test test-all docs gpu-test lint format install clean
 
@@ -39,11 +41,11 @@ demo: $(STAMP)
 
 # All unit tests, and of the other tiers (tests/tiers.py) those that show that the product works.
 test: lint
-	$(BIN)/python -m tests.run_all -m "unit or smoke"
+	$(PYTEST) -m "unit or smoke"
 
 # All tests but those marked slow or gpu.
 test-all: lint
-	$(BIN)/python -m tests.run_all
+	$(PYTEST)
 
 # The site of docs/ (mkdocs.yml) into outputs/site; a broken link, or a page that is missing in the navigation, is an error.
 docs: $(STAMP)

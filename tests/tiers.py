@@ -79,7 +79,6 @@ BY_NAME: Mapping[str, str] = {
     "test_repository.py::test_controller_loads": PROCESSES,
     "test_repository.py::test_import_is_light": PROCESSES,
     "test_repository.py::test_ranks_load": PROCESSES,
-    "test_run_all.py": PROCESSES,
     "test_security.py::test_a_run_on_one_machine": E2E,
     "test_security.py::test_keys_are_nowhere": E2E,
     "test_wheel.py": PROCESSES,

@@ -82,6 +82,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
 
     def watch(step: int, metrics: Metrics) -> None:
         watch_validation(run, state.monitor, step, metrics)
+        state.checkpoints.judge(step, metrics)
 
     def work(step: int, metrics: Metrics) -> pa.Table:
         collected = batches.of(step)
@@ -99,8 +100,10 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
         parts = {"data": inputs.loader, VALIDATIONS: validations}
         state = LearningState.start(config, run, roles, inputs.num_steps, inputs.ptx, parts, batches.folders)
         done = state.checkpoints.resume()
-        validations.resume(done)
         begin = validations.begin if inputs.validation else None
+        if begin is None:  # the run validated before it continued
+            validations.abandon()
+        validations.resume(done)
         driver = state.driver(config, run, roles, inputs.num_steps, begin, validations.poll)
         if config.trainer.val_before_train and not done:
             with run.step(0) as metrics:

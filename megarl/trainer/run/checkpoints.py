@@ -36,6 +36,7 @@ from megarl.checkpoints import (
     changed_files,
     find_damage,
     read_checkpoint,
+    steps_in,
 )
 from megarl.checkpoints.manifest import shortened
 from megarl.cluster import RunFailure, WorkerFailed, WorkerGroup
@@ -228,6 +229,13 @@ class Checkpoints:
         if reason is not None:
             self.run.say(f"ending after step {step}, to be started again: {reason}")
             raise SystemExit(REQUEUE)
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Mark the checkpoint of `step`, if there is one, as the best by the results of a validation that was made after it was written."""
+        value = self.best.found(metrics)
+        if self.best.is_beaten_by(value) and step in steps_in(self.run.store.root):
+            self.best.value = value
+            self.run.store.mark_best(step)
 
     def save(self, step: int) -> Path | None:
         """Save now, after `step`; returns the checkpoint's folder, None if there is none (trainer.on_save_error).

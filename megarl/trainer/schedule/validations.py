@@ -5,6 +5,8 @@
                  step k + 1, k + 2, ... go on                               │ results of step k
                  the end of the step in which they come: they are logged ◄──┘
 
+A blocking run that is told to end saves before a validation that is due: it is made after the last step, or by the run that continues.
+
 Guarantees of `concurrent`, each asserted by a test:
 - Results are logged once, as those of the step whose weights they used, and equal those of a blocking validation after that step.
 - Training waits for a sync alone; and, when a validation is due, for the one before it (`timing_s/validate_wait`).
@@ -63,13 +65,24 @@ class Validations:
 
     Attributes:
         blocking: validates after a step, which was just made, and returns the metrics.
+        learnt: given the step and the metrics of each validation that ends after its step, also of one that was logged before the run
+            continued.
+        open: the step of a validation whose results have not come; None: there is none.
     """
 
     run: Run
     blocking: Callable[[int], Metrics]
+    learnt: Callable[[int, Metrics], None]
+    open: int | None = field(default=None, init=False)
 
     def begin(self, step: int) -> Metrics:
-        """Validate, or begin to, after a step that was just made; returns metrics of that step."""
+        """Validate, or begin to, after a step that was just made; returns metrics of that step.
+
+        A run that is told to end saves first, because it may be killed during a validation: the run that continues makes it, or `finish`.
+        """
+        if self.run.preemption.requested is not None:
+            self.open = step
+            return {}
         return self.blocking(step)
 
     def poll(self, step: int) -> Metrics:
@@ -77,21 +90,42 @@ class Validations:
         return {}
 
     def resume(self, done: int) -> None:
-        """To be called once the checkpoint of step `done`, from which the run continues, was loaded."""
+        """To be called once the checkpoint of step `done`, from which the run continues, was loaded: repeats a validation whose results were
+        not logged."""
+        step, self.open = self.open, None
+        if step is None:
+            return
+        file = self.run.folder / METRICS_FILE
+        rows = read_metrics(file) if file.is_file() else []
+        logged = next((row for row in rows if row["step"] == step and SCORE in row), None)
+        if logged is not None:
+            self.learnt(step, {name: value for name, value in logged.items() if name.startswith(PREFIX)})
+            return
+        self.run.say(f"the validation after step {step} had not ended: {_REPEATED.format(done)}")
+        self._repeat(done)
 
     def finish(self) -> None:
-        """To be called at the end of the run."""
+        """To be called at the end of the run, once its last checkpoint is written: makes a validation that is left."""
+        step, self.open = self.open, None
+        if step is not None:
+            self._repeat(step)
+
+    def abandon(self) -> None:
+        """The results of a validation in progress, or of one to be repeated, are lost."""
+        self.open = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The step of a validation whose results have not come; None: there is none."""
-        return {"open": None}
+        return {"open": self.open}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["open"] is not None:
-            self.run.say(
-                f"the results of the validation after step {state['open']} had not come when the checkpoint was saved; with "
-                "trainer.eval_mode=blocking it is not repeated"
-            )
+        self.open = state["open"]
+
+    def _repeat(self, step: int) -> None:
+        assert self.run.logger is not None
+        with self.run.timed("validate"):
+            metrics = self.blocking(step)
+        self.run.logger.log_late(step, metrics, {})
+        self.learnt(step, metrics)
 
 
 class EnginesLost(Exception):
@@ -142,16 +176,12 @@ class ConcurrentValidations(Validations):
     Attributes:
         rewards: with a scorer and a tokenizer that nothing else uses.
         report: given the results of each validation, in the main thread.
-        learnt: given the step and the metrics of each validation, also of one that was logged before the run continued.
-        open: the step of the validation in progress; None: there is none.
     """
 
     roles: Roles
     rewards: Rewards
     answer: Answer
     report: Callable[[Validated], None]
-    learnt: Callable[[int, Metrics], None]
-    open: int | None = None
     _background: Background[Validated] | None = field(default=None, init=False)
 
     def begin(self, step: int) -> Metrics:
@@ -176,20 +206,6 @@ class ConcurrentValidations(Validations):
         with self.run.timed("validate"):
             return self._start(step)
 
-    def resume(self, done: int) -> None:
-        """Repeat a validation whose results were not logged."""
-        step, self.open = self.open, None
-        if step is None:
-            return
-        file = self.run.folder / METRICS_FILE
-        rows = read_metrics(file) if file.is_file() else []
-        logged = next((row for row in rows if row["step"] == step and SCORE in row), None)
-        if logged is not None:
-            self.learnt(step, {name: value for name, value in logged.items() if name.startswith(PREFIX)})
-            return
-        self.run.say(f"the validation after step {step} had not ended: {_REPEATED.format(done)}")
-        self._start(done)
-
     def finish(self) -> None:
         """Wait for the last validation, and report it; a run that is told to end does not."""
         while (step := self.open) is not None:
@@ -206,16 +222,14 @@ class ConcurrentValidations(Validations):
                 self._start(last)
 
     def abandon(self) -> None:
-        """End the thread; the results of a validation in progress are lost."""
-        background, self._background, self.open = self._background, None, None
+        """As `Validations.abandon`; ends the thread."""
+        super().abandon()
+        background, self._background = self._background, None
         if background is not None:
             background.end()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"open": self.open}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.open = state["open"]
+    def _repeat(self, step: int) -> None:
+        self._start(step)
 
     def _start(self, step: int) -> Metrics:
         with self.roles.memory.held("eval_sync"):
@@ -298,13 +312,13 @@ def open_validations(
 ) -> Iterator[Validations]:
     """The validations of a run, as `trainer.eval_mode` says; one in progress at the end of the block is abandoned."""
     if not validates_concurrently(config):
-        yield Validations(run, blocking)
+        yield Validations(run, blocking, learnt)
         return
     model = config.actor_rollout_ref.model
     with make_scorer(config) as scorer:
         rewards = Rewards(run, scorer, load_tokenizer(model.tokenizer_path, model.trust_remote_code))
         answer = partial(_answer, config, roles, sets)
-        found = ConcurrentValidations(run, blocking, roles, rewards, answer, report, learnt)
+        found = ConcurrentValidations(run, blocking, learnt, roles, rewards, answer, report)
         try:
             yield found
         finally:

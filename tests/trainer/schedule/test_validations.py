@@ -76,8 +76,8 @@ class Told:
         restarts = SimpleNamespace(max_restarts=3)
         roles = SimpleNamespace(memory=Memory(), eval=SimpleNamespace(group=None, restarts=restarts))
         return ConcurrentValidations(
-            self.run, lambda step: {}, roles, Rewards(self.run, self.scorer), self.answer, self.reported.append,
-            lambda step, metrics: self.learnt.append((step, metrics)),
+            self.run, lambda step: {}, lambda step, metrics: self.learnt.append((step, metrics)), roles,
+            Rewards(self.run, self.scorer), self.answer, self.reported.append,
         )  # fmt: skip
 
 
@@ -241,17 +241,72 @@ def test_results_that_were_logged_after_the_checkpoint_are_not_repeated(told: To
     assert told.reported == []
 
 
-def test_a_run_that_goes_on_blocking_says_what_it_leaves_out(told: Told) -> None:
-    blocking = Validations(told.run, lambda step: {"val/score/mean": float(step)})
-    assert (
-        blocking.begin(2) == {"val/score/mean": 2.0}
-        and blocking.poll(3) == {}
-        and blocking.state_dict() == {"open": None}
-    )
-    blocking.load_state_dict({"open": None})
-    blocking.load_state_dict({"open": 2})
-    (line,) = told.run.lines
-    assert "the validation after step 2" in line and "trainer.eval_mode=blocking" in line
+@dataclass
+class Logger:
+    late: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def log_late(self, step: int, metrics: dict[str, float], samples: dict[str, Any]) -> None:
+        self.late.append((step, metrics))
+
+
+@dataclass
+class Blocking:
+    """Blocking validations of a run, and the steps after which they were made."""
+
+    run: QuietRun
+    made: list[int] = field(default_factory=list)
+    learnt: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def validations(self) -> Validations:
+        self.run.logger = Logger()
+        return Validations(self.run, self.validate, lambda step, metrics: self.learnt.append((step, metrics)))
+
+    def validate(self, step: int) -> dict[str, float]:
+        self.made.append(step)
+        return {"val/score/mean": step / 10}
+
+
+def test_a_blocking_run_that_is_told_to_end_saves_before_it_validates(tmp_path: Path) -> None:
+    first = Blocking(QuietRun(tmp_path, console=None))
+    one = first.validations()
+    assert one.begin(2) == {"val/score/mean": 0.2} and one.state_dict() == {"open": None}
+    first.run.preemption.requested = "SIGUSR1"
+    assert one.begin(4) == {} and first.made == [2]
+    state = json.loads(json.dumps(one.state_dict()))  # as in the checkpoint with which the run ends
+
+    second = Blocking(QuietRun(tmp_path, console=None))
+    again = second.validations()
+    again.load_state_dict(state)
+    again.resume(4)
+    assert second.made == [4] and again.state_dict() == {"open": None}
+    assert second.run.logger.late == second.learnt == [(4, {"val/score/mean": 0.4})]
+    again.finish()
+    assert second.made == [4]
+
+
+def test_the_validation_after_the_last_step_of_a_blocking_run_that_is_told_to_end_follows_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    told = Blocking(QuietRun(tmp_path, console=None))
+    one = told.validations()
+    told.run.preemption.requested = "SIGTERM"
+    assert one.begin(6) == {} and one.state_dict() == {"open": 6}
+    one.finish()
+    assert told.made == [6] and told.run.logger.late == told.learnt == [(6, {"val/score/mean": 0.6})]
+
+
+def test_a_run_that_goes_on_blocking_repeats_one_that_was_concurrent(tmp_path: Path) -> None:
+    """With the weights of the checkpoint, which may be of a later step; not if the run has no held-out prompts any more."""
+    told = Blocking(QuietRun(tmp_path, console=None))
+    one = told.validations()
+    one.load_state_dict({"open": 2})
+    one.resume(3)
+    assert told.made == [3] and "the validation after step 2" in told.run.lines[0]
+    one.load_state_dict({"open": 2})
+    one.abandon()
+    one.resume(3)
+    one.finish()
+    assert told.made == [3]
 
 
 def test_an_engine_that_hangs_is_ended_and_none_is_restarted() -> None:

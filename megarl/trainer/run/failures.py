@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,12 +36,13 @@ def with_restarts(
 ) -> str:
     """Call `train(config, cluster_setup)`, again after each lost process, at most `trainer.max_restarts` times; returns its result.
 
-    All processes of the lost run have ended before a restart. A rank that raises is not restarted: it would raise again.
+    All processes of the lost run have ended before a restart. A rank that raises is not restarted: it would raise again. A restart has the
+    time that is left of `trainer.max_run_minutes`.
 
     Raises:
         WorkerLost, RayFailed: no restart is left. Other exceptions of `train` are raised at once.
     """
-    allowed = config.trainer.max_restarts
+    allowed, begun, minutes = config.trainer.max_restarts, time.monotonic(), config.trainer.max_run_minutes
     for number in range(allowed + 1):
         try:
             return train(config, cluster_setup)
@@ -50,6 +52,9 @@ def with_restarts(
             lines = [str(loss), f"starting again: {number + 1} of trainer.max_restarts={allowed}"]
         Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         config, cluster_setup = as_restarted(config), None  # they ended with the run's cluster
+        if minutes is not None:
+            left = max(minutes - (time.monotonic() - begun) / 60, 0.001)  # the key's values are over 0
+            config = replace(config, trainer=replace(config.trainer, max_run_minutes=left))
     raise AssertionError("the last one returns or raises")
 
 

@@ -17,6 +17,7 @@ from megarl.cluster.ranks import RankError, RankProcess
 from megarl.config import SFTConfig, TrainConfig, load_config, resolve
 from megarl.data.trajectories import write_parquet
 from megarl.trainer.health.monitor import _write as write_finding
+from megarl.trainer.run import failures
 from megarl.trainer.run.failures import advice, ending_after_signal, naming_keys, with_restarts
 from megarl.trainer.run.logger import RunLogger, read_metrics
 from megarl.trainer.run.preemption import REQUEUE, Preemption
@@ -62,6 +63,15 @@ def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
     assert training.cluster_setup == ["cluster_setup", None, None, None]  # restarts have none
     said = capsys.readouterr().out
     assert "starting again: 3 of trainer.max_restarts=3" in said and "the raylet is gone" in said
+
+
+def test_a_restart_has_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trainer.max_run_minutes` is of the job: its limit would be later than the scheduler's."""
+    clock = iter([0.0, 1200.0, 4000.0])  # seconds: at the start, and at each loss
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    training = Training(*LOSSES[:2])
+    with_restarts(config(tmp_path, max_restarts=2, max_run_minutes=60.0), training, None)
+    assert [config.trainer.max_run_minutes for config in training.started] == [60.0, 40.0, 0.001]
 
 
 @pytest.mark.parametrize("allowed", [0, 2])

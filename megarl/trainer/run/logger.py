@@ -20,7 +20,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -312,16 +311,13 @@ class RunLogger:
         traceback: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        with ExitStack() as endings:  # every tracker finishes, also after another one's exception
-            for tracker in self._trackers:
-                endings.callback(tracker.finish, error)
+        self._tell(lambda tracker: tracker.finish(error))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
         values = self._write(step, metrics, {})
         self._newest = max(self._newest, step)
-        for tracker in self._trackers:
-            tracker.log(step, values)
+        self._tell(lambda tracker: tracker.log(step, values))
         if step:  # step 0 is the validation before training
             self._pace.ended(time.monotonic(), values.get("timing_s/step"))
         if self._to_console:
@@ -340,8 +336,7 @@ class RunLogger:
         if not rows:
             return
         self._newest = max(self._newest, step)
-        for tracker in self._trackers:
-            tracker.log_samples(step, tag, rows)
+        self._tell(lambda tracker: tracker.log_samples(step, tag, rows))
         self._show(step, tag, rows)
 
     def _show(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -364,8 +359,7 @@ class RunLogger:
         for tag, rows in samples.items():
             self._show(step, tag, rows)
         values = self._write(step, metrics, {LATE: True})
-        for tracker in self._trackers:
-            tracker.log_late(step, max(self._newest, step), values, samples)
+        self._tell(lambda tracker: tracker.log_late(step, max(self._newest, step), values, samples))
         if self._to_console:
             self._say("  ".join([f"validation after step {step}", *_figures(values)]))
 
@@ -382,6 +376,15 @@ class RunLogger:
         if self._events is not None:
             _write_scalars(self._events, step, values)
         return values
+
+    def _tell(self, call: Callable[[Tracker], object]) -> None:
+        """Call each tracker. An exception, such as of a server that is away, is a warning: the metrics are on disk."""
+        for tracker in self._trackers:
+            try:
+                call(tracker)
+            except Exception as error:
+                name = type(tracker).__name__
+                self._say(f"Warning: {name}: {type(error).__name__}: {error}; {METRICS_FILE} has all metrics")
 
     def _say(self, line: str) -> None:
         # No markup, no highlighting, no wrapping: the line is the same in a terminal, a file and a scheduler's log.

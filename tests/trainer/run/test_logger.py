@@ -367,6 +367,25 @@ def test_a_run_that_fails_is_marked_everywhere(packages: dict[str, ModuleType], 
     assert packages["trackio"].calls[-2] == ("alert", told)
 
 
+def test_a_tracker_whose_server_is_away_does_not_end_the_run(
+    packages: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*arguments: Any, **named: Any) -> None:
+        raise ConnectionError("no answer")
+
+    for function in ("log_metrics", "log_dict", "end_run"):
+        monkeypatch.setattr(packages["mlflow"], function, away)
+    out, text = console()
+    with RunLogger(tmp_path, ["mlflow", "wandb"], tracked=RUN, console=out) as logger:
+        logger.log_samples(3, "val/generations", ROWS)
+        logger.log(3, METRICS)
+        logger.log_late(3, {"val/score/mean": 0.5}, {"val/generations": ROWS})
+    assert {**METRICS, "val/score/mean": 0.5}.items() <= read_metrics(tmp_path)[0].items()
+    warning = "Warning: MlflowTracker: ConnectionError: no answer; metrics.jsonl has all metrics"
+    assert [line for line in text.getvalue().splitlines() if line] == [warning] * 4
+    assert packages["wandb"].calls[-1] == ("finish", {"exit_code": 0})
+
+
 def test_a_tracker_that_cannot_begin_leaves_no_open_run(
     packages: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

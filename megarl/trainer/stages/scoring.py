@@ -279,6 +279,8 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
         error if note.error is None else f"environment: {note.error}"
         for note, error in zip(told, errors, strict=True)
     ]
+    # Half of a surrogate pair, which JSON that the policy wrote may have, goes into no file and onto no screen.
+    errors = [error and error.encode(errors="backslashreplace").decode() for error in errors]
     given = [0.0 if score is None or score.score is None else score.score for score in found]
     values = np.where(np.isnan(own), given, own).astype(np.float32)
     each = [

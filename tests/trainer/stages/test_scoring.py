@@ -1,6 +1,7 @@
 import itertools
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,6 +119,25 @@ def test_a_reward_that_fails_costs_its_sample_alone(tmp_path):
     }  # fmt: skip
     (said,) = asked.run.said
     assert "a/1" in said and "megarl/arithmetic" in said and "ValueError: of a/1" in said
+
+
+def test_an_error_with_half_of_a_surrogate_pair_costs_its_sample_alone(tmp_path):
+    """As a reward or an environment raises it that reads JSON which the policy wrote."""
+    table, half = answer(expand_prompts(prompts("a"), 3)), json.loads(r'"\ud83d"')
+    at = table.column_names.index("environment_notes")
+    notes = [{"error": half}, {}, {}]
+    table = table.set_column(at, "environment_notes", pa.array([json.dumps(note) for note in notes]))
+    failed = score("a/1", None)
+    asked = rewards(
+        tmp_path,
+        lambda sample: replace(failed, error=half) if sample.uid == "a/1" else score(sample.uid, 1.0),
+    )
+    asked.submit(table)
+    found = asked.collect(table, "step 1", None)
+    assert found.errors == [r"environment: \ud83d", r"\ud83d", None]
+    lines = (tmp_path / "reward_errors.jsonl").read_text().splitlines()
+    assert [json.loads(line)["error"] for line in lines] == found.errors[:2]
+    assert "".join(asked.run.said).encode()
 
 
 def test_many_failures_are_in_the_file_and_a_few_on_the_screen(tmp_path):

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def recorded(
     except BaseException as error:
         first_line = (str(error).splitlines() or [""])[0]
         outcome = f"{type(error).__name__}: {first_line}" if isinstance(error, Exception) else "told to end"
-        _change(folder, ended=time.time(), outcome=outcome)
+        with suppress(OSError):  # the disk may be full, or away: the caller has to see why the run ended
+            _change(folder, ended=time.time(), outcome=outcome)
         raise
     _change(folder, ended=time.time(), outcome=FINISHED)
 

@@ -1,5 +1,6 @@
 """`run.json` (the facts of a run and its outcome), and the lines that a run prints when it starts."""
 
+import errno
 import json
 import os
 import platform
@@ -104,6 +105,22 @@ def test_a_run_that_raises_says_why(tmp_path, planned, error, outcome, word):
     (tmp_path / "metrics.jsonl").touch()
     status = status_of(read_run(tmp_path))
     assert status.word == word and outcome in status.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("actor rank 1 died"), SystemExit(75)])
+def test_an_outcome_that_cannot_be_written_does_not_hide_why_the_run_ended(
+    tmp_path, planned, monkeypatch, error
+):
+    """A lost process is to be restarted, and 75 asks for another start, also where the disk is full."""
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with pytest.raises(type(error)) as ended, recorded(*planned, tmp_path):
+        monkeypatch.setattr(facts_module, "write_text", full)
+        raise error
+    assert ended.value is error
+    assert read_facts(tmp_path).outcome is None
 
 
 def test_the_status_of_a_run_without_an_outcome(tmp_path, planned):

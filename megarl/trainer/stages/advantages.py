@@ -50,7 +50,8 @@ class Controls:
     Attributes:
         kl: coefficient of the KL in the reward; adapted in `compute_batch_advantages`.
         kl_loss: coefficient of the KL in the actor's loss; adapted in `update`.
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]. A checkpoint has them where `health.auto_action` has
+            lowered them; else a run that continues from it takes the configuration's.
         player_baselines: baselines of games' players, for `algorithm.adv_estimator=spiral`; moved in `compute_batch_advantages`.
     """
 
@@ -60,19 +61,24 @@ class Controls:
     clip_high: float
     player_baselines: dict[Player, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._configured = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+
     def state_dict(self) -> dict[str, Any]:
+        clips = {name: getattr(self, name) for name in self._configured}
         return {
             "kl": self.kl.state_dict(),
             "kl_loss": self.kl_loss.state_dict(),
-            "clip_low": self.clip_low,
-            "clip_high": self.clip_high,
+            **{name: None if clip == self._configured[name] else clip for name, clip in clips.items()},
             "player_baselines": [[*player, value] for player, value in self.player_baselines.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl.load_state_dict(state["kl"])
         self.kl_loss.load_state_dict(state["kl_loss"])
-        self.clip_low, self.clip_high = float(state["clip_low"]), float(state["clip_high"])
+        for name, configured in self._configured.items():
+            lowered = state[name]
+            setattr(self, name, configured if lowered is None else min(configured, float(lowered)))
         baselines = state.get("player_baselines", ())  # checkpoints of earlier versions have none
         self.player_baselines = {(game, player): float(value) for game, player, value in baselines}
 

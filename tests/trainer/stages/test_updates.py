@@ -1,6 +1,7 @@
 """Log-probs, values and updates of a step: the calls of the ranks, and the metrics of their results."""
 
 import itertools
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.trajectories import TEACHER, Blocks, ragged
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.roles.model_roles import Role
-from megarl.trainer.stages.advantages import make_controls
+from megarl.trainer.stages.advantages import Controls, make_controls
 from megarl.trainer.stages.inputs import check_names
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.updates import (
@@ -264,6 +265,24 @@ def test_controls_follow_their_schedules_and_survive_a_resume() -> None:
     resumed.load_state_dict(controls.state_dict())
     assert resumed == controls
     assert policy_update(settings.actor_rollout_ref.actor, resumed, 0).options.clip_high == 0.1
+
+
+def test_a_resumed_run_clips_as_its_own_configuration_says() -> None:
+    """Unless health.auto_action has lowered the ratio."""
+
+    def controls(high: float) -> Controls:
+        settings = config(f"{ACTOR}.clip_ratio_high={high}")
+        return make_controls(settings.algorithm, settings.actor_rollout_ref.actor, num_steps=10)
+
+    def resumed(saved: Controls, high: float) -> tuple[float, float]:
+        found = controls(high)
+        found.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+        return found.clip_low, found.clip_high
+
+    saved = controls(0.28)
+    assert resumed(saved, 0.4) == (0.2, 0.4) and resumed(saved, 0.2) == (0.2, 0.2)
+    saved.clip_high = 0.25
+    assert resumed(saved, 0.4) == (0.2, 0.25) and resumed(saved, 0.2) == (0.2, 0.2)
 
 
 def test_the_metrics_of_updates() -> None:

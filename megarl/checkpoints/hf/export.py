@@ -30,10 +30,11 @@ from megarl.weight_sync.layouts import hf_layout, megatron_layout
 from megarl.weight_sync.packets import crc32
 
 Item = TypeVar("Item")
-# files of a model folder other than its weights: config.json is written anew. Transformers keeps further chat templates in a folder.
-_COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt",
-               "tekken.json", "*.tiktoken", "chat_template*", "additional_chat_templates/*.jinja", "added_tokens.json",
-               "*preprocessor_config.json", "processor_config.json", "*.model", "*.py")  # fmt: skip
+# files of a tokenizer. Transformers keeps further chat templates in a folder.
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken",
+              "chat_template*", "additional_chat_templates/*.jinja", "added_tokens.json", "*.model", "*.py")  # fmt: skip
+# files of a model folder other than its weights and its tokenizer: config.json is written anew.
+_COMPANIONS = ("generation_config.json", "*preprocessor_config.json", "processor_config.json", "*.py")
 
 
 def read_companions(
@@ -42,6 +43,7 @@ def read_companions(
     dtype: torch.dtype,
     mtp: bool = False,
     fields: Mapping[str, Any] | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, bytes]:
     """The files other than weights of a model's Hugging Face folder, for a copy of the model: path in the folder -> content.
 
@@ -49,6 +51,7 @@ def read_companions(
         dtype: of the copy's weights, which its config says; its `quantization_config` is left out.
         mtp: whether the copy has the model's multi-token prediction layers; otherwise its config says that there are none.
         fields: values of its config in place of the model's.
+        tokenizer: the folder of the copy's tokenizer; None: the model's own.
 
     Raises:
         ValueError: one of these files should hold a JSON object, and does not; names it.
@@ -61,11 +64,17 @@ def read_companions(
     own |= fields or {}
     if config.is_nested:
         hf["text_config"] = own
-    found = (file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file())
-    files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in found}
+    sources = {
+        file.relative_to(place).as_posix(): file
+        for place, patterns in ((folder, _COMPANIONS), (tokenizer or folder, _TOKENIZER))
+        for pattern in patterns
+        for file in place.glob(pattern)
+        if file.is_file()
+    }
+    files = {name: file.read_bytes() for name, file in sources.items()}
     for name, content in files.items():
         if name.endswith(".json"):
-            json_object(content, str(folder / name))
+            json_object(content, str(sources[name]))
     return {**files, "config.json": (json.dumps(hf, indent=2) + "\n").encode()}
 
 
@@ -318,21 +327,26 @@ def write_hf_checkpoint(
     collect: Callable[[int], Sequence[Bundle]],
     fields: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Write the model into folder `path`; it appears only when it is complete.
 
     Args:
-        source_model: the Hugging Face folder that tokenizer, config, generation config and MTP layers come from.
+        source_model: the Hugging Face folder that config, generation config and MTP layers come from.
         collect: shard number -> the bundles of all trainer ranks for it.
         fields: of config.json, in place of the source model's.
         files: name -> content of the folder's other files.
+        tokenizer: the folder that the tokenizer comes from; None: `source_model`.
 
     Raises:
         ValueError: a slice arrived damaged; the model has a vision tower, and the source model's folder has no weights of one.
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
     folder_of_source = Path(source_model).expanduser()
-    companions = read_companions(folder_of_source, export.config, export.dtype, export.mtp, fields)
+    of_tokenizer = None if tokenizer is None else Path(tokenizer).expanduser()
+    companions = read_companions(
+        folder_of_source, export.config, export.dtype, export.mtp, fields, of_tokenizer
+    )
     if export.config.is_nested:
         find_vision_tensors(folder_of_source)
     with (

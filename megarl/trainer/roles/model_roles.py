@@ -54,6 +54,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
         router_replay=_router_replay(config),
         mtp=prediction_training(policy.model) if trains else None,
         indexer_coef=indexer_coef(policy.model) if trains else None,
+        tokenizer=policy.model.tokenizer_path,
     )
     arguments: dict[str, Any] = {
         "spec": spec,
@@ -103,6 +104,7 @@ def supervised_spec(config: TuningConfig, head: str, num_steps: int) -> ModelSpe
         lora=model.lora,
         mtp=prediction_training(model),
         indexer_coef=indexer_coef(model),
+        tokenizer=model.tokenizer_path,
     )
 
 

@@ -45,7 +45,7 @@ def export_hf(
         def collect(shard: int) -> list[Bundle]:
             return run.wait(group.call("pack_export", shard))
 
-        write_hf_checkpoint(path, model.path, plan, collect, fields, files)
+        write_hf_checkpoint(path, model.path, plan, collect, fields, files, model.tokenizer_path)
     run.say(f"exported: {path}")
     if model.lora.rank:
         _export_adapters(run, group, model, adapter or folder.with_name(ADAPTER_FOLDER))

@@ -87,6 +87,7 @@ class ModelSpec:
             has recorded; None: their own.
         mtp: how layers of multi-token prediction are trained; None: the model is built without them.
         indexer_coef: weight of the loss of the indexers of sparse attention; None: they are not trained.
+        tokenizer: folder of the tokenizer that its checkpoints come with; None: `path`.
     """
 
     path: str
@@ -101,6 +102,7 @@ class ModelSpec:
     router_replay: str | None = None
     mtp: PredictionTraining | None = None
     indexer_coef: float | None = None
+    tokenizer: str | None = None
 
     @property
     def adapted(self) -> bool:

@@ -628,7 +628,8 @@ def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
     """
     spec, companions = worker.spec, folder / COMPANIONS
     source = Path(spec.path).expanduser()
-    files = read_companions(source, worker.config, worker.dtype, worker.depth > 0)
+    tokenizer = None if spec.tokenizer is None else Path(spec.tokenizer).expanduser()
+    files = read_companions(source, worker.config, worker.dtype, worker.depth > 0, tokenizer=tokenizer)
     write_files(companions, files)
     names = [f"{COMPANIONS}/{name}" for name in files]
     if spec.adapted:

@@ -32,7 +32,14 @@ from megarl.data.labels import LabelledChats, mismatched_chats
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceChats, ranking_lengths, texts_of
 from megarl.data.trajectories import list_lengths
-from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
+from megarl.trainer.loops.supervised import (
+    Ranks,
+    check_tokens,
+    open_ranks,
+    read_model,
+    run_steps,
+    validation_metrics,
+)
 from megarl.trainer.stages.prompt_data import labelled_keys, preference_keys, text_reading
 from megarl.trainer.workers.dispatch import compared_chats, labels, rows_to_share
 
@@ -49,6 +56,7 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
         dataset = partial(PreferenceChats, keys=preference_keys(data), max_tokens=most)
     read = partial(dataset, **text_reading(config), truncation=data.truncation)
     training, validation = read(data.train_files), None if data.val_files is None else read(data.val_files)
+    check_tokens(config, model, training.table, None if validation is None else validation.table)
 
     def loader_of(table: pa.Table) -> TableLoader:
         return TableLoader(SimpleNamespace(table=table), data.train_batch_size, data.shuffle, data.seed)

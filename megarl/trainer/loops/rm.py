@@ -25,7 +25,14 @@ from megarl.data.preferences import (
     texts_of,
 )
 from megarl.models import ModelConfig
-from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
+from megarl.trainer.loops.supervised import (
+    Ranks,
+    check_tokens,
+    open_ranks,
+    read_model,
+    run_steps,
+    validation_metrics,
+)
 from megarl.trainer.stages.prompt_data import preference_keys, text_reading
 from megarl.trainer.stages.reward_model import FILE, measure_normalization, score_lists
 from megarl.trainer.workers.dispatch import compared_texts
@@ -48,6 +55,7 @@ def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     training = read(data.train_files)
     validation = None if data.val_files is None else read(data.val_files).table
     answers = load_answers(data, training.table, read, texts)
+    check_tokens(config, model, training.table, validation, answers)
     loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
     counts = training.table.num_rows, None if validation is None else validation.num_rows
     found = {"cut {} texts": training.num_truncated, "left out {} rows": training.num_dropped}

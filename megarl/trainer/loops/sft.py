@@ -12,7 +12,7 @@ from megarl.costs.flops import model_flops
 from megarl.data.loader import TableLoader
 from megarl.data.sft import SftDataset, trained_tokens
 from megarl.data.trajectories import list_lengths
-from megarl.trainer.loops.supervised import VAL_LOSS, Ranks, open_ranks, read_model, run_steps
+from megarl.trainer.loops.supervised import VAL_LOSS, Ranks, check_tokens, open_ranks, read_model, run_steps
 from megarl.trainer.stages.prompt_data import text_reading
 from megarl.trainer.workers.dispatch import rows_to_share
 
@@ -30,6 +30,7 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
         truncation=data.truncation,
     )
     training, validation = read(data.train_files), None if data.val_files is None else read(data.val_files)
+    check_tokens(config, model, training.table, None if validation is None else validation.table)
     loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
     counts = len(training), None if validation is None else len(validation)
     notes = []

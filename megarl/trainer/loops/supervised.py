@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup
@@ -128,6 +129,29 @@ def read_model(config: TuningConfig, head: str = "lm") -> ModelConfig:
     check_adapters(config, model)
     check_hf_weights(path, model, head, mtp=mtp != "drop" and head == "lm", copies=mtp == "train")
     return model
+
+
+def check_tokens(config: TuningConfig, model: ModelConfig, *tables: pa.Table | None) -> None:
+    """Refuse examples with token ids that the model does not have. Tensor parallel ranks would take each for another rank's, without a word,
+    and a GPU would end the process.
+
+    Args:
+        tables: `uid` and `input_ids`, of one or several texts a row; None: there is none.
+
+    Raises:
+        ValueError: names the first such example.
+    """
+    for table in filter(None, tables):
+        if pc.max(pc.list_flatten(table["input_ids"], recursive=True)).as_py() < model.vocab_size:
+            continue
+        for uid, texts in zip(table["uid"], table["input_ids"], strict=True):
+            token = int(np.hstack(texts.as_py()).max())
+            if token >= model.vocab_size:
+                raise ValueError(
+                    f"example {uid} has the token {token}, and the model in {config.model.path} has {model.vocab_size:,} tokens (vocab_size in "
+                    f"its config.json): the tokenizer in {config.model.tokenizer_path} has more; take one that fits the model, or a model "
+                    "whose embedding has a row for each token"
+                )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from megarl.config import SFTConfig, TuningTrainerConfig, load_config, resolve, 
 from megarl.data.loader import TableLoader
 from megarl.data.sft import trained_tokens
 from megarl.trainer.loops.sft import with_idle_rows
-from megarl.trainer.loops.supervised import Progress, Ranks, run_steps
+from megarl.trainer.loops.supervised import Progress, Ranks, check_tokens, run_steps
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.run import Run
@@ -163,3 +163,15 @@ def test_idle_rows_teach_nothing(num_rows: int) -> None:
     assert shared.num_rows == num_rows and shared.slice(0, 2).equals(examples)
     assert shared["input_ids"].to_pylist()[2:] == [[4, 5]] * (num_rows - 2)
     assert trained_tokens(shared) == trained_tokens(examples) == 3
+
+
+def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+    """Of texts, and of rankings of texts."""
+    config, model = resolve(load_config(SFTConfig, None, RECIPE)), SimpleNamespace(vocab_size=300)
+    texts = pa.table({"uid": ["a:0", "a:1"], "input_ids": [[1, 299], [2, 300, 3]]})
+    rankings = pa.table({"uid": ["b:0", "b:1"], "input_ids": [[[1], [4, 5]], [[2, 3], [301]]]})
+    check_tokens(config, model, texts.slice(0, 1), None, rankings.slice(0, 1))
+    with pytest.raises(ValueError, match="example a:1 has the token 300, and the model in m has 300 tokens"):
+        check_tokens(config, model, texts)
+    with pytest.raises(ValueError, match="example b:1 has the token 301"):
+        check_tokens(config, model, texts.slice(0, 1), rankings)

@@ -43,6 +43,8 @@ from megarl.trainer.loops.supervised import (
 from megarl.trainer.stages.prompt_data import labelled_keys, preference_keys, text_reading
 from megarl.trainer.workers.dispatch import compared_chats, labels, rows_to_share
 
+ROWS_AT_ONCE = 512  # chats of a data parallel rank that a call computes: their tokens stay on its device until the end of the call
+
 
 def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
@@ -82,6 +84,13 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
 
 def chat_sums(ranks: Ranks, chats: pa.Table) -> np.ndarray:
     """The policy's log-prob of each chat's trained tokens, for any number of chats (`input_ids`, `loss_mask`): [chats]."""
+    most = ROWS_AT_ONCE * ranks.role.layout.dp
+    parts = [np.arange(start, min(start + most, chats.num_rows)) for start in range(0, chats.num_rows, most)]
+    return np.concatenate([_sums(ranks, chats.take(pa.array(rows))) for rows in parts])
+
+
+def _sums(ranks: Ranks, chats: pa.Table) -> np.ndarray:
+    """`chat_sums` in one call of the ranks."""
     # Data parallel ranks get equal numbers of chats: copies of the shortest one make up the number.
     filling = chats.slice(int(list_lengths(chats, "input_ids").argmin()), 1)
     missing = rows_to_share(chats.num_rows, ranks.role.layout) - chats.num_rows

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 from megarl.data.trajectories import from_lists, from_ragged
@@ -37,3 +38,21 @@ def test_the_log_ratio_of_long_chats_is_0_while_the_policy_is_the_reference() ->
     starts = np.cumsum([0, *lengths])
     exact = [log_probs[a : b - 1].double().sum().item() for a, b in itertools.pairwise(starts)]
     assert np.array_equal(reference.numpy(), np.float32(exact))
+
+
+def test_a_call_has_a_bounded_number_of_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's log-probs are of all training data: one call would keep them on the devices, and run into trainer.phase_timeout."""
+    monkeypatch.setattr(dpo, "ROWS_AT_ONCE", 2)
+    sizes = []
+
+    def call(method: str, table: pa.Table, lengths: np.ndarray) -> list:
+        chats = table["input_ids"].to_pylist()
+        assert lengths.tolist() == list(map(len, chats))
+        sizes.append(len(chats))
+        found = from_lists([[-float(ids[0])] for ids in chats], np.float32)
+        return [(list(range(len(chats))), {"log_probs": found})]
+
+    chats = pa.table({"input_ids": [[row] * 2 for row in range(9)], "loss_mask": [[False, True]] * 9})
+    ranks = SimpleNamespace(call=call, role=SimpleNamespace(layout=SimpleNamespace(dp=2, pp=1, vpp=None)))
+    assert dpo.chat_sums(ranks, chats).tolist() == [-float(row) for row in range(9)]
+    assert sizes == [4, 4, 2], "the last call has one chat for each data parallel rank"

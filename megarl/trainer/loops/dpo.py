@@ -35,6 +35,7 @@ from megarl.data.trajectories import list_lengths
 from megarl.trainer.loops.supervised import (
     Ranks,
     check_tokens,
+    end_notes,
     open_ranks,
     read_model,
     run_steps,
@@ -56,7 +57,8 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     else:
         most = config.max_token_len_per_gpu
         dataset = partial(PreferenceChats, keys=preference_keys(data), max_tokens=most)
-    read = partial(dataset, **text_reading(config), truncation=data.truncation)
+    texts = text_reading(config)
+    read = partial(dataset, **texts, truncation=data.truncation)
     training, validation = read(data.train_files), None if data.val_files is None else read(data.val_files)
     check_tokens(config, model, training.table, None if validation is None else validation.table)
 
@@ -65,7 +67,9 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
 
     counts = training.table.num_rows, None if validation is None else validation.table.num_rows
     dropped, per_epoch = training.num_dropped, len(loader_of(training.table))
-    notes = [f"left out {dropped} rows over data.max_length"] if dropped else []
+    chats = training.table if labelled else texts_of(training.table)
+    notes = end_notes(config, model, chats, texts["tokenizer"])
+    notes += [f"left out {dropped} rows over data.max_length"] if dropped else []
     with open_ranks(config, cluster_setup, "dpo", model, counts, per_epoch, notes) as ranks:
         compared = partial(labelled_with_reference if labelled else with_reference, ranks)
         if config.dpo.loss_type in WITHOUT_REFERENCE:

@@ -12,7 +12,15 @@ from megarl.costs.flops import model_flops
 from megarl.data.loader import TableLoader
 from megarl.data.sft import SftDataset, trained_tokens
 from megarl.data.trajectories import list_lengths
-from megarl.trainer.loops.supervised import VAL_LOSS, Ranks, check_tokens, open_ranks, read_model, run_steps
+from megarl.trainer.loops.supervised import (
+    VAL_LOSS,
+    Ranks,
+    check_tokens,
+    end_notes,
+    open_ranks,
+    read_model,
+    run_steps,
+)
 from megarl.trainer.stages.prompt_data import text_reading
 from megarl.trainer.workers.dispatch import rows_to_share
 
@@ -20,9 +28,10 @@ from megarl.trainer.workers.dispatch import rows_to_share
 def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model, data = read_model(config), config.data
+    texts = text_reading(config)
     read = partial(
         SftDataset,
-        **text_reading(config),
+        **texts,
         prompt_key=data.prompt_key,
         response_key=data.response_key,
         text_key=data.text_key,
@@ -33,7 +42,8 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     check_tokens(config, model, training.table, None if validation is None else validation.table)
     loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
     counts = len(training), None if validation is None else len(validation)
-    notes = []
+    ends = data.text_key is None or data.append_eos
+    notes = end_notes(config, model, training.table, texts["tokenizer"]) if ends else []
     if training.num_truncated:
         notes.append(f"cut {training.num_truncated} examples to data.max_length")
     if training.num_split:

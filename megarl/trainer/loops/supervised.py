@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup
 from megarl.config import TuningConfig, check_models, position_warnings
 from megarl.config.resolve import GLOBAL_POOL
 from megarl.data.loader import TableLoader
+from megarl.data.trajectories import ragged
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.loops.driver import Driver, Metrics, epochs
 from megarl.trainer.roles.adapters import check_adapters
@@ -31,7 +33,7 @@ from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.workers.dispatch import MicroBatching, plan_rows
-from megarl.util.files import write_text
+from megarl.util.files import read_json_object, write_text
 
 VAL_LOSS = "val/loss"
 # By role, the class of its ranks and the head of its model.
@@ -152,6 +154,35 @@ def check_tokens(config: TuningConfig, model: ModelConfig, *tables: pa.Table | N
                     f"its config.json): the tokenizer in {config.model.tokenizer_path} has more; take one that fits the model, or a model "
                     "whose embedding has a row for each token"
                 )
+
+
+def end_notes(
+    config: TuningConfig, model: ModelConfig, texts: pa.Table, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """A note for the user if no text ends with a token at which engines stop: behind the learnt end they would go on to the longest response.
+
+    Args:
+        texts: `input_ids`, up to the last learnt token. Ones of data.max_length tokens may have been cut, and do not count.
+    """
+    ids, offsets = ragged(texts, "input_ids")
+    last, ends = ids[offsets[1:] - 1][np.diff(offsets) < config.data.max_length], _end_tokens(config, model)
+    if not len(last) or np.isin(last, ends).any():
+        return []
+    token = int(np.bincount(last).argmax())
+    return [
+        f"Warning: examples end with token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), and none with an end token of the model in "
+        f"{config.model.path} ({', '.join(map(str, ends)) or 'it has none'}): engines would not end responses there; put it into eos_token_id "
+        "of generation_config.json in that folder, which the exported model takes over, or give rollout.stop_token_ids later"
+    ]
+
+
+def _end_tokens(config: TuningConfig, model: ModelConfig) -> list[int]:
+    """The tokens at which SGLang ends responses: those of config.json and of generation_config.json."""
+    file = Path(config.model.path).expanduser() / "generation_config.json"
+    sources = [model.hf, model.fields, *([read_json_object(file)] if file.is_file() else [])]
+    found = [source.get("eos_token_id") for source in sources]
+    each = (token for one in found for token in (one if isinstance(one, list) else [one]))
+    return sorted({token for token in each if token is not None})
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from megarl.config import SFTConfig, TuningTrainerConfig, load_config, resolve, 
 from megarl.data.loader import TableLoader
 from megarl.data.sft import trained_tokens
 from megarl.trainer.loops.sft import with_idle_rows
-from megarl.trainer.loops.supervised import Progress, Ranks, check_tokens, run_steps
+from megarl.trainer.loops.supervised import Progress, Ranks, check_tokens, end_notes, run_steps
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.run import Run
@@ -175,3 +175,21 @@ def test_tokens_that_the_model_does_not_have_are_refused() -> None:
         check_tokens(config, model, texts)
     with pytest.raises(ValueError, match="example b:1 has the token 301"):
         check_tokens(config, model, texts.slice(0, 1), rankings)
+
+
+def test_a_learnt_end_at_which_engines_would_not_stop_is_told(tmp_path: Path) -> None:
+    """As of a base model whose own end token is not its chat template's; texts of data.max_length tokens may have been cut."""
+    config = resolve(load_config(SFTConfig, None, RECIPE))
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))
+    model = SimpleNamespace(hf={"eos_token_id": 2}, fields={"eos_token_id": 2})
+    tokenizer, long = SimpleNamespace(convert_ids_to_tokens="<{}>".format), [1] * 8
+
+    def notes(*texts: list[int]) -> list[str]:
+        table = pa.table({"input_ids": pa.array(texts, pa.list_(pa.int32()))})
+        return end_notes(config, model, table, tokenizer)
+
+    (note,) = notes([2, 7], [9], [2, 7], long)
+    assert "end with token 7 ('<7>')" in note and f"of the model in {tmp_path} (2)" in note
+    assert notes([7], [1, 2]) == notes(long) == []
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7]}))
+    assert notes([2, 7], long) == []

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from megarl.checkpoints.convert.adapters import MergedSource, extract_adapters
 from megarl.checkpoints.convert.sources import Source, open_source
 from megarl.checkpoints.convert.targets import TARGETS, Moves
-from megarl.checkpoints.hf.export import one_label_fields, read_companions
+from megarl.checkpoints.hf.export import NORMALIZATION_FILE, one_label_fields, read_companions
 from megarl.checkpoints.hf.fused import find_vision_tensors
 from megarl.util.files import whole_folder
 
@@ -85,6 +85,13 @@ def convert(
     files = moves.files(shard_bytes)
     fields = _head_fields(opened) if kind == "hf" else None
     companion_files = read_companions(opened.companions, opened.config, moves.main_dtype, opened.mtp, fields)
+    left_out = [opened.ignored] if opened.ignored else []
+    normalization = opened.companions / NORMALIZATION_FILE
+    if opened.head == "value" and normalization.is_file():
+        if adapter is None and (companions is None or opened.kind == "hf"):
+            companion_files[NORMALIZATION_FILE] = normalization.read_bytes()
+        else:
+            left_out.append(f"{NORMALIZATION_FILE}, which was measured on other weights")
     with whole_folder(target) as folder:
         with progress(console, moves.num_bytes, f"{opened.kind} -> {kind}") as advance:
             for at, items in enumerate(files):
@@ -94,7 +101,6 @@ def convert(
                 del tensors  # before the next file's are made
         writing.finish(folder, companion_files, opened.companions)
         _check_written(folder / writing.checkpoint, moves)
-    left_out = [opened.ignored] if opened.ignored else []
     if opened.config.num_mtp_layers and not opened.mtp:
         left_out.append("multi-token prediction layers")
     return Conversion(len(moves.dtypes), moves.num_bytes, len(files), tuple(left_out))

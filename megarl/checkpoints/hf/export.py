@@ -35,6 +35,8 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "vocab.txt"
               "chat_template*", "additional_chat_templates/*.jinja", "added_tokens.json", "*.model", "*.py")  # fmt: skip
 # files of a model folder other than its weights and its tokenizer: config.json is written anew.
 _COMPANIONS = ("generation_config.json", "*preprocessor_config.json", "processor_config.json", "*.py")
+# of a reward model's folder: by what its outputs are shifted and divided. It was measured on these very weights.
+NORMALIZATION_FILE = "reward_normalization.json"
 
 
 def read_companions(

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from megarl.checkpoints.hf.export import NORMALIZATION_FILE
 from megarl.checkpoints.hf.load import HFReader
 from megarl.config import RewardModelConfig
 from megarl.data.tokenizer import ROWS_AT_ONCE, decode_texts, encode_texts, load_tokenizer, render_text
@@ -35,7 +36,7 @@ from megarl.trainer.stages.model_steps import (
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 
-FILE = "reward_normalization.json"
+FILE = NORMALIZATION_FILE
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megarl.checkpoints.convert.targets import narrow_into
 from megarl.checkpoints.dcp import DCPReader, DCPWriter
 from megarl.cli.main import main
 from megarl.layout import Box
+from megarl.trainer.stages.reward_model import AS_IT_IS, read_normalization
 from megarl.util.files import whole_folder
 from tests.checkpoints.convert.rss import peak_growth_mb
 from tests.disks import small_disk
@@ -188,6 +189,19 @@ def test_a_critic_keeps_its_head(tmp_path):
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_reward_model_keeps_the_shift_of_its_rewards(tmp_path):
+    """But not of another folder, which only names the model of a checkpoint."""
+    save_model(tmp_path / "hf", head="value")
+    (tmp_path / "hf" / "reward_normalization.json").write_text('{"mean": 2.0, "std": 1.0, "num_answers": 3}')
+    assert convert(str(tmp_path / "hf"), str(tmp_path / "half"), to="hf", dtype="bfloat16").left_out == ()
+    convert(str(tmp_path / "half"), str(tmp_path / "there"))
+    convert(str(tmp_path / "there"), str(tmp_path / "back"))
+    assert read_normalization(tmp_path / "half").mean == read_normalization(tmp_path / "back").mean == 2.0
+    done = convert(str(tmp_path / "there"), str(tmp_path / "named"), companions=str(tmp_path / "hf"))
+    assert done.left_out == ("reward_normalization.json, which was measured on other weights",)
+    assert read_normalization(tmp_path / "named") == AS_IT_IS
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, check_messages, prompt_messages
 from megarl.data.files import Column, Rows, lookup, read_examples
-from megarl.data.tokenizer import encode_texts, marked_generation
+from megarl.data.tokenizer import check_unicode, encode_texts, marked_generation
 from megarl.data.turns import find_turns
 
 if TYPE_CHECKING:
@@ -178,8 +178,9 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, append_eos: boo
     token), and the end token after it if `append_eos`.
 
     Raises:
-        ValueError: the tokenizer has no end token.
+        ValueError: the text is no Unicode, or the tokenizer has no end token.
     """
+    check_unicode(text)
     ids = list(tokenizer(text)["input_ids"])
     if append_eos and tokenizer.eos_token_id is None:
         raise ValueError(

@@ -350,7 +350,13 @@ def test_long_documents(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "non-empty string"), (3, "non-empty string"), ("a", "the text has 1 token")]
+    ("text", "message"),
+    [
+        ("", "non-empty string"),
+        (3, "non-empty string"),
+        ("a", "the text has 1 token"),
+        ("cut \ud83d", "half of a surrogate pair"),
+    ],
 )
 def test_wrong_texts_are_named(tokenizer, tmp_path, text, message):
     path = write(tmp_path / "x.jsonl", [TEXT, text])

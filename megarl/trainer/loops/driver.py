@@ -26,6 +26,7 @@ from megarl.trainer.roles.device_memory import DeviceMemory
 from megarl.trainer.roles.roles import policy_checkpoints
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful
+from megarl.trainer.run.preemption import BEFORE_THE_FIRST_STEP, REQUEUE
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls, make_controls
 from megarl.trainer.stages.nonfinite import finite_step
@@ -77,7 +78,14 @@ class Driver:
     stopped: Callable[[], bool] = lambda: False
 
     def drive(self, steps: Iterable[int], work: Work) -> None:
-        """Make steps until the run is stopped; the checkpoint that it continues from may stop it before the first step."""
+        """Make steps until the run is stopped; the checkpoint that it continues from may stop it before the first step.
+
+        Raises:
+            SystemExit: the run was told to end while its models started (REQUEUE); also as `make`.
+        """
+        if self.run.preemption.requested is not None:
+            self.run.say(BEFORE_THE_FIRST_STEP)
+            raise SystemExit(REQUEUE)
         for step in steps:
             if self.stopped():
                 break

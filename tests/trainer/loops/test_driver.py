@@ -101,6 +101,20 @@ def test_a_run_ends_with_its_last_step_or_when_it_is_stopped(stops_after: int) -
     assert list(told.last.values()) == [False] * (made - 1) + [True] * (made > 0)
 
 
+def test_a_run_that_is_told_to_end_while_its_models_start_makes_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step may take longer than the time until it is killed, and nothing is lost yet."""
+    told = Told()
+    said: list[str] = []
+    monkeypatch.setattr(told.run, "say", said.append)
+    told.run.preemption.requested = "SIGTERM"
+    with pytest.raises(SystemExit) as ended:
+        told.driver(last=3).drive(range(1, 4), told.work)
+    assert ended.value.code == 75 and not told.done
+    assert said == ["ending before the first step, to be started again"]
+
+
 def test_when_something_is_due() -> None:
     assert [step for step in range(1, 8) if due(3, step, last=7)] == [3, 6, 7]
     assert not due(-1, 7, last=7)

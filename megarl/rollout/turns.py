@@ -9,7 +9,8 @@ Guarantees, each asserted by a test:
   stand-in for the past, and the text after the stand-in is tokenised by itself;
 - tokens that the policy did not choose are false in `response_mask` and 0 in the log-probs, and a response ends with
   one that it did choose;
-- all turns together, the environment's words included, have at most `max_new_tokens` tokens;
+- all turns together, the environment's words included, have at most `max_new_tokens` tokens, and no request has more tokens than
+  the engine takes;
 - the noise of turn k depends on (seed, uid, k) only; that of the first turn is that of a single one;
 - an environment that raises, or takes longer than its limit, costs its trajectory: the error is recorded, the whole
   response masked. Other trajectories go on.
@@ -93,11 +94,16 @@ class Player:
         answer: Answer,
         stop_token_ids: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        longest_input: int | None = None,
     ) -> None:
-        """`stop_token_ids`: stop tokens of the engine other than the model's end tokens."""
+        """
+        Args:
+            stop_token_ids: stop tokens of the engine other than the model's end tokens.
+            longest_input: most tokens of a request, which the engine may refuse although they fit its context; None: any number.
+        """
         self._make, self._limits, self._tokenizer, self._answer = make, limits, tokenizer, answer
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._template_kwargs = template_kwargs
+        self._template_kwargs, self._longest_input = template_kwargs, longest_input
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
     async def play(
@@ -107,7 +113,10 @@ class Player:
         trajectory is cancelled, the environment is closed, too."""
         keywords = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
         continuation = Continuation(self._tokenizer, keywords)
-        draft = _Draft(task.uid, list(prompt_ids), len(prompt_ids) + sampling.max_new_tokens)
+        most = len(prompt_ids) + sampling.max_new_tokens
+        if self._longest_input is not None:  # a turn has a token at least, before which its request ends
+            most = min(most, self._longest_input + 1)
+        draft = _Draft(task.uid, list(prompt_ids), most)
         environment: Environment | None = None
         try:
             environment = await self._call("__init__", self._make)

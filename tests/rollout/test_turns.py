@@ -189,6 +189,22 @@ def test_no_response_is_longer_than_it_may_be(tokens):
     assert generation.finish_reason == ("length" if short else "stop")
 
 
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_no_request_is_longer_than_the_engine_takes(spare):
+    """SGLang refuses inputs that reach the last tokens of its context, and the refusal would end the run."""
+    first = [*PROMPT, *ids_of("<<3+4>>"), END]
+    second = len(first) + len(
+        Continuation(TOKENIZER).after_turn([{"role": "tool", "content": "7"}], True, END)
+    )
+    longest = second + spare
+    policy = Policy(["<<3+4>>", "Tom has 7 pens. #### 7"])
+    # All of it would fit the engine's context, which has six tokens more.
+    generation = play(policy, Calculator, tokens=longest + 6 - len(PROMPT), longest_input=longest)
+    assert [len(ids) for _, ids, _ in policy.asked] == [len(PROMPT), second][: 2 if spare >= 0 else 1]
+    assert generation.finish_reason == "length" and notes(generation)["error"] is None
+    assert len(generation.response_ids) == (len(first) if spare < 0 else longest + 1) - len(PROMPT)
+
+
 @pytest.mark.parametrize(
     "limits, num_turns",
     [

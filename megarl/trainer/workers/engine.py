@@ -97,7 +97,8 @@ class EngineWorker:
         if info.part == 0 and isinstance(turns, AgentsSpec):
             self.players = Agents(turns, self.engine, config.stop_token_ids)
         elif info.part == 0 and turns is not None:
-            self.players = Players(turns, self.engine.answer, config.stop_token_ids)
+            stops, longest = config.stop_token_ids, self.engine.longest_input
+            self.players = Players(turns, self.engine.answer, stops, longest)
 
     def begin_generation(self, of: str = TRAINING, anew: bool = False) -> tuple[EngineCapacity, list[str]]:
         """How much the engine computes at a time, and the uids of requests that were launched and have not landed.

@@ -58,15 +58,23 @@ def turns_spec(
 class Players:
     """Plays the requests of one engine, in the engine's process."""
 
-    def __init__(self, spec: TurnsSpec, answer: Answer, stop_token_ids: tuple[int, ...]) -> None:
-        """`answer`: the engine's; `stop_token_ids`: as in `Player`."""
+    def __init__(
+        self,
+        spec: TurnsSpec,
+        answer: Answer,
+        stop_token_ids: tuple[int, ...],
+        longest_input: int | None = None,
+    ) -> None:
+        """`answer`: the engine's; `stop_token_ids`, `longest_input`: as in `Player`."""
         load_plugins(spec.plugins)
         multi_turn, model = spec.multi_turn, spec.model
         assert multi_turn.environment is not None and model.tokenizer_path is not None
         options = multi_turn.options or {}
         make = partial(find_environment(multi_turn.environment, options), **options)
         self._tokenizer = load_tokenizer(model.tokenizer_path, model.trust_remote_code)
-        self.player = Player(make, multi_turn, self._tokenizer, answer, stop_token_ids, spec.template_kwargs)
+        self.player = Player(
+            make, multi_turn, self._tokenizer, answer, stop_token_ids, spec.template_kwargs, longest_input
+        )
 
     def answers(
         self, requests: pa.Table, sampling: SamplingParams, version: int

@@ -1,12 +1,13 @@
-"""Runs coroutines together and returns their results as they come, for callers that are not coroutines."""
+"""Runs coroutines together and returns their results as they come, for callers that are not coroutines; limits of their time."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
+_PART = 1.0  # seconds of a limit that are waited for at a time
 
 
 class NothingCompleted(Exception):
@@ -117,6 +118,27 @@ def as_completed(
             yield flight.take(0.0)
     finally:
         flight.cancel()
+
+
+async def within(seconds: float, awaited: Awaitable[Result]) -> Result:
+    """The result of `awaited`. Time in which the event loop stands still, as between two calls of a `Flight`, does not count.
+
+    Raises:
+        TimeoutError: it took longer, and was cancelled.
+    """
+    task = asyncio.ensure_future(awaited)
+    try:
+        while seconds > 0:
+            begun, part = time.monotonic(), min(seconds, _PART)
+            await asyncio.wait({task}, timeout=part)
+            if task.done():
+                return task.result()
+            if time.monotonic() - begun < part + _PART:
+                seconds -= part
+        raise TimeoutError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class Gate:

@@ -13,7 +13,7 @@ Guarantees, each asserted by a test:
   the engine takes;
 - the noise of turn k depends on (seed, uid, k) only; that of the first turn is that of a single one;
 - an environment that raises, or takes longer than its limit, costs its trajectory: the error is recorded, the whole
-  response masked. Other trajectories go on.
+  response masked. Other trajectories go on. Time in which the event loop stands still, as while the models learn, does not count.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ import numpy as np
 from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.kept import KeptTokens, kept_of
 from megarl.environments.environment import Environment, Observation, StepResult, Task, Turn
+from megarl.rollout.completions import within
 from megarl.rollout.continuation import Continuation
 from megarl.rollout.engine import Generation, SamplingParams
 
@@ -186,7 +187,7 @@ class Player:
         return shorten(observation, limits.max_tool_response_length, limits.tool_response_truncate_side)
 
     async def _call(self, what: str, method: Callable[..., Any], *args: Any) -> Any:
-        """Call the environment, within its time.
+        """Call the environment, within its time, of which only seconds count in which the event loop runs.
 
         Raises:
             EnvironmentFailed: it raised, or did not end in time; a thread that hangs is left behind.
@@ -194,9 +195,9 @@ class Player:
         timeout = self._limits.step_timeout
         try:
             if inspect.iscoroutinefunction(method):
-                return await asyncio.wait_for(method(*args), timeout)
+                return await within(timeout, method(*args))
             async with self._threads:
-                return await asyncio.wait_for(_in_thread(method, *args), timeout)
+                return await within(timeout, _in_thread(method, *args))
         except TimeoutError:
             raise EnvironmentFailed(f"{what}: no answer within {timeout:g} s") from None
         except Exception as error:  # whatever a user's code raises

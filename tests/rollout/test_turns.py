@@ -19,6 +19,7 @@ from megarl.data.kept import KeptTokens
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
+from megarl.rollout.completions import Flight
 from megarl.rollout.continuation import Continuation
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.turns import Player, shorten, state_of
@@ -334,6 +335,32 @@ def test_one_that_answers_when_all_is_over_harms_nobody(monkeypatch):
     over.set()
     threads[0].join()
     assert not raised
+
+
+def test_the_time_in_which_the_loop_stands_still_is_not_the_environments(monkeypatch):
+    """Between two calls the engine's process runs no loop, for minutes while the models learn, a checkpoint is written or scores are
+    awaited; what has come by then is read by several passes of the loop."""
+    still, clock, asked, answer = [0.0], time.monotonic, asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + still[0])
+
+    class Remote(Environment):
+        async def step(self, turn):
+            asked.set()
+            await answer.wait()
+            for _ in range(9):
+                await asyncio.sleep(0)
+            return StepResult(done=True, score=1.0)
+
+    player = Player(Remote, MultiTurnConfig(step_timeout=60), TOKENIZER, Policy(["5"]).answer)
+    loop = asyncio.new_event_loop()
+    flight = Flight(loop)
+    flight.add([player.play(task(), PROMPT, SamplingParams(max_new_tokens=20), VERSION)])
+    loop.run_until_complete(asked.wait())
+    still[0] = 600.0
+    answer.set()
+    (generation,) = flight.take(30)
+    loop.close()
+    assert (notes(generation)["error"], generation.environment_score) == (None, 1.0)
 
 
 def test_scores_and_numbers_may_be_those_of_numpy():

@@ -39,7 +39,9 @@ class MultiTurnConfig:
         choices=TRUNCATE_SIDES,
     )
     step_timeout: float = option(
-        "Seconds that the environment may take for an answer; then its trajectory is given up.", 60.0, gt=0
+        "Seconds that the environment may take for an answer, less those in which nothing is generated; then its trajectory is given up.",
+        60.0,
+        gt=0,
     )
 
 

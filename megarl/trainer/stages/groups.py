@@ -168,8 +168,8 @@ def metric_values(scored: Scored, metric: str) -> np.ndarray:
     score = scored.scores - penalty
     if metric == "score" or (metric == "acc" and "acc" not in scored.numbers):
         return score
-    values = scored.numbers.get(metric)
-    if values is None or np.isnan(values[scored.live]).any():
+    values = scored.number(metric)
+    if np.isnan(values[scored.live]).any():
         known = ", ".join(["score", "seq_reward", *scored.numbers])
         raise ValueError(
             f"algorithm.filter_groups.metric={metric!r}: the reward does not give this number to every trajectory; "

@@ -84,6 +84,10 @@ class Scored:
         """Rows with a token that is trained on [rows]."""
         return live_rows(self.table)
 
+    def number(self, name: str) -> np.ndarray:
+        """A number of the reward [rows]; NaN where it gave none, as for rows that all failed."""
+        return self.numbers.get(name, np.full(self.table.num_rows, np.nan))
+
     def take(self, rows: np.ndarray) -> Scored:
         """Some rows, in the order of their numbers."""
         return Scored(
@@ -384,8 +388,8 @@ def with_parts(scored: Scored, names: Collection[str]) -> Scored:
     """
     table = scored.table
     for name in names:
-        values = scored.scores if name == "score" else scored.numbers.get(name)
-        if values is None or np.isnan(values[~scored.failed]).any():
+        values = scored.scores if name == "score" else scored.number(name)
+        if np.isnan(values[~scored.failed]).any():
             known = ", ".join(["score", *scored.numbers])
             raise ValueError(
                 f"algorithm.reward_weights.{name}: the reward does not give this number to every trajectory; there are {known}"
@@ -444,12 +448,7 @@ def concat_scored(parts: list[Scored]) -> Scored:
     names = sorted({name for part in parts for name in part.numbers})
     return Scored(
         pa.concat_tables([part.table for part in parts]).combine_chunks(),
-        {
-            name: np.concatenate(
-                [part.numbers.get(name, np.full(part.table.num_rows, np.nan)) for part in parts]
-            )
-            for name in names
-        },
+        {name: np.concatenate([part.number(name) for part in parts]) for name in names},
         [pred for part in parts for pred in part.preds],
         [error for part in parts for error in part.errors],
     )

@@ -91,6 +91,15 @@ def test_the_metric_is_what_the_key_says():
     assert by_reward.metrics()["reward/overlong_penalty"] == -0.25
 
 
+def test_a_group_whose_rewards_all_failed_lacks_no_metric():
+    """Groups of a stream are scored a few at a time, and one whose rewards fail may be alone."""
+    failed = scored({"a": [None, None]})
+    assert not failed.numbers and np.isnan(metric_values(failed, "accuracy")).all()
+    groups = collector(1, metric="accuracy")
+    groups.add(failed)
+    assert groups.num_dropped == 1
+
+
 def test_equal_scores_with_different_overlong_penalties_do_not_differ():
     """In float32 a score that a penalty was added to and taken off again is rounded."""
     batch = scored({"a": [0.1] * 8, "b": [0.1] * 7 + [0.2]}, lengths=[*range(30, 38)] * 2)

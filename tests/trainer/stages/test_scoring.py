@@ -282,3 +282,10 @@ def test_named_rewards_become_columns(tmp_path):
     assert parts[f"{scoring.REWARD_PART}score"].to_pylist() == [3, 0, 3, 3]
     with pytest.raises(ValueError, match=r"algorithm\.reward_weights\.form: .* there are score, words"):
         scoring.with_parts(found, ["form"])
+
+
+def test_a_group_whose_rewards_all_failed_lacks_no_named_reward():
+    """Groups of a stream are scored a few at a time, and one whose rewards fail may be alone."""
+    failed, other = scored({"a": [None, None]}), scored({"b": [1.0]}, words=[2.0])
+    parts = scoring.concat_scored([scoring.with_parts(one, ["words"]) for one in (failed, other)])
+    assert parts.table[f"{scoring.REWARD_PART}words"].to_pylist() == [0, 0, 2]

@@ -184,16 +184,17 @@ class Scorer:
         """
         with self._changed:
             wanted = self._chosen(uids)
-
-            def is_done() -> bool:
-                return self._failure is not None or self._scores.keys() >= wanted
-
-            while not self._changed.wait_for(is_done, _MEANWHILE_SECONDS):
+            while not self._wait_for(wanted, _MEANWHILE_SECONDS):
                 meanwhile()
             self._raise_failure()
             for uid in wanted:
                 del self._open[uid]
             return {uid: self._scores.pop(uid) for uid in wanted}
+
+    def awaits(self, uids: Collection[str], seconds: float) -> bool:
+        """Whether `collect` would wait for one of these samples, also after so many seconds, which this waits for their scores."""
+        with self._changed:
+            return not self._wait_for(self._chosen(uids), seconds)
 
     def give_up(self, uids: Collection[str] | None = None) -> None:
         """Forget samples that nobody will collect: scores that still come are dropped, and the uids may be submitted again.
@@ -226,6 +227,12 @@ class Scorer:
 
     def _chosen(self, uids: Collection[str] | None) -> set[str]:
         return self._open.keys() & (self._open if uids is None else uids)
+
+    def _wait_for(self, wanted: set[str], seconds: float) -> bool:
+        """Wait for the scores of these samples; returns False if they have not come in time, and no failure either."""
+        return self._changed.wait_for(
+            lambda: self._failure is not None or self._scores.keys() >= wanted, seconds
+        )
 
     def _is_open(self, job: _Job) -> bool:
         return self._open.get(job.sample.uid) is job

@@ -9,6 +9,7 @@ Responses that are interrupted at the end of a step or for new weights continue 
 
 Guarantees, each asserted by a test, besides those of `InFlight` and of stages/request_queue.py:
 - A lost engine costs no trajectory: its in-flight requests are sent again.
+- Engines get prompts, and their environments and agents are answered, also while scores are awaited.
 - A checkpoint has finished groups, and the prompts of unfinished ones: the run that continues generates all responses to these anew.
 """
 
@@ -208,6 +209,8 @@ class Streamed(Batches):
             if rests:
                 self._tell(run, "go_on")
         with run.timed("reward"):
+            while rewards.awaits(table, self.queue.apart):
+                self._land(run)
             scored = rewards.collect(table, f"step {step}", by_model)
         config, few = self.config, len(groups) < self.in_flight.num_prompts
         trained = training_scores(

@@ -188,6 +188,10 @@ class Rewards:
             self.scorer.give_up(table["uid"].to_pylist())
             raise
 
+    def awaits(self, table: pa.Table, seconds: float) -> bool:
+        """Whether `collect` would wait for scores, also after so many seconds, which this waits for them."""
+        return bool(self.rule_weight) and self.scorer.awaits(table["uid"].to_pylist(), seconds)
+
     def collect(self, table: pa.Table, when: str, by_model: ModelScores | None = None) -> Scored:
         """Append `score` to trajectories that were submitted, in any order; waits for scores that are open.
 

@@ -211,7 +211,9 @@ def test_submitting_does_not_wait(plain, tmp_path):
     go = tmp_path / "go"
     told = json.dumps({"go": str(go)})
     plain.submit([Sample(f"p{number}/0", "mine", "", "wait", "", told) for number in range(2)])
+    assert plain.awaits(["p0/0"], 0.0) and not plain.awaits(["unknown"], 0.0)
     go.touch()
+    assert not plain.awaits(["p0/0"], 60.0)
     assert [score.score for score in plain.collect().values()] == [1.0, 1.0]
 
 

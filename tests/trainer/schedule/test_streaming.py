@@ -1,5 +1,6 @@
 """Responses that continue from step to step; no process is started."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.schedule.streaming import Streamed
 from megarl.trainer.stages.nonfinite import NotFinite
 from tests.trainer.healthy import configuration
-from tests.trainer.trajectories import answer, prompts
+from tests.trainer.trajectories import answer, prompts, scored
 
 
 @dataclass
@@ -52,6 +53,37 @@ def test_engines_rest_while_a_reward_model_computes_on_their_gpus(gpu_id, judge_
     batches._score(run, roles, 3)
     assert rewards.log == (["interrupt", "score", "go_on"] if rests else ["score"])
     assert given_up == [group] and str(batches.problem) == "a score is nan"
+
+
+def test_engines_go_on_while_scores_are_awaited(monkeypatch):
+    """Else no environment would be answered for minutes, and engines at rest would seem to hang."""
+    log = []
+
+    class SlowRewards(FakeRewards):
+        def ask_model(self, roles, table, phase):
+            return None
+
+        def awaits(self, table, seconds):
+            return len(log) < 2
+
+        def collect(self, table, when, by_model):
+            log.append("collect")
+            return scored({"a": [1.0]})
+
+    monkeypatch.setattr(Streamed, "_land", lambda self, run: log.append("land"))
+    in_flight = SimpleNamespace(
+        finished=lambda: [SimpleNamespace(table=lambda: pa.table({"uid": ["a/0"]}))],
+        num_prompts=1,
+        keep=lambda groups, trained: log.append("keep"),
+    )
+    run = SimpleNamespace(timed=lambda phase: nullcontext())
+    roles = SimpleNamespace(reward_model=None, memory=SimpleNamespace(phase=None))
+    queue = SimpleNamespace(apart=0.0)
+    batches = Streamed(
+        configuration(), run, roles, SlowRewards(), iter(()), in_flight, overlapped=True, queue=queue
+    )
+    batches._score(run, roles, 3)
+    assert log == ["land", "land", "collect", "keep"]
 
 
 def test_scores_of_trajectories_that_are_dropped_are_given_up():

@@ -6,6 +6,8 @@ node's ranks, and write their inboxes: which slices each rank takes from which t
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -21,7 +23,7 @@ from megarl.data.sessions import request_of, requested
 from megarl.data.trajectories import build_trajectories
 from megarl.gateway.sandboxes.find import try_sandbox
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import EngineCapacity, EngineConfig, EngineError, Generation, SamplingParams
+from megarl.rollout.engine import EngineCapacity, EngineConfig, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from megarl.trainer.workers.agents import Agents
 from megarl.trainer.workers.agents_spec import AgentsSpec
@@ -120,12 +122,12 @@ class EngineWorker:
         It waits for them for `seconds`, or until all requests are answered. Requests continue between calls; while weights change or
         memory is released they wait, and then continue after their last token.
 
+        This process ends if the engine gave no sign of life for `request_timeout` seconds in which requests were waited for: an engine that
+        is lost is restarted, while an error of the call would end the run.
+
         Args:
             parts: tables of requests (see `expand_prompts`), each with its own sampling.
             of: whose requests they are: a validation lands none of the requests that training has in flight.
-
-        Raises:
-            EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
         """
         begun, own = time.monotonic(), self._requests(of)
         for requests, sampling in parts:
@@ -137,10 +139,12 @@ class EngineWorker:
         if generations or own.signs != self.engine.last_sign or at_rest:
             own.signs, own.waited = self.engine.last_sign, 0.0
         if own.waited > self.engine.config.request_timeout:
-            raise EngineError(
+            text = (
                 f"SGLang has neither computed a step for any of {len(own.flight)} requests nor answered one within "
-                f"request_timeout={self.engine.config.request_timeout} s"
+                f"request_timeout={self.engine.config.request_timeout} s: the engine ends"
             )
+            print(text, file=sys.stderr, flush=True)
+            os._exit(1)
         before, own.busy = own.busy, own.flight.busy
         table = own.trajectories(generations, self.engine.routing, self.engine.keeps)
         return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_counts())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -207,3 +208,24 @@ def test_without_an_environment_there_is_one_turn(model):
     table = answered(worker, expand_prompts(prompts(tokenizer, [(3, 4)]), 1))
     assert table["num_turns"].to_pylist() == [1] and np.isnan(table["environment_score"][0].as_py())
     assert environment_notes(table)[0].numbers == {} and table["response_mask"].to_pylist() == [[True, True]]
+
+
+def test_an_engine_that_hangs_ends_so_that_it_is_restarted(model, monkeypatch, capsys):
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.players = None
+    tokenizer = load_tokenizer(model.tokenizer_path, False)
+    start(worker, FakeEngine(tokenizer))
+    worker.engine.num_requests, worker.engine.config = 1, SimpleNamespace(request_timeout=0.0)
+
+    async def answer(uid, ids, sampling):
+        await asyncio.Event().wait()
+
+    def ended(code):
+        raise SystemExit(code)
+
+    worker.engine.answer = answer
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit, match="1"):
+        worker.land(0.0, [(expand_prompts(prompts(tokenizer, [(3, 4)]), 1), SAMPLING)])
+    assert "neither computed a step for any of 1 requests" in capsys.readouterr().err
+    worker.begin_generation(anew=True)

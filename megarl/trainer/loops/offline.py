@@ -114,9 +114,11 @@ def learning_from(
     config: TrainConfig, run: Run, roles: Roles, state: LearningState, file_of: Callable[[int], Path]
 ) -> Work:
     """A step's work: learn from the trajectories in its file."""
+    policy = config.actor_rollout_ref
+    records_experts = policy.actor.router_replay == "trainer"
 
     def work(step: int, metrics: Metrics) -> pa.Table:
-        read = read_step(file_of(step), config.data, config.actor_rollout_ref.rollout.n)
+        read = read_step(file_of(step), config.data, policy.rollout.n, records_experts)
         batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
         metrics |= learnt
         return batch

@@ -34,11 +34,13 @@ def step_file(folder: str | Path, step: int) -> Path:
     return Path(folder, f"step-{step:06d}.parquet")
 
 
-def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
+def read_step(path: str | Path, data: DataConfig, n: int, records_experts: bool = False) -> pa.Table:
     """The trajectories of a step, scored, as they were before log-probs and advantages were computed.
 
     Args:
         n: responses to a prompt.
+        records_experts: the policy's pass for old log-probs records experts, so that those of the file, which such a pass or an engine
+            recorded, are left out.
 
     Raises:
         ValueError: the file is missing, damaged, without scores, or does not have the sizes of `data` and `n`.
@@ -51,6 +53,8 @@ def read_step(path: str | Path, data: DataConfig, n: int) -> pa.Table:
         flags, offsets = ragged(table, SCORED_MASK)
         table = replace_column(table, "response_mask", from_ragged(flags > 0, offsets))
     parts = [name for name in table.column_names if name.startswith(REWARD_PART)]
+    if records_experts and ROUTED_EXPERTS in table.column_names:
+        table = table.drop_columns(ROUTED_EXPERTS)
     return table.select([*(name for name in _COLUMNS if name in table.column_names), *parts])
 
 

@@ -1,7 +1,9 @@
 """Trajectories as a run writes them, read back to train on the step again."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +13,7 @@ from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.routing import ROUTED_EXPERTS, RoutingShape, routing_column
 from megarl.data.sessions import players
 from megarl.data.trajectories import SCORED_MASK, append_column, ragged, sequence_lengths, write_trajectories
+from megarl.trainer.loops import offline
 from megarl.trainer.stages.advantages import compute_batch_advantages, make_controls
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
 from tests.trainer.trajectories import games, scored
@@ -47,8 +50,8 @@ def test_tokens_that_were_rejected_are_there_again(config: TrainConfig, tmp_path
             assert found[name].combine_chunks().equals(generated[name].combine_chunks()), name
 
 
-def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
-    """Training on saved trajectories replays the experts as the run that generated them did."""
+def written_with_experts(folder: Path) -> pa.ChunkedArray:
+    """Write the trajectories of step 1 with experts of each token; returns their column."""
     table = scored({"a": [1.0, 0.0], "b": [0.0, 1.0]}).table
     shape = RoutingShape(2, 2, 8)
     drawn = np.random.default_rng(3)
@@ -56,10 +59,30 @@ def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, 
         drawn.integers(0, 8, (length - 1, shape.layers, shape.top_k), shape.dtype)
         for length in sequence_lengths(table)
     ]
-    column = routing_column(experts, shape)
-    write_trajectories(table.append_column(ROUTED_EXPERTS, column), step_file(tmp_path, 1))
+    table = table.append_column(ROUTED_EXPERTS, routing_column(experts, shape))
+    write_trajectories(table, step_file(folder, 1))
+    return table[ROUTED_EXPERTS]
+
+
+def test_the_experts_that_the_engine_chose_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
+    """Training on saved trajectories replays the experts as the run that generated them did."""
+    column = written_with_experts(tmp_path)
     found = read_step(step_file(tmp_path, 1), config.data, config.actor_rollout_ref.rollout.n)
     assert found[ROUTED_EXPERTS].to_pylist() == column.to_pylist()
+
+
+def test_experts_that_the_log_prob_pass_records_are_not_there_before_it(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pass adds their column to the step's trajectories, as in the run."""
+    written_with_experts(tmp_path)
+    monkeypatch.setattr(offline, "learn", lambda config, run, roles, read, *rest: (read, {}))
+    state = SimpleNamespace(controls=None, ptx_batches=None)
+    for mode, kept in (("trainer", False), ("rollout", True)):
+        actor = replace(config.actor_rollout_ref.actor, router_replay=mode)
+        own = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor))
+        work = offline.learning_from(own, None, None, state, partial(step_file, tmp_path))
+        assert (ROUTED_EXPERTS in work(1, {}).column_names) is kept, mode
 
 
 def test_players_are_there_again(config: TrainConfig, tmp_path: Path) -> None:

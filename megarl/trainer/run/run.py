@@ -27,7 +27,7 @@ from megarl.cluster import (
 )
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.report import stacks_of
-from megarl.data.trajectories import Blocks, write_trajectories
+from megarl.data.trajectories import REF_TOP_TOKENS, Blocks, write_trajectories
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.preemption import Preemption
@@ -283,6 +283,11 @@ class Run:
         self.wait([group.call_rank(rank, "write_profile", path) for (group, rank), path in calls])
 
     def save_trajectories(self, batch: pa.Table, kind: str, step: int) -> None:
-        """Write trajectories: of a step ("step") as they were trained on, or of a validation after it ("val")."""
+        """Write trajectories: of a step ("step") as they were trained on, or of a validation after it ("val").
+
+        The reference's most likely tokens are left out: bytes that nothing reads, far more than all else (512 a token with 64 of them).
+        """
         assert self.trajectory_folder is not None
+        if REF_TOP_TOKENS in batch.column_names:
+            batch = batch.drop_columns(REF_TOP_TOKENS)
         write_trajectories(batch, self.trajectory_folder / f"{kind}-{step:06d}.parquet")

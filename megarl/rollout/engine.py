@@ -150,6 +150,7 @@ class SamplingParams:
         max_new_tokens: most tokens of a response, its end token included.
         return_kept: whether the generation has the tokens that each token was drawn from (`Generation.kept`). They are MOST_KEPT at most,
             the most probable ones.
+        return_experts: whether the generation has its tokens' experts, if the engine returns them (`EngineConfig.return_routed_experts`).
 
     A generation's log-probs are those of the distribution after temperature and penalties, and before top_p, top_k
     and min_p cut it (temperature 0: at temperature 1); with `return_kept`, after these cuts, among the kept tokens alone.
@@ -166,6 +167,7 @@ class SamplingParams:
     seed: int = 1
     ignore_eos: bool = False
     return_kept: bool = False
+    return_experts: bool = True
 
     @property
     def has_penalties(self) -> bool:

@@ -242,14 +242,13 @@ class SGLangEngine(SGLangPart):
             heard: called with tokens of the response as they come. Not called where an interrupted response may begin anew: with penalties,
                 or where the engine returns experts or kept tokens.
         """
-        if sampling.has_penalties or sampling.return_kept or self._routing is not None:
+        routing = self._routing if sampling.return_experts else None
+        if sampling.has_penalties or sampling.return_kept or routing is not None:
             heard = None
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
         room = self.longest_input - len(prompt_ids)
-        response = Response(
-            uid, sampling, self._ends, room, routing=self._routing, experts_start=experts_from
-        )
+        response = Response(uid, sampling, self._ends, room, routing=routing, experts_start=experts_from)
         with self._groups.joined(uid, prompt_ids) as group:
             while True:
                 async with self._gate.passed():

@@ -88,6 +88,7 @@ def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence
     arguments = asdict(sampling)
     if arguments.pop("return_kept") and sampling.top_k == -1:
         arguments["top_k"] = MOST_KEPT  # SGLang refuses to return kept tokens without a number of them
+    del arguments["return_experts"]
     seed = request_seed(arguments.pop("seed"), uid)
     return {**arguments, "stop_token_ids": list(stop_token_ids), "sampling_seed": seed}
 

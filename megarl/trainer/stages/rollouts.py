@@ -124,6 +124,6 @@ _SAMPLING = (
 
 
 def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int) -> SamplingParams:
-    """The sampling parameters of validation and evaluation."""
+    """The sampling parameters of validation and evaluation: nothing is learnt from these answers, so they have no experts."""
     given = {name: getattr(sampling, name) for name in _SAMPLING}
-    return SamplingParams(**given, max_new_tokens=max_new_tokens, seed=seed)
+    return SamplingParams(**given, max_new_tokens=max_new_tokens, seed=seed, return_experts=False)

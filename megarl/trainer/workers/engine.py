@@ -39,38 +39,42 @@ class _Requests:
 
     Attributes:
         signs: the engine's last sign of life when the requests were last seen to make progress.
-        launched: by uid, the request's table and row.
+        launched: by uid, the request's table and row, and the shape of the experts that its trajectories have.
         waited: seconds in which they were waited for since then.
         busy: the flight's `busy` at the last call.
     """
 
     flight: Flight[list[Generation]]
     signs: float
-    launched: dict[str, tuple[pa.Table, int]] = field(default_factory=dict)
+    launched: dict[str, tuple[pa.Table, int, RoutingShape | None]] = field(default_factory=dict)
     waited: float = 0.0
     busy: float = 0.0
 
-    def launch(self, requests: pa.Table, coroutines: list[Coroutine[Any, Any, list[Generation]]]) -> None:
+    def launch(
+        self,
+        requests: pa.Table,
+        coroutines: list[Coroutine[Any, Any, list[Generation]]],
+        routing: RoutingShape | None,
+    ) -> None:
+        """`routing`: as in `build_trajectories`."""
         uids = requests["uid"].to_pylist()
         twice = [uid for uid in uids if uid in self.launched]
         assert not twice and len({*uids}) == len(uids), f"requests were launched twice: {twice or uids}"
-        self.launched |= {uid: (requests, row) for row, uid in enumerate(uids)}
+        self.launched |= {uid: (requests, row, routing) for row, uid in enumerate(uids)}
         self.flight.add(coroutines)
 
-    def trajectories(
-        self, finished: Iterable[Sequence[Generation]], routing: RoutingShape | None, keeps: bool
-    ) -> pa.Table | None:
+    def trajectories(self, finished: Iterable[Sequence[Generation]], keeps: bool) -> pa.Table | None:
         """The trajectories of finished requests, one or several of each request; None: there are none. The requests are forgotten.
-        `routing`, `keeps`: as in `build_trajectories`."""
-        found: dict[int, tuple[pa.Table, list[int], list[Generation]]] = {}  # by the table that has them
+        `keeps`: as in `build_trajectories`."""
+        found: dict[int, tuple[pa.Table, RoutingShape | None, list[int], list[Generation]]] = {}  # by table
         for generations in finished:
-            requests, row = self.launched.pop(request_of(generations[0].uid))
-            _, rows, own = found.setdefault(id(requests), (requests, [], []))
+            requests, row, routing = self.launched.pop(request_of(generations[0].uid))
+            _, _, rows, own = found.setdefault(id(requests), (requests, routing, [], []))
             rows += [row] * len(generations)
             own += generations
         tables = [
             build_trajectories(requested(requests, rows, [one.uid for one in own]), own, routing, keeps)
-            for requests, rows, own in found.values()
+            for requests, routing, rows, own in found.values()
         ]
         return pa.concat_tables(tables).combine_chunks() if tables else None
 
@@ -131,7 +135,8 @@ class EngineWorker:
         """
         begun, own = time.monotonic(), self._requests(of)
         for requests, sampling in parts:
-            own.launch(requests, self._answers(requests, sampling))
+            routing = self.engine.routing if sampling.return_experts else None
+            own.launch(requests, self._answers(requests, sampling), routing)
         generations = own.flight.take(seconds)
         own.waited += time.monotonic() - begun
         # While agents and environments compute, the engine may have nothing to do.
@@ -146,7 +151,7 @@ class EngineWorker:
             print(text, file=sys.stderr, flush=True)
             os._exit(1)
         before, own.busy = own.busy, own.flight.busy
-        table = own.trajectories(generations, self.engine.routing, self.engine.keeps)
+        table = own.trajectories(generations, self.engine.keeps)
         return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_counts())
 
     def _requests(self, of: str) -> _Requests:

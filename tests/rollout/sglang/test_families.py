@@ -162,6 +162,9 @@ def test_experts_are_those_of_hugging_face(family):
             expected = experts_of(model, [*prompt, *answer.response_ids])[:-1]
             assert answer.routed_experts.dtype == np.uint8
             assert np.array_equal(np.sort(answer.routed_experts, -1), expected)
+    unasked = replace(GREEDY, return_experts=False)
+    answers = family.engine.call("generate", prompts, UIDS, unasked)
+    assert all(answer.routed_experts is None for answer in answers)
 
 
 def test_experts_of_responses_that_were_interrupted(family):

@@ -110,4 +110,6 @@ def test_any_order_is_put_back(order):
 def test_validation_samples_as_its_section_says():
     section = SamplingConfig(temperature=0.5, top_p=0.9, top_k=7, n=4)
     found = rollouts.sampling_params(section, 11, 3)
-    assert found == SamplingParams(temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=11, seed=3)
+    assert found == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=11, seed=3, return_experts=False
+    )

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from examples.tiny_model import train_tokenizer
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import MultiTurnConfig
+from megarl.data.routing import ROUTED_EXPERTS, RoutingShape
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import (
     MESSAGES,
@@ -130,6 +132,16 @@ def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
     texts = tokenizer.batch_decode(called["response_ids"].to_pylist(), skip_special_tokens=True)
     assert texts[0] == "<<3+4>>\ntool\n7\nassistant\n#### 7" and texts[2].endswith("#### 14")
     assert [note.numbers["num_turns"] for note in environment_notes(called)] == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_only_answers_that_are_learnt_from_have_experts(model):
+    """Of an engine that returns experts: a validation's answers would be many times as large with them."""
+    worker, tokenizer = make_worker(model)
+    worker.engine.routing = RoutingShape(2, 2, 8)
+    requests = expand_prompts(prompts(tokenizer, [(3, 4)]), 2)
+    for wanted in (True, False):
+        table = worker.land(60.0, [(requests, replace(SAMPLING, return_experts=wanted))]).table
+        assert (ROUTED_EXPERTS in table.column_names) is wanted and table.num_rows == 2
 
 
 def test_a_validation_does_not_land_what_training_has_in_flight(model):

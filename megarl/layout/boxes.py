@@ -55,11 +55,15 @@ class Box(NamedTuple):
     def inside(self, outer: "Box", place: "Box") -> "Box":
         """Where this box, a part of `outer`, lies when `outer` itself lies at `place`.
 
-        `place` may have more leading dimensions than `outer` (an expert's index, say): there its size is 1.
+        `place` may have more leading dimensions than `outer` (an expert's index, say), or fewer: sizes are 1 there.
         """
         if self == outer:
             return place
         extra = len(place.size) - len(outer.size)
+        if extra < 0:
+            assert all(extent == 1 for extent in outer.size[:-extra])
+            part, rest = (Box(box.start[-extra:], box.size[-extra:]) for box in (self, outer))
+            return part.inside(rest, place)
         assert all(extent == 1 for extent in place.size[:extra]) and place.size[extra:] == outer.size
         shift = tuple(p + s - o for p, s, o in zip(place.start[extra:], self.start, outer.start, strict=True))
         return Box(place.start[:extra] + shift, (1,) * extra + self.size)

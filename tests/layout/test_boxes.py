@@ -18,6 +18,10 @@ def test_inside_keeps_the_extra_leading_dimensions_of_a_stacked_tensor():
     assert Box((1,), (2,)).inside(Box((0,), (4,)), Box((7, 10), (1, 4))) == Box((7, 11), (1, 2))
 
 
+def test_inside_drops_the_leading_dimensions_that_the_place_lacks():
+    assert Box((7, 1), (1, 2)).inside(Box((7, 0), (1, 4)), Box((10,), (4,))) == Box((11,), (2,))
+
+
 def test_rows_and_columns():
     assert Box.rows(2, 3, (10, 5)) == Box((2, 0), (3, 5))
     assert Box.columns(2, 3, (10, 5)) == Box((0, 2), (10, 3))

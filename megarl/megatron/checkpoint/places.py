@@ -192,12 +192,10 @@ def range_items(
             common = box.intersect(piece.local_box)
             if common is not None:
                 inside = common.inside(box, Box.whole(box.size))
-                yield Item(
-                    f"{prefix}{piece.tensor}",
-                    places.shapes[piece.tensor],
-                    common.inside(piece.local_box, piece.box),
-                    part[inside.slices],
-                )
+                place = common.inside(piece.local_box, piece.box)
+                # In a rank's tensor of adapters an expert's index comes first, which the expert's own global tensor lacks.
+                own = part[inside.slices].view(place.size)
+                yield Item(f"{prefix}{piece.tensor}", places.shapes[piece.tensor], place, own)
 
 
 def boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:

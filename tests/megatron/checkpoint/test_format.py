@@ -24,7 +24,7 @@ from megarl.checkpoints import FileFacts
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.layout import Box
+from megarl.layout import Box, Piece
 from megarl.megatron.build import local_parameters, unwrap
 from megarl.megatron.checkpoint import checkpoint
 from megarl.megatron.checkpoint.checkpoint import (
@@ -37,7 +37,7 @@ from megarl.megatron.checkpoint.checkpoint import (
     save_states,
     share_out,
 )
-from megarl.megatron.checkpoint.places import boxes_of_range
+from megarl.megatron.checkpoint.places import Places, boxes_of_range, in_parts, range_items
 from megarl.megatron.checkpoint.states import of_this_device, random_states, restart_random_states
 from megarl.models import read_model_config
 from tests.disks import small_disk
@@ -82,6 +82,26 @@ def test_ranges_are_boxes_in_order(shape: tuple[int, ...]) -> None:
             found = [number for box in boxes for number in numbers[box.slices].ravel()]
             assert found == list(range(start, stop))
             assert len(boxes) <= 2 * len(shape) - 1
+
+
+def test_ranges_of_experts_adapters_begin_and_end_within_an_expert() -> None:
+    """A rank's adapters of three experts are one tensor, which the optimizers of data parallel ranks cut anywhere; each expert's are a global
+    tensor of their own."""
+    experts, rank, columns = 3, 2, 4
+    shape, numbers = (rank, columns), torch.arange(experts * rank * columns)
+    pieces = tuple(
+        Piece(f"a{expert}", Box.whole(shape), "0:lora.a", Box((expert, 0, 0), (1, *shape)))
+        for expert in range(experts)
+    )
+    places = Places(pieces, {piece.tensor: shape for piece in pieces})
+    expected = {piece.tensor: own for piece, own in zip(pieces, numbers.view(experts, *shape), strict=True)}
+    for start in range(len(numbers)):
+        for stop in range(start + 1, len(numbers) + 1):
+            items = list(range_items("", places, pieces, (experts, *shape), start, numbers[start:stop]))
+            assert sum(item.box.numel for item in items) == stop - start
+            for item in in_parts(items):
+                assert item.tensor.shape == item.box.size
+                assert torch.equal(item.tensor, expected[item.key][item.box.slices])
 
 
 def test_parts_are_written_once_and_shared_evenly() -> None:

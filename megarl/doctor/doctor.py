@@ -24,7 +24,7 @@ from rich.table import Table
 
 from megarl.cluster import WorkerGroup
 from megarl.cluster.hosts import on_node
-from megarl.config import TrainConfig, resolve, resolve_batches
+from megarl.config import LoraConfig, TrainConfig, resolve, resolve_batches
 from megarl.config.loading.hub import fetch_models
 from megarl.doctor.nodes import (
     FAILURE,
@@ -39,7 +39,8 @@ from megarl.doctor.nodes import (
 )
 from megarl.doctor.preflight import preflight
 from megarl.doctor.probe import bus_bandwidth
-from megarl.models import read_model_config
+from megarl.models import logical_tensors, read_model_config
+from megarl.models.lora import logical_adapters
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.roles.roles import open_pools
 from megarl.trainer.run.cluster_setup import check_devices
@@ -48,7 +49,6 @@ from megarl.trainer.run.start import open_engine_run
 from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs
 from megarl.trainer.stages.saved_trajectories import count_steps
 from megarl.util.packages import PURPOSES
-from megarl.weight_sync.layouts import logical_tensors
 
 SAME_MESSAGE = "megarl train would end with the same message"
 PROBE = "megarl.doctor.probe:ProbeWorker"
@@ -60,8 +60,8 @@ NODE_SECONDS = 60.0
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red"}
 # Measured on a CPU: a Megatron rank is 0.4 GB, an engine's process 1.2 GB; the same programs run on GPUs.
 RANK_BYTES, ENGINE_BYTES = 400 << 20, 1200 << 20
-# Weights, their float32 copies and both of Adam's states.
-CHECKPOINT_BYTES_PER_PARAMETER = 16
+# Weights, their float32 copies and both of Adam's states; an exported model in bfloat16.
+CHECKPOINT_BYTES_PER_PARAMETER, EXPORTED_BYTES_PER_PARAMETER = 16, 2
 
 
 def examine_here() -> list[Finding]:
@@ -164,11 +164,22 @@ def _needs(config: TrainConfig) -> dict[str, int]:
     }
     trainer = config.trainer
     if trainer.save_freq > 0 or trainer.save_minutes is not None:
-        paths = [policy.model.path] + ([config.critic.model.path] if config.critic is not None else [])
-        sizes = [sum(map(prod, logical_tensors(read_model_config(path)).values())) for path in paths]
+        num_saved = _num_saved(policy.model.path, policy.model.lora)
+        if config.critic is not None:
+            num_saved += _num_saved(config.critic.model.path, config.critic.model.lora)
+        size = CHECKPOINT_BYTES_PER_PARAMETER * num_saved
+        if trainer.save_hf and policy.model.lora.rank:  # the merged model is larger than the adapters' states
+            size += EXPORTED_BYTES_PER_PARAMETER * _num_saved(policy.model.path, LoraConfig())
         kept = (trainer.max_ckpt_to_keep or 1) + 1  # the one being written exists next to the kept ones
-        needed["disk"] += kept * CHECKPOINT_BYTES_PER_PARAMETER * sum(sizes)
+        needed["disk"] += kept * size
     return needed
+
+
+def _num_saved(path: str, lora: LoraConfig) -> int:
+    """The parameters of a model that its checkpoints have: all of them, or its adapters'."""
+    model = read_model_config(path)
+    shapes = logical_adapters(model, lora) if lora.rank else logical_tensors(model)
+    return sum(map(prod, shapes.values()))
 
 
 def _nodes(run: Run, folder: Path) -> dict[str, NodeFacts]:

@@ -192,6 +192,18 @@ def test_a_model_of_the_hub(task: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert bad(examined_on(full, "aaaa", monkeypatch, *keys)) == [(FAILURE, "disk of the run folder")]
 
 
+def test_checkpoints_of_adapters_need_room_for_adapters_alone(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model itself they have nothing, unless trainer.save_hf exports it with them."""
+    keys = [*on(task, tmp_path / "run"), "trainer.save_freq=1", "algorithm.adv_estimator=grpo", "critic=null"]
+    adapters, found = "actor_rollout_ref.model.lora.rank=1", {"a": replace(NODE, disk=GIB + (1 << 18))}
+    lacking = [(FAILURE, "disk of the run folder")]
+    assert bad(examined_on(found, "aaaa", monkeypatch, *keys)) == lacking
+    assert bad(examined_on(found, "aaaa", monkeypatch, *keys, adapters)) == []
+    assert bad(examined_on(found, "aaaa", monkeypatch, *keys, adapters, "trainer.save_hf=true")) == lacking
+
+
 def test_bus_bandwidth() -> None:
     """nccl-tests' PERFORMANCE.md: for an all-reduce it is bytes / seconds x 2 (n - 1) / n."""
     assert bus_bandwidth(1000, 4, 0.5) == 3000.0

@@ -24,9 +24,12 @@ def sbatch_arguments(job: Job) -> list[str]:
         arguments.append(f"--gres={slurm.gres}")
     elif not launch.cpu:
         arguments.append(f"--gpus-per-node={job.devices}")
-    arguments.append(
-        "--exclusive" if slurm.cpus_per_node is None else f"--cpus-per-task={slurm.cpus_per_node}"
-    )
+    if slurm.cpus_per_node is not None:
+        arguments.append(f"--cpus-per-task={slurm.cpus_per_node}")
+    else:
+        # By --exclusive alone a job has all cores, but only the memory that it asks for. A later --mem takes this one's place.
+        per_unit = any(option.startswith("--mem-per-") for option in slurm.sbatch)
+        arguments += ["--exclusive", *([] if per_unit else ["--mem=0"])]
     if launch.time is not None:
         arguments.append(f"--time={launch.time}")
     for option in ("partition", "account", "qos"):

@@ -35,7 +35,7 @@ def test_the_arguments_of_a_job(
     script = words.index(str(ROOT / "launch/slurm/train.sbatch"))
     assert words[:script] == [
         "sbatch", "--job-name=deepseek-v3-grpo-lora", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive",
-        "--time=1-00:00:00", "--partition=gpu", "--account=team", "--signal=B:USR1@300", "--requeue", "--open-mode=append",
+        "--mem=0", "--time=1-00:00:00", "--partition=gpu", "--account=team", "--signal=B:USR1@300", "--requeue", "--open-mode=append",
         f"--chdir={tmp_path}", f"--output={tmp_path}/outputs/slurm/%j.out", "--constraint=h200",
     ]  # fmt: skip
     assert words[script + 1 :] == [
@@ -50,7 +50,16 @@ def test_without_a_container_the_nodes_use_this_environment(dry_run: Callable[..
     words = shlex.split(dry_run(*["--command", "sft", "--cpu", "--retries", "0", "--cpus-per-node", "4"]))
     assert words[words.index("--venv") + 1] == sys.prefix and "--cpu" in words
     assert "--no-requeue" in words and "--cpus-per-task=4" in words
-    assert not {word for word in words if word.startswith(("--gpus", "--exclusive"))}
+    assert not {word for word in words if word.startswith(("--gpus", "--exclusive", "--mem"))}
+
+
+def test_whole_nodes_come_with_all_of_their_memory(dry_run: Callable[..., str]) -> None:
+    """Slurm gives an exclusive job the memory it asks for; sbatch refuses --mem beside --mem-per-gpu."""
+    options = ["--command", "sft", "--cpu", "--retries", "0"]
+    assert "--mem=0" in shlex.split(dry_run(*options))
+    words = shlex.split(dry_run(*options, "--sbatch=--mem-per-gpu=100G"))
+    assert [word for word in words if word.startswith("--mem")] == ["--mem-per-gpu=100G"]
+    assert "#SBATCH --mem=0" in (ROOT / "launch/slurm/sweep.sbatch").read_text().splitlines()
 
 
 def test_a_job_with_a_part_of_its_nodes_leaves_the_rest_to_others() -> None:

@@ -25,7 +25,9 @@ class SlurmConfig:
         "A generic resource of each node, such as gpu:h100:8, where --gpus-per-node is not what a site uses.",
         None,
     )
-    cpus_per_node: int | None = option("Cores of each node; null: whole nodes (--exclusive).", None, ge=1)
+    cpus_per_node: int | None = option(
+        "Cores of each node; null: whole nodes (--exclusive --mem=0).", None, ge=1
+    )
     sbatch: tuple[str, ...] = option("Further options of sbatch, such as --constraint=h100.", ())
     container: str = option(
         "What runs the image: pyxis (with Enroot), apptainer, or none, where every node has megarl itself.",

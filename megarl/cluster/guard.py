@@ -41,6 +41,8 @@ KEEP_ENVIRON = {"SPT_NOENV": "1"}
 ENDED = "[guard] process ended: "
 # Suffix of files in a scratch folder whose lines are patterns of its processes' files in SHARED_MEMORY.
 NAMES = ".shared-memory"
+# Name of a link in a scratch folder to a folder on the disk, which is removed with it: the scratch folder is in memory.
+DISK = "disk"
 SHARED_MEMORY = "/dev/shm/"
 GRACE_SECONDS = 3.0
 SWEEP_SECONDS = 10.0
@@ -113,7 +115,8 @@ def main(handle: int | None, pid: int, parent: int, mark: str, directories: list
 
 
 def remove_scratch(directory: str) -> None:
-    """Remove a folder whose processes have ended, and the shared memory that its files name; other processes may do so at the same time."""
+    """Remove a folder whose processes have ended, the shared memory that its files name, and its folder on the disk; other processes may do
+    so at the same time."""
     for file in glob.glob(f"{glob.escape(directory)}/*{NAMES}"):
         try:
             with open(file) as lines:
@@ -126,6 +129,8 @@ def remove_scratch(directory: str) -> None:
             for path in glob.glob(pattern):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
+    with contextlib.suppress(OSError):  # there is none
+        shutil.rmtree(os.readlink(f"{directory}/{DISK}"), ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
 
 

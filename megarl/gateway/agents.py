@@ -77,6 +77,7 @@ class AgentRunner:
         sandbox: Sandbox = NO_SANDBOX,
         forks: ForkServer | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
     ) -> None:
         """
         Args:
@@ -90,11 +91,12 @@ class AgentRunner:
             sandbox: in which agents run.
             forks: the fork server whose copies the agents are, in place of `command`.
             template_kwargs: of the chat template, for tasks that have none of their own. Tools are those of an agent's requests.
+            folder: in which each agent has its own folder; None: that of temporary files.
         """
         self._gateway, self._url, self._command, self._logs = gateway, url, [*command], logs
         self._keep_logs, self._sandbox, self._forks = keep_logs, sandbox, forks
         self._seconds, self._environment, self._score = seconds, dict(environment or {}), score
-        self._template_kwargs = template_kwargs or {}
+        self._template_kwargs, self._folder = template_kwargs or {}, folder
         self._places = asyncio.Semaphore(concurrency)
 
     async def play(
@@ -108,7 +110,7 @@ class AgentRunner:
         Raises:
             EngineError: the engine or the agents' fork server has failed: the task is to be played again by another engine.
         """
-        async with self._places, _scratch() as folder:
+        async with self._places, _scratch(self._folder) as folder:
             given = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
             keywords = {name: value for name, value in given.items() if name != "tools"}
             session = self._gateway.begin(task.uid, sampling, keywords)
@@ -208,10 +210,10 @@ class AgentRunner:
 
 
 @asynccontextmanager
-async def _scratch() -> AsyncIterator[Path]:
+async def _scratch(within: Path | None) -> AsyncIterator[Path]:
     """A folder for an agent, which a program removes afterwards: Python fails at folders a thousand levels deep, and other agents would
     wait while it removes thousands of files."""
-    folder = tempfile.mkdtemp(prefix="agent-")
+    folder = tempfile.mkdtemp(prefix="agent-", dir=within)
     try:
         yield Path(folder)
     finally:

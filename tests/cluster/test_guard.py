@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megarl.cluster import guard
-from megarl.cluster.guard import NAMES, remove_scratch
+from megarl.cluster.guard import DISK, NAMES, remove_scratch
 from tests.waiting import wait_for
 
 
@@ -58,3 +58,14 @@ def test_shared_memory_that_is_named_in_a_scratch_folder_goes_with_it(tmp_path: 
         remove_scratch(str(scratch))  # a second time, as when two processes end the same one
     finally:
         shared[2].unlink()
+
+
+def test_a_folder_on_the_disk_goes_with_the_scratch_folder_that_links_to_it(tmp_path: Path) -> None:
+    disk, other, scratch = tmp_path / "disk", tmp_path / "other", tmp_path / "scratch"
+    for folder in (disk, other, scratch):
+        (folder / "within").mkdir(parents=True)
+    (scratch / DISK).symlink_to(disk)
+    (scratch / "link").symlink_to(other)
+    for _ in range(2):
+        remove_scratch(str(scratch))
+        assert [folder.exists() for folder in (disk, other, scratch)] == [False, True, False]

@@ -212,6 +212,14 @@ os.chmod("..", 0o500)
     assert not any((tmp_path / "scratch").iterdir())
 
 
+def test_agents_have_their_folders_in_the_one_that_is_given(play, tmp_path):
+    (tmp_path / "disk").mkdir()
+    _, ((one,),) = play("ask(user)\nprint(os.getcwd(), os.environ['MEGARL_TASK'])", folder=tmp_path / "disk")
+    assert notes(one)["error"] is None and not any((tmp_path / "disk").iterdir())
+    for path in (tmp_path / "logs/p-0.log").read_text().split():
+        assert path.startswith(f"{tmp_path}/disk/agent-")
+
+
 def test_an_agents_folder_that_cannot_be_removed_fails_nothing(play, tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr("megarl.gateway.agents.LOG.warning", lambda *words: told.append(words))

@@ -48,8 +48,19 @@ from megarl.util.plugins import load_plugins
 class Agents:
     """Runs the agents of one engine's requests."""
 
-    def __init__(self, spec: AgentsSpec, engine: SGLangEngine, stop_token_ids: tuple[int, ...]) -> None:
-        """Begin to listen. `stop_token_ids`: the engine's stop tokens that are not the model's own end tokens."""
+    def __init__(
+        self,
+        spec: AgentsSpec,
+        engine: SGLangEngine,
+        stop_token_ids: tuple[int, ...],
+        folder: Path | None = None,
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            stop_token_ids: the engine's stop tokens that are not the model's own end tokens.
+            folder: as in `AgentRunner`.
+        """
         load_plugins(spec.plugins)
         settings = spec.gateway
         assert spec.model.tokenizer_path is not None, "resolved"
@@ -124,6 +135,7 @@ class Agents:
             sandbox=sandbox,
             forks=forks,
             template_kwargs=spec.template_kwargs,
+            folder=folder,
         )
 
     def answers(

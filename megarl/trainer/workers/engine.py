@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from megarl.cluster.guard import DISK
 from megarl.cluster.ranks import RankInfo
 from megarl.data.routing import RoutingShape
 from megarl.data.sessions import request_of, requested
@@ -88,7 +89,7 @@ class EngineWorker:
         self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | AgentsSpec | None = None
     ) -> None:
         """`turns`: how trajectories of several turns are generated; None: trajectories have one turn."""
-        self.info = info
+        self.info, temporary = info, tempfile.gettempdir()
         # SGLang and multiprocessing put sockets into this folder, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
         if isinstance(turns, AgentsSpec):
@@ -101,7 +102,8 @@ class EngineWorker:
         self.players: Players | Agents | None = None
         self._of: dict[str, _Requests] = {}
         if info.part == 0 and isinstance(turns, AgentsSpec):
-            self.players = Agents(turns, self.engine, config.stop_token_ids)
+            folder = folder_on_disk(info.scratch, temporary)
+            self.players = Agents(turns, self.engine, config.stop_token_ids, folder)
         elif info.part == 0 and turns is not None:
             stops, longest = config.stop_token_ids, self.engine.longest_input
             self.players = Players(turns, self.engine.answer, stops, longest)
@@ -187,6 +189,14 @@ class EngineWorker:
     def __getattr__(self, name: str) -> Any:
         """Every other call is the engine's own: updates of the weights, their connection, memory, interruptions."""
         return getattr(self.__dict__["engine"], name)
+
+
+def folder_on_disk(scratch: str, temporary: str) -> Path:
+    """A new folder in the folder `temporary`, removed with a rank's `scratch`: agents may write as much as a repository or an environment of
+    Python's, and the scratch folder is memory, of which the object store and NCCL need theirs."""
+    folder = tempfile.mkdtemp(prefix="megarl-agents-", dir=temporary)
+    Path(scratch, DISK).symlink_to(folder)
+    return Path(folder)
 
 
 def address(info: RankInfo) -> str:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples.agents.coding_agent import TURNS
+from megarl.cluster.guard import remove_scratch
 from megarl.config import ModelPathConfig
 from megarl.config.schema.rollout import GatewayConfig, RolloutConfig
 from megarl.data.trajectories import expand_prompts
@@ -317,3 +318,24 @@ def test_a_sandbox_that_is_not_there_is_told_before_the_engine_starts(tmp_path, 
     )
     with pytest.raises(ValueError, match=r"gateway\.sandbox=docker .* no program docker"):
         EngineWorker(SimpleNamespace(scratch=str(tmp_path)), None, spec)
+
+
+def test_agents_write_to_the_disk_and_not_into_the_engines_memory(tmp_path, monkeypatch):
+    """The scratch folder of an engine's process is in memory."""
+    scratch, disk, given = tmp_path / "memory", tmp_path / "disk", []
+    for folder in (scratch, disk):
+        folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(disk))
+    monkeypatch.setattr("megarl.trainer.workers.engine.Agents", lambda *arguments: given.append(arguments))
+    engine = SimpleNamespace(start=lambda: None)  # in SGLang's place
+    monkeypatch.setattr(EngineWorker, "engine_class", staticmethod(lambda config: engine))
+    gateway = GatewayConfig(enable=True, command=("agent",))
+    spec = agents_spec(
+        RolloutConfig(gateway=gateway), ModelPathConfig(path="unread"), None, str(tmp_path), ()
+    )
+    info = SimpleNamespace(scratch=str(scratch), parts=1, part=0)
+    EngineWorker(info, SimpleNamespace(stop_token_ids=()), spec)
+    ((*_, folder),) = given
+    assert folder.is_dir() and folder.parent == disk and tempfile.gettempdir() == str(scratch)
+    remove_scratch(str(scratch))
+    assert not folder.exists()

@@ -16,6 +16,10 @@ class TokenEngine(Protocol):
     def context_length(self) -> int:
         """Most tokens of a prompt and its response."""
 
+    @property
+    def longest_input(self) -> int:
+        """Most tokens of a prompt."""
+
     async def answer(
         self,
         uid: str,

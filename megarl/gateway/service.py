@@ -303,7 +303,8 @@ class Gateway:
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
         length, context = len(prompt.all_ids()), self._engine.context_length
-        if length >= context:
+        # Beyond the last of these SGLang would end a streamed request as it ends one that failed (0.5.21).
+        if length >= context or length > self._engine.longest_input:
             raise RequestError(
                 f"the messages are {length} tokens, and this model's maximum context length is {context} tokens, of which "
                 "the answer needs some",

@@ -35,6 +35,7 @@ class WrittenPolicy:
         delay: seconds for each piece of `piece` tokens.
         failure: raised instead of an answer, also during an answer that is in progress.
         aborted: uids of the requests that were cancelled.
+        kept_free: the last tokens of the context, which a prompt may not have.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,6 +51,11 @@ class WrittenPolicy:
     sampled: list[SamplingParams] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     tokens: int = 0
+    kept_free: int = 1
+
+    @property
+    def longest_input(self) -> int:
+        return self.context_length - self.kept_free
 
     async def answer(
         self,

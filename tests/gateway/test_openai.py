@@ -267,6 +267,22 @@ def test_contexts_bodies_and_requests_have_limits(serve):
         client.chat.completions.create(model=MODEL, messages=[user("a")])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_reaches_the_last_tokens_of_the_context_is_refused(serve, stream):
+    """SGLang reads none of that length, and would end a streamed request as it ends one that failed: with the run."""
+    served = serve(["x"])
+    session = served.session()
+    client = client_of(served, session.token)
+    length = client.chat.completions.create(model=MODEL, messages=[user("a")]).usage.prompt_tokens
+    served.policy.context_length, served.policy.kept_free = length + 5, 6
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(model=MODEL, messages=[user("a")], stream=stream)
+    assert found.value.code == "context_length_exceeded" and len(served.policy.asked) == 1
+    served.policy.context_length += 1
+    client.chat.completions.create(model=MODEL, messages=[user("a")])
+    assert len(served.policy.asked) == 2 and session.failure is None
+
+
 def test_a_failed_engine_is_an_error_and_no_turn(serve):
     served = serve(["x"], failure=EngineError("gone"))
     session = served.session()

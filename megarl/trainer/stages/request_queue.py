@@ -6,8 +6,9 @@ the first computes it and the others find it in the cache.
 
 An engine has *room* by figures that cost nothing to know:
 
-- an empty engine for as many requests as it computes at a time (rollout.max_num_seqs), and as fit its KV cache: the tokens of the prompts,
-  and half of the longest response for each request, as nobody knows the responses' lengths yet;
+- an empty engine for as many requests as it computes at a time (rollout.max_num_seqs; with agents rollout.gateway.concurrency, if that is
+  less), and as fit its KV cache: the tokens of the prompts, and half of the longest response for each request, as nobody knows the responses'
+  lengths yet;
 - another engine while few of its requests wait for a place within it. It says how many (`Landed.waiting`): a number in which the lengths of
   its responses, its cache and its shared prompts are all accounted for.
 

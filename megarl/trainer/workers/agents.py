@@ -63,6 +63,7 @@ class Agents:
         """
         load_plugins(spec.plugins)
         settings = spec.gateway
+        self.concurrency = settings.concurrency  # sessions at a time
         assert spec.model.tokenizer_path is not None, "resolved"
         self._tokenizer = load_tokenizer(spec.model.tokenizer_path, spec.model.trust_remote_code)
         reader = TurnReader(self._tokenizer, settings.tool_parser, settings.reasoning_parser)

@@ -114,11 +114,16 @@ class EngineWorker:
         Args:
             of: whose requests they are.
             anew: give up the requests that an earlier generation, such as one that failed, has left behind.
+
+        Of agents it is no more sessions than run at a time: others would wait here for a place, while another engine has some.
         """
         if anew:
             self._requests(of).flight.cancel()
             del self._of[of]
-        return self.engine.capacity(), list(self._requests(of).launched)
+        capacity = self.engine.capacity()
+        if isinstance(self.players, Agents):
+            capacity = replace(capacity, requests=min(capacity.requests, self.players.concurrency))
+        return capacity, list(self._requests(of).launched)
 
     def land(
         self, seconds: float, parts: Sequence[tuple[pa.Table, SamplingParams]] = (), of: str = TRAINING

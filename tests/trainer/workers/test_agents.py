@@ -21,7 +21,7 @@ from megarl.gateway.service import Gateway
 from megarl.rewards.rules.code_tests import compute_score
 from megarl.rewards.sandbox.sandbox import best_isolation
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine import EngineCapacity, SamplingParams
 from megarl.trainer.workers.agents import Agents
 from megarl.trainer.workers.agents_spec import agents_spec
 from megarl.trainer.workers.engine import EngineWorker
@@ -203,6 +203,27 @@ def test_each_agent_has_a_session_however_many_run_at_a_time(agents, monkeypatch
     monkeypatch.setattr("megarl.trainer.workers.agents.Gateway", gateway)
     agents("play", concurrency=10_000)
     assert made[0].limits.sessions >= 10_000
+
+
+@pytest.mark.parametrize(("places", "requests"), [(64, 4), (2, 2)])
+def test_an_engine_has_room_for_as_many_sessions_as_run_at_a_time(agents, monkeypatch, places, requests):
+    """A controller that sends more lets them wait, while other engines have none left."""
+    made = []
+
+    class Kept(Agents):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(f"{__name__}.Agents", Kept)
+    agents("play", concurrency=4)
+    worker = EngineWorker.__new__(EngineWorker)  # its constructor starts SGLang
+    capacity = EngineCapacity(places, 10**6)
+    worker.engine = SimpleNamespace(capacity=lambda: capacity, flight=lambda: Flight(None), last_sign=0.0)
+    worker.players, worker._of = made[0], {}
+    assert worker.begin_generation() == (EngineCapacity(requests, 10**6), [])
+    worker.players = None
+    assert worker.begin_generation() == (capacity, [])
 
 
 def test_the_keywords_of_the_data_are_those_of_prompts(agents, monkeypatch):

@@ -160,16 +160,22 @@ class Scorer:
         self._functions.check(prompts)
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Have samples scored; their uids must differ from all that are neither collected nor given up.
+        """Have samples scored; their uids must differ from all that are neither collected nor given up. A data source without a rule costs
+        its samples: where an agent or an environment gives the scores, it may have given none to one trajectory of thousands.
 
-        ValueError: a data source without a rule. RuntimeError: workers cannot work.
+        RuntimeError: workers cannot work.
         """
-        jobs = [_Job(sample, self._functions.of(sample.data_source).is_async) for sample in samples]
         with self._changed:
             self._raise_failure()
-            for job in jobs:
-                assert job.sample.uid not in self._open, f"uid {job.sample.uid!r} was submitted twice"
-                self._open[job.sample.uid] = job
+            for sample in samples:
+                assert sample.uid not in self._open, f"uid {sample.uid!r} was submitted twice"
+                try:
+                    job = _Job(sample, self._functions.of(sample.data_source).is_async)
+                except ValueError as error:
+                    self._open[sample.uid] = _Job(sample, is_async=False)
+                    self._scores[sample.uid] = Score(sample.uid, None, error=str(error))
+                    continue
+                self._open[sample.uid] = job
                 self._waiting["async" if job.is_async else "plain"].append(job)
         self._wake()
 

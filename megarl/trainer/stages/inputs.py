@@ -137,7 +137,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
     plays = plays_turns(config.actor_rollout_ref.rollout)
 
     def check(prompts: pa.Table) -> None:
-        # An environment may give all scores; a data source that it does not score is refused when its first trajectory arrives.
+        # An environment or an agent may give all scores; what it does not score then costs the sample, and the run if that is all of a step.
         if needs_rules(config) and not plays:
             check_prompts(scorer, prompts)
 

@@ -362,8 +362,6 @@ def test_among_async_functions_only_the_guilty_one_fails(file):
 
 def test_rules_are_chosen_by_data_source():
     with Scorer(RewardSpec(), num_workers=1, timeout=30.0) as scorer:
-        with pytest.raises(ValueError, match="data_source 'mine'"):
-            scorer.submit(samples("1"))
         with pytest.raises(ValueError, match="data_source 'mine', 'yours'"):
             scorer.check([("a", "openai/gsm8k", "7"), ("b", "yours", "7"), ("c", "mine", "7")])
         scorer.submit(
@@ -371,11 +369,14 @@ def test_rules_are_chosen_by_data_source():
                 Sample("a", "openai/gsm8k", "", "#### 7", "7", None),
                 Sample("b", "math_dapo", "", "Answer: 7", "8", None),
                 Sample("c", "cais/mmlu", "", "Answer: B", "seven", None),
+                Sample("d", "mine", "", "1", "", None),
             ]
         )
         scores = scorer.collect()
-    assert [scores[uid].score for uid in "abc"] == [1.0, -1.0, None]
+        assert scorer.collect() == {}
+    assert [scores[uid].score for uid in "abcd"] == [1.0, -1.0, None, None]
     assert "must be a letter" in scores["c"].error
+    assert "no reward rule for data_source 'mine'" in scores["d"].error
     assert scores["a"].notes == {"pred": "7"}
 
 

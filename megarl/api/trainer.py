@@ -246,7 +246,7 @@ class DataCollector:
         return TrainingData(groups, self.version, metrics, dict(run.seconds))
 
     def _check(self, table: pa.Table) -> None:
-        if needs_rules(self._config):
+        if needs_rules(self._config) and not plays_turns(self._config.actor_rollout_ref.rollout):
             check_prompts(self._scorer, table)
 
 

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from megarl.config import check_config, load_config, resolve, resolve_batches
 from megarl.config.schema.commands import TrainConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.rewards.processes.scorer import Scorer
+from megarl.rewards.registry import RewardSpec
 from tests.fixtures.runs import REPOSITORY, assert_same_steps, steps, succeed
 
 ACTOR = "actor_rollout_ref.actor"
@@ -147,6 +150,20 @@ def supply(model: Path, *overrides: str, size: int = 2) -> PromptSupply:
                 f"data.train_batch_size={size}", f"{ACTOR}.ppo_mini_batch_size=1", f"{ACTOR}.optim.lr=1"]  # fmt: skip
     config = load_config(TrainConfig, None, [*required, *overrides])
     return PromptSupply(config.data, load_tokenizer(str(model), False), lambda table: None)
+
+
+@pytest.mark.parametrize("plays", [False, True])
+def test_prompts_that_an_agent_scores_need_no_rule(model: Path, plays: bool) -> None:
+    keys = ["data.max_prompt_length=64", "data.max_response_length=8", f"actor_rollout_ref.model.path={model}",
+            "data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1", f"{ACTOR}.optim.lr=1",
+            f"actor_rollout_ref.rollout.gateway.enable={str(plays).lower()}"]  # fmt: skip
+    collector = DataCollector.__new__(DataCollector)  # its constructor takes the processes of a run
+    collector._config = load_config(TrainConfig, None, keys)
+    prompts = next(supply(model, size=1).batches([{"prompt": "4 stones", "data_source": "nim"}]))
+    refused = pytest.raises(ValueError, match="no reward rule for data_source 'nim'")
+    with Scorer(RewardSpec(), num_workers=1, timeout=30.0) as collector._scorer:
+        with nullcontext() if plays else refused:
+            collector._check(prompts)
 
 
 def test_prompts_of_every_kind(model: Path) -> None:

@@ -105,13 +105,15 @@ def restarts_of(run: Run, engines: WorkerGroup, max_restarts: int) -> EngineRest
 def load_problems(
     config: EvalConfig, tokenizer: PreTrainedTokenizerBase, scorer: Scorer
 ) -> list[ValidationSet]:
-    """The problems of data.val_files and of each set; `scorer` must have a reward for every data source."""
+    """The problems of data.val_files and of each set; `scorer` must have a reward for every data source, unless an environment or an agent may
+    give the scores."""
     data, plays = config.data, plays_turns(config.rollout)
 
     def read(files: str | tuple[str, ...], max_samples: int) -> PromptDataset:
         lacking = may_lack(config)
         problems = read_prompts(data, files, tokenizer, max_samples, may_lack=lacking, several_turns=plays)
-        check_prompts(scorer, problems.table)
+        if not plays:
+            check_prompts(scorer, problems.table)
         return problems
 
     held_out = held_out_prompts(data, data.max_samples or -1, config.rollout.val_kwargs, read)

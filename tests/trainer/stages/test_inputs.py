@@ -53,6 +53,19 @@ def test_the_first_problems_of_each_set(task: Path, tmp_path: Path, overrides: l
     assert sets(config) == {"": 5, "few": 3, "some": 5, "all": 16}
 
 
+def test_problems_that_an_agent_scores_need_no_rule(task: Path, tmp_path: Path) -> None:
+    table = pq.read_table(task / "data/test.parquet").drop_columns(["data_source"])
+    pq.write_table(
+        table.append_column("data_source", pa.array(["nim"] * table.num_rows)), tmp_path / "games.parquet"
+    )
+    keys = [f"data.val_files={tmp_path}/games.parquet", f"model.path={task}/model"]
+    recipe = REPOSITORY / "recipes/quickstart_eval.yaml"
+    with pytest.raises(ValueError, match="no reward rule for data_source 'nim'"):
+        sets(load_config(EvalConfig, recipe, keys))
+    agent = ["rollout.gateway.enable=true", "rollout.gateway.command=[agent]"]
+    assert sets(load_config(EvalConfig, recipe, [*keys, *agent])) == {"": 16}
+
+
 def test_a_prompt_without_what_its_rule_compares_with(task: Path, tmp_path: Path) -> None:
     write_arithmetic(tmp_path / "data", 8, 8, 8, seed=1)
     path = tmp_path / "data/train.parquet"

@@ -117,7 +117,7 @@ class WriterLock:
             if attempt < _ATTEMPTS:  # the other one may be about to end, or withdraw because it saw this one
                 time.sleep(random.uniform(0.1, 0.5) * attempt)
         raise ValueError(
-            f"another run writes to {self._folder}: {holder}. Two runs would destroy each other's checkpoints: wait for its "
+            f"another run writes to {self._folder}: {holder}. Two runs would destroy each other's files: wait for its "
             "end, stop it, or give this run another folder"
         )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import check_hf_weights
+from megarl.checkpoints.writer_lock import WriterLock
 from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import EvalConfig, check_models, plays_turns, save_config
 from megarl.data.prompts import PromptDataset
@@ -22,7 +25,7 @@ from megarl.trainer.roles.engines import engine_config, reporting_slow_start
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.roles import ENGINE_LOG, open_pools, start_engines
 from megarl.trainer.run.cluster_setup import pools_of
-from megarl.trainer.run.earlier_runs import set_aside_earlier_run
+from megarl.trainer.run.earlier_runs import CHECKPOINTS, set_aside_earlier_run
 from megarl.trainer.run.failures import naming_keys
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import engine_limits, open_engine_run
@@ -40,15 +43,20 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
     """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores.
 
     A lost engine is restarted, and its missing trajectories are requested again.
+
+    Raises:
+        ValueError: a mistake in the model or the data; another run writes to the run folder.
     """
     model = read_model_config(config.model.path)
     check_models(config, model)
     check_hf_weights(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
-    with naming_keys({"trainer.default_local_dir": folder}), make_scorer(config) as scorer:
+    places = {"trainer.default_local_dir": folder}
+    with naming_keys(places), make_scorer(config) as scorer, ExitStack() as ending:
         # Mistakes in the data are found before files are moved and processes started.
         sets = load_problems(config, tokenizer, scorer)
+        ending.enter_context(_only_writer(folder))
         set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
@@ -85,6 +93,21 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
         result = {**scores, "num_problems": float(num_problems), "tokens_per_s": num_tokens / seconds}
         write_text(folder / "scores.json", json.dumps(result, indent=2) + "\n")
     return result
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Keep other evaluations out of a run folder; refuse one in which a training run is going on, which holds the folder of its checkpoints.
+
+    Raises:
+        ValueError: another run writes there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        for place in (folder, folder / CHECKPOINTS):
+            if place.is_dir():
+                held.callback(WriterLock(place, print).release)
+        yield
 
 
 def restarts_of(run: Run, engines: WorkerGroup, max_restarts: int) -> EngineRestarts:

@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = [text for text in map(flag_advice, unknown) if text is not None]
         parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
     try:
-        with ending_at_once() if arguments[0] in TRAINING else nullcontext():
+        local = arguments[:2] == ["launch", "local"]
+        with _told_to_end(options.command if local else arguments[0]):
             code = options.run(options) or 0
             sys.stdout.flush()
             return code
@@ -81,6 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _told_to_end(command: str) -> AbstractContextManager[None]:
+    """The end of a run that is told to end, with the exit code that asks for another; a training loop has handlers of its own."""
+    if command in TRAINING:
+        return ending_at_once()
+    return ending_at_once("ending, to be started again") if command in SCHEMAS else nullcontext()
 
 
 def _reader_is_gone() -> bool:

@@ -17,13 +17,14 @@ from examples.arithmetic import arithmetic_texts, write_arithmetic
 from examples.tiny_model import make_tiny_model
 from megarl import __version__
 from megarl.algorithms.advantages import ESTIMATORS
-from megarl.cli.main import main
+from megarl.cli.main import RUNNERS, main
 from megarl.cluster import RayFailed
 from megarl.config import TrainConfig
 from megarl.config.loading import SCHEMAS, load_with_origins
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")
+EVAL = str(ROOT / "recipes/quickstart_eval.yaml")
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -90,6 +91,35 @@ def test_a_signal_on_the_way_out_changes_nothing(number: signal.Signals) -> None
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("command", "arguments", "why"),
+    [
+        ("train", ["train", PPO], "ending before the first step, to be started again"),
+        ("train", ["launch", "local", PPO], "ending before the first step, to be started again"),
+        ("eval", ["eval", EVAL], "ending, to be started again"),
+        ("eval", ["launch", "local", EVAL, "--command", "eval"], "ending, to be started again"),
+    ],
+)
+def test_a_run_that_is_told_to_end_asks_for_another(
+    number: signal.Signals,
+    command: str,
+    arguments: list[str],
+    why: str,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its exit code, for which Slurm's script queues the job again."""
+    monkeypatch.setitem(RUNNERS, command, lambda options: signal.raise_signal(number))
+    before = signal.signal(number, lambda *_: None)  # or the signal would end the tests
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+    finally:
+        signal.signal(number, before)
+    assert ended.value.code == 75 and capfd.readouterr().err == f"{number.name}: {why}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["train", PPO, "--fast"]])

@@ -79,6 +79,35 @@ def test_gpus_hold_what_is_chosen_and_not_twice_as_much(monkeypatch: pytest.Monk
                 assert peak + plan.reserve > memory * GIB
 
 
+def test_a_controller_without_gpus_asks_the_cluster_that_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the head's pod on Kubernetes, where the workers alone have GPUs."""
+    gpus(monkeypatch, 80)
+    expected, _ = with_chosen_size(large())
+    gpus(monkeypatch)
+    nodes = [{"NodeID": name, "Resources": {"GPU": 8.0}} for name in ("two", "one")]
+    nodes.append({"NodeID": "head", "Resources": {"memory": 1.0}})
+    done: list[object] = []
+    monkeypatch.setattr("megarl.cluster.start_cluster", lambda *given: done.append(given) or "the cluster")
+    monkeypatch.setattr("megarl.cluster.stop_cluster", done.append)
+    monkeypatch.setattr("megarl.cluster.hosts.living_nodes", lambda: nodes)
+
+    def on_node(node: str, seconds: float, function: object) -> tuple[Gpu, ...]:
+        done.append(node)
+        return (Gpu("H100", "550", 80 * GIB, 0),)
+
+    monkeypatch.setattr("megarl.cluster.hosts.on_node", on_node)
+    joining = large("trainer.ray_address=auto", f"trainer.default_local_dir={tmp_path}")
+    config, (line,) = with_chosen_size(joining)
+    actors = [each.actor_rollout_ref.actor for each in (config, expected)]
+    assert actors[0].ppo_max_token_len_per_gpu == actors[1].ppo_max_token_len_per_gpu and "(80 GiB)" in line
+    assert done == [("auto", 1, str(tmp_path)), "one", "the cluster"]
+    del nodes[:2]  # a cluster without GPUs
+    assert resolve(with_chosen_size(joining)[0]) == resolve(joining)
+    assert done[3:] == [done[0], done[2]]
+
+
 @pytest.mark.parametrize("schema", [SFTConfig, RMConfig])
 def test_fine_tuning_has_what_its_model_alone_leaves(
     monkeypatch: pytest.MonkeyPatch, schema: type[SFTConfig | RMConfig]

@@ -42,9 +42,8 @@ def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
         "kuberay": job.launch.kuberay.kind != "RayCluster",
         "skypilot": job.launch.skypilot.kind != "cluster",
     }
-    if job.launch.retries and started_again[options.target] and not job.saves:
-        text = f"a start after the first, of which --retries {job.launch.retries} allows so many, would begin anew"
-        print(f"note: the recipe saves no checkpoints (trainer.save_freq): {text}", file=sys.stderr)
+    if job.launch.retries and started_again[options.target]:
+        _check_restarts(job)
     if options.target == "local":
         return _local(job, options, runners)
     text = _TEXTS[options.target](job)
@@ -55,6 +54,26 @@ def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
     if shutil.which(program) is None:
         raise ValueError(f"{program} is not on PATH: {advice} with --dry-run")
     return submit(job, text)
+
+
+def _check_restarts(job: Job) -> None:
+    """Whether a start after the first goes on from the job's checkpoints; says so where there are none.
+
+    Raises:
+        ValueError: it would set them aside, as trainer.resume_mode tells each start.
+    """
+    start = f"a start after the first, of which --retries {job.launch.retries} allows so many, would"
+    if not job.saves:
+        print(
+            f"note: the recipe saves no checkpoints (trainer.save_freq): {start} begin anew", file=sys.stderr
+        )
+    elif job.resume_mode != "auto":
+        copy = f"copy the checkpoint that it begins with into {job.run_folder}/checkpoints"
+        instead = {"path": copy, "disable": "give another trainer.default_local_dir"}[job.resume_mode]
+        raise ValueError(
+            f"trainer.resume_mode={job.resume_mode}: {start} set the job's own checkpoints aside and begin where the first began; leave "
+            f"it out and {instead}, or give --retries 0"
+        )
 
 
 def _local(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:

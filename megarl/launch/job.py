@@ -38,6 +38,7 @@ class Job:
         run_folder: trainer.default_local_dir as the recipe has it.
         checkpoint_url: trainer.checkpoint_url, from which another start can continue even if the run folder is lost.
         saves: whether the run writes checkpoints from which another start continues.
+        resume_mode: trainer.resume_mode, by which it does.
         launch: with name, nodes and gpus_per_node filled in.
     """
 
@@ -47,6 +48,7 @@ class Job:
     run_folder: str
     checkpoint_url: str | None
     saves: bool
+    resume_mode: str
     launch: LaunchConfig
 
     @property
@@ -149,10 +151,12 @@ def make_job(
     folder: str | None = resolve(config).trainer.default_local_dir
     assert folder is not None
     saves, url = True, None
+    mode = "auto"
     if not isinstance(config, EvalConfig):
         url = config.trainer.checkpoint_url
+        mode = config.trainer.resume_mode
         saves = config.trainer.save_freq > 0 or config.trainer.save_minutes is not None
-    return Job(command, file, tuple(overrides), folder, url, saves, launch)
+    return Job(command, file, tuple(overrides), folder, url, saves, mode, launch)
 
 
 def name_of(recipe: str) -> str:

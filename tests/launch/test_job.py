@@ -141,6 +141,34 @@ def test_local_runs_what_train_would(
     assert len(given) == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ("resume_mode=path", "resume_from_path=outputs/other/checkpoints/step-9"),
+            "copy the checkpoint that it begins with into outputs/megarl/ppo/checkpoints, or give --retries 0",
+        ),
+        (("resume_mode=disable",), "give another trainer.default_local_dir, or give --retries 0"),
+    ],
+)
+def test_a_job_that_would_begin_again_where_it_began_is_refused(
+    keys: tuple[str, ...], said: str, capsys: pytest.CaptureFixture
+) -> None:
+    """Slurm and KubeRay run the same command again: each start would set aside what the one before it has saved."""
+    overrides = [f"trainer.{key}" for key in keys]
+    slurm = ["launch", "slurm", RECIPE, "--dry-run"]
+    assert main([*slurm, "trainer.save_freq=5", *overrides]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: trainer.{keys[0]}: a start after the first, ")
+    assert message.endswith(f"leave it out and {said}\n")
+    assert main([*slurm, "--retries", "0", "trainer.save_freq=5", *overrides]) == 0
+    assert main(["launch", "local", RECIPE, "--dry-run", "trainer.save_freq=5", *overrides]) == 0
+    assert main([*slurm, *overrides]) == 0  # nothing to set aside
+    assert "note: the recipe saves no checkpoints" in capsys.readouterr().err
+    assert main([*slurm, "trainer.save_freq=5"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_every_key_is_read() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "megarl/launch").glob("*.py"))
     read = set(re.findall(r"(?<=[.\"'])\w+", code))

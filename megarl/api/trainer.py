@@ -365,11 +365,15 @@ class Trainer:
         return self._state.monitor.stop
 
     def save(self, folder: str | Path) -> str:
-        """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path.
+        """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path. A model that is there is replaced.
 
         With LoRA its weights are merged, and the adapters are written into its folder `adapter`, in PEFT's format.
+
+        Raises:
+            ValueError: the folder has something else than a model, all of which would be gone.
         """
         path = Path(folder).expanduser()
+        _refuse_other_content(path)
         with self._roles.memory.held("export"):
             model = self.config.actor_rollout_ref.model
             return export_hf(self._run, self._roles.actor.group, model, path, path / ADAPTER_FOLDER)
@@ -406,6 +410,17 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+
+def _refuse_other_content(folder: Path) -> None:
+    """ValueError: there is a file or a folder of this name that is neither empty nor a model's."""
+    is_model = (folder / "config.json").is_file()
+    if folder.exists() and not is_model and not (folder.is_dir() and not any(folder.iterdir())):
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) if folder.is_dir() else "a file"
+        raise ValueError(
+            f"save: {folder} is no model's folder (found: {found}), and a saved model replaces the folder with all that it has; name "
+            "a new one"
+        )
 
 
 def _refuse_keys_of_the_loop(config: TrainConfig) -> None:

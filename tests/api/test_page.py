@@ -70,3 +70,23 @@ def test_a_checkpoint_is_saved_after_an_update(version: int, step: int) -> None:
     trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version))
     with pytest.raises(ValueError, match="is saved after update_policy"):
         Trainer.save_checkpoint(trainer)
+
+
+def test_a_saved_policy_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
+    """The run's folder, or one with several models, would be gone with all of its files."""
+    checkpoint = tmp_path / "run/checkpoints/step-6/run.json"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("{}")
+    for folder, words in (
+        (tmp_path / "run", r"run is no model's folder \(found: checkpoints\)"),
+        (checkpoint, r"\(found: a file\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Trainer.save(SimpleNamespace(), folder)
+    assert checkpoint.read_text() == "{}"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/config.json").write_text("{}")
+    for folder in ("empty", "policy", "new"):
+        with pytest.raises(AttributeError, match="_roles"):  # which the export begins with
+            Trainer.save(SimpleNamespace(), tmp_path / folder)

@@ -44,13 +44,14 @@ from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
 
 DATA_SOURCE = "python"  # the data source of prompts that name none
+MOST_KEPT = 8  # lists of prompts whose positions are kept: a program may also make new prompts for each call
 
 
 Prompts: TypeAlias = Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | pa.Table | HasTable
 
 
 class PromptSupply:
-    """Batches of the program's prompts; the same prompts given again continue after the last batch."""
+    """Batches of the program's prompts; the same prompts given again continue after their last batch, also if others came between."""
 
     def __init__(
         self,
@@ -68,7 +69,10 @@ class PromptSupply:
         self._digest: str | None = None  # of the last given prompts
         self._loader: BatchLoader | None = None  # None: there are fewer prompts than a batch has
         self._batches: Iterator[pa.Table] = iter(())
-        self._resumed: dict[str, Any] = {}  # a loaded state whose prompts have not been given yet
+        # Both of all prompts that were given, by their digest; the last ones are at the end.
+        self._known: dict[str, tuple[BatchLoader | None, Iterator[pa.Table]]] = {}
+        self._resumed: dict[str, Any] = {}  # the loaded state
+        self._positions: dict[str, Any] = {}  # in it, by the digest of prompts that have not been given yet
 
     def batches(self, prompts: Prompts) -> Iterator[pa.Table]:
         """Batches without end, each of `data.gen_batch_size` (or else train_batch_size) prompts.
@@ -91,16 +95,25 @@ class PromptSupply:
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The digest of the last prompts and the position in them, as JSON values; empty before the first prompts."""
+        """The digest of the last prompts and the position in them, and the positions in others by their digests, as JSON values; empty before
+        the first prompts."""
         if self._digest is None:
             return self._resumed
-        position = self._loader.state_dict() if self._loader is not None else None
-        return {"prompts": self._digest, "position": position}
+        known = {
+            digest: loader.state_dict() if loader is not None else None
+            for digest, (loader, _) in self._known.items()
+        }
+        position = known.pop(self._digest)
+        others = [*self._positions.items(), *known.items()][1 - MOST_KEPT :]
+        return {"prompts": self._digest, "position": position, "others": dict(others)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position if the prompts that are given next are the same."""
+        """Continue at a saved position when prompts are given that have one."""
         assert self._digest is None, "prompts were given already"
         self._resumed = state
+        self._positions = dict(state.get("others", {}))  # checkpoints of earlier versions have none
+        if "prompts" in state:
+            self._positions[state["prompts"]] = state["position"]
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
         """Give an adaptive sampler the scores [trajectories] of the prompts with these uids."""
@@ -133,17 +146,22 @@ class PromptSupply:
         return table
 
     def _begin(self, table: pa.Table, digest: str) -> None:
-        """Start on other prompts than before, at the position that was saved with them or at their beginning."""
+        """Go on with other prompts than before where they ended last, or at the position that was saved with them; else at their beginning."""
+        self._known[digest] = self._known.pop(digest) if digest in self._known else self._open(table, digest)
+        self._digest, (self._loader, self._batches) = digest, self._known[digest]
+        for earlier in [*self._known][:-MOST_KEPT]:
+            del self._known[earlier]
+
+    def _open(self, table: pa.Table, digest: str) -> tuple[BatchLoader | None, Iterator[pa.Table]]:
+        """The loader and the batches of prompts that this process has not been given."""
         data = self._data
         size = data.gen_batch_size or data.train_batch_size
-        loader = None
-        if table.num_rows >= size:
-            feed = TableFeed(table, make_sampler(data.sampler, data.shuffle), data.seed)
-            loader = BatchLoader(feed, size)
-            if self._resumed.get("prompts") == digest:
-                loader.load_state_dict(self._resumed["position"])
-        self._batches = _repeated(table, size) if loader is None else epochs(loader)
-        self._digest, self._loader, self._resumed = digest, loader, {}
+        if table.num_rows < size:
+            return None, _repeated(table, size)
+        loader = BatchLoader(TableFeed(table, make_sampler(data.sampler, data.shuffle), data.seed), size)
+        if self._positions.get(digest) is not None:
+            loader.load_state_dict(self._positions.pop(digest))
+        return loader, epochs(loader)
 
 
 def _repeated(table: pa.Table, size: int) -> Iterator[pa.Table]:

@@ -19,7 +19,7 @@ import megarl
 from examples.arithmetic import arithmetic_texts
 from examples.tiny_model import make_tiny_model
 from megarl import Trainer, make_trainer_config
-from megarl.api.trainer import DataCollector, PromptSupply
+from megarl.api.trainer import MOST_KEPT, DataCollector, PromptSupply
 from megarl.config import check_config, load_config, resolve, resolve_batches
 from megarl.config.schema.commands import TrainConfig
 from megarl.data.prompts import PromptDataset
@@ -237,6 +237,39 @@ def test_a_position_that_was_saved_is_that_of_its_prompts(model: Path) -> None:
     other = ["1 + 1 =", *prompts[1:]]
     fresh = supply(model)
     assert [uids(others, other) for _ in range(3)] == [uids(fresh, other) for _ in range(3)]
+
+
+def test_prompts_go_on_after_others(model: Path) -> None:
+    """A program that now and then looks at the answers to other prompts does not begin its own ones anew, also when it is started again."""
+    prompts, others = ([f"{number} + {more} =" for number in range(6)] for more in (1, 2))
+    alone, source = supply(model), supply(model)
+    expected = [uids(alone, prompts) for _ in range(6)]
+    seen = []
+    for _ in range(2):
+        seen.append(uids(source, prompts))
+        between = uids(source, others)
+    assert seen == expected[:2]
+    state = json.loads(json.dumps(source.state_dict()))
+    again = supply(model)
+    again.load_state_dict(state)
+    assert uids(source, others) == uids(again, others) != between
+    assert (
+        [uids(again, prompts) for _ in range(4)] == [uids(source, prompts) for _ in range(4)] == expected[2:]
+    )
+
+
+def test_positions_of_a_few_prompts_are_kept(model: Path) -> None:
+    """New prompts for each call do not let a run grow without end."""
+    source = supply(model)
+    lists = [[f"{number} + {more} =" for number in range(4)] for more in range(2 * MOST_KEPT)]
+    for prompts in lists:
+        uids(source, prompts)
+    assert len(source.state_dict()["others"]) == MOST_KEPT - 1
+    again = supply(model)
+    again.load_state_dict(source.state_dict())
+    for prompts in lists:
+        uids(again, prompts)
+    assert len(again.state_dict()["others"]) == MOST_KEPT - 1
 
 
 def test_an_equal_table_is_the_same_prompts(model: Path) -> None:

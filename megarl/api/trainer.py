@@ -225,7 +225,12 @@ class TrainingData:
 
 
 class DataCollector:
-    """Generates and scores trajectories with the newest weights; `Trainer.collect_data` is its `collect`."""
+    """Generates and scores trajectories with the newest weights; `Trainer.collect_data` is its `collect`.
+
+    Attributes:
+        version: calls of `collect` so far, which is the version of the weights in the engines.
+        learnt: the call whose trajectories the policy was updated with last; those of others may only have been looked at.
+    """
 
     def __init__(
         self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
@@ -241,7 +246,7 @@ class DataCollector:
             several_turns=plays_turns(config.actor_rollout_ref.rollout),
             further=training_reading(config),
         )
-        self.version = 0  # of the weights in the engines
+        self.version = self.learnt = 0
 
     def collect(self, prompts: Prompts) -> TrainingData:
         """Trajectories for the next `data.train_batch_size` of the prompts, with the weights as they are now.
@@ -262,6 +267,15 @@ class DataCollector:
             groups, metrics = collect(self._config, batches, run, self._roles, self._rewards, self.version)
         self.supply.report(*groups.prompt_scores())
         return TrainingData(groups, self.version, metrics, dict(run.seconds))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts, and the calls so far, as JSON values."""
+        return {**self.supply.state_dict(), "collected": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the calls of a saved state, the last of which the policy was updated with."""
+        self.supply.load_state_dict(state)
+        self.version = self.learnt = state.get("collected", 0)  # checkpoints of earlier versions have none
 
     def _check(self, table: pa.Table) -> None:
         if needs_rules(self._config) and not plays_turns(self._config.actor_rollout_ref.rollout):
@@ -331,10 +345,11 @@ class Trainer:
                 self._run.say(warning)
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
-            ptx, parts = load_ptx(self.config, models.tokenizer), {"prompts": self.collector.supply}
+            ptx, parts = load_ptx(self.config, models.tokenizer), {"prompts": self.collector}
             self._state = LearningState.start(self.config, self._run, self._roles, num_steps, ptx, parts)
             self._driver = self._state.driver(self.config, self._run, self._roles)
-            self.step = self.collector.version = self._state.checkpoints.resume()
+            self.step = self._state.checkpoints.resume()
+            self.collector.version = self.collector.learnt = max(self.collector.version, self.step)
             # From here on `close` ends the run.
             stack.push(self._finish)
             self._stack = stack.pop_all()
@@ -351,13 +366,14 @@ class Trainer:
             ValueError: the trajectories are not those of the newest weights.
             OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
         """
-        if data.version != self.collector.version or self.step >= data.version:
+        if data.version != self.collector.version or data.version == self.collector.learnt:
             raise ValueError(
                 f"update_policy: data of collect_data number {data.version}, of which there were "
                 f"{self.collector.version}; the policy is updated once with what was collected last"
             )
         run, roles = self._run, self._roles
-        self.step = step = data.version
+        self.collector.learnt = data.version
+        self.step = step = self.step + 1
 
         def work(step: int, metrics: Metrics) -> pa.Table:
             run.seconds.update(data.seconds)
@@ -404,7 +420,7 @@ class Trainer:
             ValueError: nothing was trained so far, or trajectories were collected that the policy was not updated with.
             OSError: it could not be written; older ones stay as they were.
         """
-        if not self.step or self.collector.version != self.step:
+        if not self.step or self.collector.version != self.collector.learnt:
             raise ValueError(
                 f"save_checkpoint: {self.step} updates with the data of {self.collector.version} collect_data calls; a "
                 "checkpoint is saved after update_policy, before the next collect_data"

@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from megarl import Trainer
+from megarl import DataCollector, Trainer
 from tests.fixtures.runs import REPOSITORY, steps
 
 PAGE = (REPOSITORY / "docs/api.md").read_text()
@@ -58,18 +59,42 @@ def test_the_page_names_what_there_is(page_run: tuple[Path, str]) -> None:
     assert row is not None and set(re.findall(r"`(\w+)`", row[1])) <= set(table.column_names)
 
 
-@pytest.mark.parametrize(("version", "step"), [(1, 1), (1, 0), (2, 2)])
-def test_data_are_used_once_with_the_weights_that_generated_them(version: int, step: int) -> None:
-    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=2))
+@pytest.mark.parametrize(("version", "learnt"), [(1, 1), (1, 0), (2, 2)])
+def test_data_are_used_once_with_the_weights_that_generated_them(version: int, learnt: int) -> None:
+    trainer = SimpleNamespace(collector=SimpleNamespace(version=2, learnt=learnt))
     with pytest.raises(ValueError, match=f"collect_data number {version}, of which there were 2"):
         Trainer.update_policy(trainer, SimpleNamespace(version=version))
 
 
-@pytest.mark.parametrize(("version", "step"), [(0, 0), (2, 1)])
-def test_a_checkpoint_is_saved_after_an_update(version: int, step: int) -> None:
-    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version))
+def test_data_that_are_only_looked_at_count_as_no_update() -> None:
+    """Else steps at which checkpoints are due (trainer.save_freq) might never come."""
+    made: list[int] = []
+    driver = SimpleNamespace(make=lambda step, work: made.append(step) or {})
+    collector = SimpleNamespace(version=0, learnt=0)
+    trainer = SimpleNamespace(step=0, collector=collector, _driver=driver, _run=None, _roles=None)
+    for version in (1, 3, 5):  # 2 and 4 were not used
+        collector.version = version
+        Trainer.update_policy(trainer, SimpleNamespace(version=version))
+    assert made == [1, 2, 3] and trainer.step == 3
+
+
+@pytest.mark.parametrize(("version", "learnt", "step"), [(0, 0, 0), (2, 1, 1)])
+def test_a_checkpoint_is_saved_after_an_update(version: int, learnt: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version, learnt=learnt))
     with pytest.raises(ValueError, match="is saved after update_policy"):
         Trainer.save_checkpoint(trainer)
+
+
+def test_a_checkpoint_has_the_calls_of_collect_data() -> None:
+    """The noise of rollouts depends on their number: a program that is started again goes on with the next one."""
+    loaded: list[dict[str, Any]] = []
+    supply = SimpleNamespace(state_dict=lambda: {"prompts": "a"}, load_state_dict=loaded.append)
+    state = DataCollector.state_dict(SimpleNamespace(supply=supply, version=5))
+    again = SimpleNamespace(supply=supply)
+    DataCollector.load_state_dict(again, state)
+    assert (again.version, again.learnt, loaded) == (5, 5, [state]) and state["prompts"] == "a"
+    DataCollector.load_state_dict(again, {"prompts": "a", "position": None})  # of an earlier version
+    assert again.version == 0
 
 
 def test_a_saved_policy_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ class DataCollector:
         """
         batches = self.supply.batches(prompts)
         self.version += 1
+        self._scorer.give_up()  # samples of a call that failed, or that was interrupted: their prompts may come again
         run = self._run
         run.seconds.clear()
         with run.timed(STEP, {"step": self.version, "half": "collect"}):

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import megarl
@@ -26,6 +28,8 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.processes.scorer import Scorer
 from megarl.rewards.registry import RewardSpec
+from megarl.rewards.sample import Sample
+from megarl.trainer.run.run import Run
 from tests.fixtures.runs import REPOSITORY, assert_same_steps, steps, succeed
 
 ACTOR = "actor_rollout_ref.actor"
@@ -298,6 +302,32 @@ def test_few_prompts_are_repeated_within_a_batch(model: Path) -> None:
 def test_prompts_that_are_none(model: Path, prompts: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         supply(model).batches(prompts)
+
+
+def test_a_call_that_was_interrupted_leaves_no_samples_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a notebook a long call is interrupted, and made again with the same prompts."""
+    sample = Sample("prompt:0/0", "python", "1 + 1 =", "2", "2", None)
+
+    def interrupted(*arguments: Any) -> None:
+        scorer.submit([sample])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megarl.api.trainer.collect", interrupted)
+    with Scorer(RewardSpec(rule="exact_match"), num_workers=0, timeout=10.0) as scorer:
+        collector = SimpleNamespace(
+            supply=SimpleNamespace(batches=lambda prompts: iter(())),
+            version=0,
+            _config=None,
+            _run=Run(tmp_path, Console()),
+            _roles=None,
+            _rewards=None,
+            _scorer=scorer,
+        )
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                DataCollector.collect(collector, ["1 + 1 ="])
 
 
 def three_steps(model: Path, out: Path, resumed: Path | None) -> None:

@@ -15,7 +15,15 @@ from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.values import value_problems
 from megarl.config.loading import SCHEMAS, load_config, load_with_origins
-from megarl.config.loading.document import YamlDumper, merge, parse_override, plain, read_file
+from megarl.config.loading.document import (
+    Entry,
+    Tree,
+    YamlDumper,
+    merge,
+    parse_override,
+    plain,
+    read_file,
+)
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.problems import raise_if_any
 from megarl.config.schema.launch import LaunchConfig
@@ -76,7 +84,34 @@ class Job:
         tree = read_file(self.recipe)
         for override in self.overrides:
             tree = merge(tree, parse_override(override))
-        return yaml.dump(plain(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
+        return yaml.dump(
+            _as_written(tree), Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=110
+        )
+
+
+class _Number(str):
+    """The text of a number, which keys that are texts keep as it is: trainer.experiment_name=1.10 is another run than 1.1."""
+
+
+class _RecipeDumper(YamlDumper):
+    """Writes numbers as their texts, without quotes."""
+
+
+def _number(dumper: _RecipeDumper, text: _Number) -> yaml.ScalarNode:
+    return dumper.represent_scalar(dumper.resolve(yaml.ScalarNode, text, (True, False)), text)
+
+
+_RecipeDumper.add_representer(_Number, _number)
+
+
+def _as_written(tree: Tree | Entry) -> Any:
+    """`plain(tree)`, with numbers as `_Number`."""
+    if isinstance(tree, dict):
+        return {name: _as_written(value) for name, value in tree.items()}
+    if isinstance(tree.value, list):
+        return [_as_written(item) for item in tree.value]
+    number = isinstance(tree.value, int | float) and not isinstance(tree.value, bool)
+    return _Number(tree.text) if number and tree.text else plain(tree)
 
 
 class _BlockTextDumper(YamlDumper):

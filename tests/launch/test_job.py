@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import RUNNERS, main
+from megarl.config import TrainConfig, load_config
 from megarl.config.schema import section_type, walk
 from megarl.config.schema.launch import LaunchConfig
 from megarl.launch.job import Job, make_job, name_of, read_variables, seconds_of
@@ -71,6 +72,18 @@ def test_other_commands_have_jobs_too() -> None:
     assert made.devices >= 1 and made.command == "sft"
     with pytest.raises(ValueError, match="unknown key"):
         make_job("train", SFT, [], None, [])
+
+
+@pytest.mark.parametrize("name", ["1.10", "2026_11_30", "007", "1e3"])
+def test_a_name_of_digits_is_the_same_in_the_recipe_of_a_cluster(name: str, tmp_path: Path) -> None:
+    """Else a run 1.10 would be in the folder of the run 1.1, and go on from its checkpoint."""
+    given = (f"trainer.experiment_name={name}", "trainer.profile_steps=[1, 2]", "trainer.save_minutes=.5")
+    made = job(overrides=given)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(made.recipe_text())
+    read = load_config(TrainConfig, recipe)
+    assert read == load_config(TrainConfig, RECIPE, given)
+    assert read.trainer.experiment_name == name and made.run_folder == f"outputs/megarl/{name}"
 
 
 def test_what_no_job_can_have_is_refused() -> None:

@@ -36,13 +36,17 @@ from megarl.gateway.copies import ForkServer
 from megarl.gateway.reader import TurnReader
 from megarl.gateway.sandboxes.find import find_sandbox
 from megarl.gateway.sandboxes.interface import NoSandbox, Sandbox, SandboxSettings, kept_environment
-from megarl.gateway.server import KEEP_ALIVE, listen, listen_locally, make_app, url_of
+from megarl.gateway.server import listen, listen_locally, make_app, url_of
 from megarl.gateway.service import Gateway, Limits
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.trainer.workers.agents_spec import AgentsSpec
 from megarl.trainer.workers.multi_turn import tasks_of
 from megarl.util.plugins import load_plugins
+
+# Seconds that a connection stays open without a request: longer than any pause. uvloop, which SGLang uses, looks at its clock before it reads. So after a
+# pause that was longer, an agent's request that came meanwhile would meet a closed connection. Connections end with their agents.
+_KEEP_ALIVE = 365 * 24 * 3600
 
 
 class Agents:
@@ -93,7 +97,7 @@ class Agents:
             make_app(gateway, secrets.token_urlsafe(24)),
             log_level="warning",
             lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE,
+            timeout_keep_alive=_KEEP_ALIVE,
         )
         self._server = _Server(config)
 

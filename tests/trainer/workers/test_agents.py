@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from uvicorn import Config
 
 from examples.agents.coding_agent import TURNS
 from megarl.cluster.guard import remove_scratch
@@ -272,6 +273,19 @@ def test_time_in_which_nothing_is_generated_does_not_count(agents, tmp_path, mon
     monkeypatch.setattr("megarl.gateway.sandboxes.processes.time", Clock)
     _, played = agents("slow", timeout=60)(meanwhile=pause, file=str(file))
     assert clock == [3600.0] and [notes(one)["error"] for (one,) in played] == [None, None]
+
+
+def test_a_connection_stays_open_however_long_nothing_is_generated(agents, monkeypatch):
+    """uvloop, the loop of SGLang's engines, closes one whose time is over before it reads the request that has come meanwhile."""
+    given = []
+
+    def config(app, **options):
+        given.append(options["timeout_keep_alive"])
+        return Config(app, **options)
+
+    monkeypatch.setattr("megarl.trainer.workers.agents.uvicorn.Config", config)
+    agents("play")
+    assert len(given) == 1 and given[0] > 30 * 24 * 3600
 
 
 def test_an_agent_in_a_sandbox_reaches_the_gateway_alone(agents, tmp_path, tmp_path_factory):

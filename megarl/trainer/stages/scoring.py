@@ -287,8 +287,6 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
         error if note.error is None else f"environment: {note.error}"
         for note, error in zip(told, errors, strict=True)
     ]
-    # Half of a surrogate pair, which JSON that the policy wrote may have, goes into no file and onto no screen.
-    errors = [error and error.encode(errors="backslashreplace").decode() for error in errors]
     given = [0.0 if score is None or score.score is None else score.score for score in found]
     values = np.where(np.isnan(own), given, own).astype(np.float32)
     each = [
@@ -299,7 +297,13 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
     numbers = {name: np.array([row.get(name, np.nan) for row in each]) for name in names}
     preds = [None if score is None else score.notes.get("pred") for score in found]
     failed = np.array([error is not None for error in errors], dtype=np.bool_)
-    return Scored(append_column(without_tokens(table, failed), "score", values), numbers, preds, errors)
+    table = append_column(without_tokens(table, failed), "score", values)
+    return Scored(table, numbers, [*map(_unicode, preds)], [*map(_unicode, errors)])
+
+
+def _unicode(text: str | None) -> str | None:
+    """A text for files and tables. Half of a surrogate pair, whose escape the policy may have written, becomes that escape again."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def of_sessions(table: pa.Table, scores: Mapping[str, Score]) -> dict[str, Score]:

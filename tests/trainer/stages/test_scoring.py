@@ -130,11 +130,15 @@ def test_an_error_with_half_of_a_surrogate_pair_costs_its_sample_alone(tmp_path)
     failed = score("a/1", None)
     asked = rewards(
         tmp_path,
-        lambda sample: replace(failed, error=half) if sample.uid == "a/1" else score(sample.uid, 1.0),
+        lambda sample: (
+            replace(failed, error=half)
+            if sample.uid == "a/1"
+            else replace(score(sample.uid, 1.0), notes={"pred": half})
+        ),
     )
     asked.submit(table)
     found = asked.collect(table, "step 1", None)
-    assert found.errors == [r"environment: \ud83d", r"\ud83d", None]
+    assert found.errors == [r"environment: \ud83d", r"\ud83d", None] and found.preds[2] == r"\ud83d"
     lines = (tmp_path / "reward_errors.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == found.errors[:2]
     assert "".join(asked.run.said).encode()

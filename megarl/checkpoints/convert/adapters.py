@@ -15,7 +15,7 @@ from megarl.checkpoints.convert.targets import narrow_into
 from megarl.checkpoints.dcp import DCPReader, StoredTensor
 from megarl.checkpoints.hf.export import save_tensors
 from megarl.checkpoints.hf.peft import PREFIX, WEIGHTS_FILE, PeftReader
-from megarl.checkpoints.hf.peft_config import CONFIG_FILE
+from megarl.checkpoints.hf.peft_config import CONFIG_FILE, read_facts
 from megarl.layout import Box, Copy
 from megarl.models.lora import IN_CHECKPOINTS, MAGNITUDE, A, B
 from megarl.models.table import VALUE_HEAD
@@ -23,7 +23,7 @@ from megarl.util.files import whole_folder
 
 
 def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Write a checkpoint's adapters into the new folder `target`; returns them.
+    """Write a checkpoint's adapters into the new folder `target`, and the value head that was trained with them; returns them.
 
     Args:
         dtype: of the written tensors; None: each keeps its own.
@@ -41,12 +41,14 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
         raise ValueError(
             f"checkpoint {source.path!r} has adapters, but no {CONFIG_FILE} that says what they are"
         )
-    tensors = {
-        PREFIX + key.removeprefix(IN_CHECKPOINTS): _read_full(
-            source.reader, key, stored, dtype or stored.dtype
-        )
-        for key, stored in source.adapters.items()
-    }
+    keys = {key: key.removeprefix(IN_CHECKPOINTS) for key in source.adapters}
+    # The facts name the head as one that is there in full, and PEFT would begin a new one where it is not.
+    if "score" in read_facts(source.folder).heads and source.head == "value":
+        keys["value_head.weight"] = VALUE_HEAD
+    tensors = {}
+    for key, name in keys.items():
+        stored = source.reader.tensors[key]
+        tensors[PREFIX + name] = _read_full(source.reader, key, stored, dtype or stored.dtype)
     with whole_folder(target) as folder:
         save_tensors(tensors, folder / WEIGHTS_FILE)
         shutil.copyfile(facts, folder / CONFIG_FILE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
@@ -13,6 +14,7 @@ from megarl.checkpoints.dcp import DCPReader, DCPWriter
 from megarl.checkpoints.hf.adapters import (
     AdapterExport,
     adapter_layout,
+    adapter_tensors,
     load_adapters,
     write_adapter_config,
     write_peft_adapter,
@@ -21,15 +23,17 @@ from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cli.main import main
 from megarl.config.schema.models import LoraConfig
+from megarl.layout import Box
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters
 from megarl.megatron.checkpoint.checkpoint import fill
 from megarl.megatron.checkpoint.places import Item, adapter_places, model_places, weight_items
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.models import read_model_config
-from megarl.models.lora import logical_adapters
+from megarl.models.lora import IN_CHECKPOINTS, logical_adapters
+from megarl.models.table import VALUE_HEAD
 from tests.checkpoints.convert import megatron
-from tests.checkpoints.hf.peft_folders import write_random
+from tests.checkpoints.hf.peft_folders import PREFIX, write_random
 from tests.ranks import RankPool
 
 
@@ -139,6 +143,30 @@ def test_adapters_saved_in_one_layout_are_loaded_in_another(ranks, tmp_path, fam
     verified = compare(model, folder, companions=model)
     assert verified.equal and verified.not_compared == (f"adapters (--to peft writes them) of {folder}",)
     check_mistakes(tmp_path, folder, model)
+
+
+def test_a_value_head_comes_with_its_adapters(tmp_path):
+    """Else a reward model's adapters would be loaded with a head of random numbers."""
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    model = str(make_tiny_model(tmp_path / "hf", ["one two"], family="qwen2", **sizes))
+    config, lora, folder = read_model_config(model), LoraConfig(rank=2), tmp_path / "saved"
+    shapes = adapter_tensors(config, lora, "value")
+    expected = {name: torch.randn(shape) for name, shape in shapes.items()}
+    keys = {name: "value_head.weight" if name == VALUE_HEAD else IN_CHECKPOINTS + name for name in expected}
+    folder.mkdir()
+    writer = DCPWriter(folder)
+    writer.write_file(
+        (keys[name], shapes[name], Box.whole(shapes[name]), tensor) for name, tensor in expected.items()
+    )
+    writer.finish()
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    write_adapter_config(folder, config, lora, model, "value")
+
+    done = convert(str(folder), str(tmp_path / "converted"), to="peft", companions=model)
+    assert done.num_tensors == len(expected)
+    found = load_file(tmp_path / "converted" / "adapter_model.safetensors")
+    assert found.keys() == {PREFIX + name for name in expected}
+    assert all(torch.equal(found[PREFIX + name], tensor) for name, tensor in expected.items())
 
 
 def check_mistakes(tmp_path: Path, folder: str, model: str) -> None:

@@ -23,6 +23,7 @@ import ray
 from rich.console import Console
 
 from megarl.checkpoints import steps_in
+from megarl.checkpoints.manifest import folder_name
 from megarl.cluster import ClusterSetup, RayFailed, WorkerFailed, WorkerLost
 from megarl.config import TrainConfig, TuningConfig
 from megarl.trainer.run.earlier_runs import CHECKPOINTS
@@ -76,8 +77,16 @@ def ending_after_signal(preemption: Preemption) -> Iterator[None]:
 
 
 def as_restarted(config: C) -> C:
-    """The configuration of a run's restart, which continues from the run's own newest checkpoint if there is one."""
-    if not steps_in(Path(config.trainer.default_local_dir) / CHECKPOINTS):
+    """The configuration of a run's restart, which continues from the run's own newest checkpoint if there is one.
+
+    A run that began with an earlier step of its folder, and has saved none since, begins with that one again: its remote still has the later
+    ones, which it has left.
+    """
+    root = Path(config.trainer.default_local_dir) / CHECKPOINTS
+    steps, begun_with = steps_in(root), config.trainer.resume_from_path
+    if not steps:
+        return config
+    if begun_with is not None and Path(begun_with).resolve() == (root / folder_name(steps[-1])).resolve():
         return config
     return replace(config, trainer=replace(config.trainer, resume_mode="auto", resume_from_path=None))
 

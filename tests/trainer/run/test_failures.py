@@ -130,6 +130,20 @@ def test_it_goes_on_from_its_own_checkpoint_not_from_where_it_began(tmp_path: Pa
     )
 
 
+def test_it_begins_again_with_the_step_that_it_was_given_until_it_has_a_later_one(tmp_path: Path) -> None:
+    """trainer.checkpoint_url may have later steps, which resume_mode=auto would fetch."""
+    path = tmp_path / "checkpoints" / "step-3"
+    path.mkdir(parents=True)
+    begun = config(tmp_path, max_restarts=1, resume_mode="path", resume_from_path=str(path))
+    training = Training(LOSSES[0])
+    with_restarts(begun, training, None)
+    assert training.started[1] == begun
+    path.with_name("step-4").mkdir()
+    training = Training(LOSSES[0])
+    with_restarts(begun, training, None)
+    assert training.started[1].trainer.resume_mode == "auto"
+
+
 LOCAL, ROLLOUTS = "trainer.default_local_dir", "trainer.rollout_data_dir"
 
 

@@ -55,6 +55,7 @@ class Mirror:
         self._sent: set[tuple[int, str, str]] = set()  # (step, file, SHA-256) of a copy that is not finished
         self._ignored: frozenset[int] = frozenset()  # of the local steps
         self._abandoned_after: int | None = None
+        self._prunes = False  # nothing is removed at the remote before the first new checkpoint
         self._guard = threading.Lock()  # between choosing a checkpoint to copy and removing it here
         self._copied: int | None = None
         self._wake = threading.Event()
@@ -139,9 +140,14 @@ class Mirror:
         self._abandoned_after = step
         self._ignored = ignored
 
-    def notify(self, ignored: frozenset[int]) -> None:
-        """Copy, in the background, new checkpoints of the local folder, except the steps `ignored`."""
+    def notify(self, ignored: frozenset[int], *, committed: bool) -> None:
+        """Copy, in the background, checkpoints of the local folder that are not at the remote, except the steps `ignored`.
+
+        Args:
+            committed: whether this process has made a new one, so that others may be superfluous.
+        """
         self._ignored = ignored
+        self._prunes |= committed
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint-mirror", daemon=True)
             self._thread.start()
@@ -178,11 +184,13 @@ class Mirror:
                 return
 
     def _copy_all(self) -> None:
-        abandoned_after = self._abandoned_after
+        abandoned_after, prunes = self._abandoned_after, self._prunes
         if self._there is None:
             self._there = self._remote_manifests()
         while (step := self._choose(self._there)) is not None:
             self._upload(step, self._there)
+        if not prunes:
+            return
         self._prune(self._there)
         if self._abandoned_after == abandoned_after:  # unless `abandon_later` was called in between
             self._abandoned_after = None

@@ -183,7 +183,7 @@ class CheckpointStore:
             self._prune(step)
         except OSError as error:  # the checkpoint is there all the same
             self._say(f"Warning: older checkpoints in {self.root} cannot be removed: {error}")
-        self._notify()
+        self._notify(committed=True)
         return checkpoint
 
     def newest_good(self, *, verify: Verify = changed_files) -> Checkpoint | None:
@@ -230,7 +230,8 @@ class CheckpointStore:
     def abandon_later(self, step: int) -> None:
         """The run goes on from `step` (-1: from the beginning) though there are checkpoints of later steps: they do not
         count any more, here and at the remote, and are removed once there is a new one. Those of a remote that could not be read
-        stay: nobody has chosen to go on without them.
+        stay: nobody has chosen to go on without them. Checkpoints that an earlier process could not copy are copied now: the run may be at
+        its last step.
 
         Raises:
             OSError: the file of the best step cannot be written.
@@ -245,6 +246,8 @@ class CheckpointStore:
         if self._best is not None and self._best > step:
             write_best(self.root, None)
             self._best = None
+        if step >= 0 and self._remote_is_known:
+            self._notify()
 
     def _prune(self, committed: int) -> None:
         """After a commit, remove checkpoints that need not be kept. Damaged folders are left for people to look at."""
@@ -343,9 +346,9 @@ class CheckpointStore:
     def _ignored(self) -> frozenset[int]:
         return frozenset(self._damaged | self._abandoned)
 
-    def _notify(self) -> None:
+    def _notify(self, *, committed: bool = False) -> None:
         if self._mirror is not None:
-            self._mirror.notify(self._ignored())
+            self._mirror.notify(self._ignored(), committed=committed)
 
     def _recover(self) -> None:
         """Clean up after killed processes: a checkpoint that was about to be replaced is put back, the rest removed."""

@@ -121,6 +121,39 @@ def test_what_still_fails_at_the_end_is_said_and_ends(tmp_path: Path, remote: Re
     assert remote.steps() == [1, 2]  # also the step that an earlier process could not copy
 
 
+def test_what_an_earlier_process_could_not_copy_is_copied_without_a_new_checkpoint(
+    tmp_path: Path, remote: Remote
+) -> None:
+    """A run whose last checkpoint was not copied is started again, and has nothing left to train."""
+    with CheckpointStore(tmp_path, Keep(last=1), URL, say=lambda line: None) as store:
+        save(store, 1)
+    with CheckpointStore(tmp_path, Keep(last=1), URL, say=lambda line: None) as store:
+        remote.failing = "step-2/"
+        save(store, 2)
+    assert remote.steps() == [1]
+    remote.failing = None
+    with CheckpointStore(tmp_path, Keep(last=1), URL, say=pytest.fail) as store:
+        assert_whole(store.newest_good(), 2)
+        store.abandon_later(2)
+    assert remote.steps() == [1, 2]  # older ones are removed with the next one
+    with CheckpointStore(tmp_path, Keep(last=1), URL, say=pytest.fail) as store:
+        save(store, 3)
+    assert remote.steps() == [3]
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_removes_nothing_before_it_saves(
+    tmp_path: Path, remote: Remote
+) -> None:
+    with CheckpointStore(tmp_path, Keep(), URL, say=pytest.fail) as store:
+        for step in (1, 2, 3):
+            save(store, step)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    with CheckpointStore(tmp_path, Keep(), URL, say=pytest.fail) as store:
+        store.abandon_later(1)
+    assert remote.steps() == [1, 2, 3]
+
+
 def _newest(root: Path) -> Any:
     with CheckpointStore(root, Keep(), say=pytest.fail) as store:
         return store.newest_good()

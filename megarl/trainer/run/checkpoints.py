@@ -201,7 +201,15 @@ class Checkpoints:
                     part.load_state_dict(saved[name])
             for name, own in self.folders.items():
                 own.load(found.folder / name)
+        if found.facts.get("best") and self.best.value is not None:
+            self._mark_resumed(found)
         return found.step
+
+    def _mark_resumed(self, found: Checkpoint) -> None:
+        """Mark the checkpoint that the run continues from as the best, which a run that was killed after it wrote it may not have done."""
+        store = self.run.store
+        if store.best != found.step and found.folder.resolve().parent == store.root.resolve():
+            store.mark_best(found.step)
 
     def after(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
         """Save after a step if that is due.
@@ -298,7 +306,8 @@ class Checkpoints:
         with self._may_fail(saving.step, saving.previous_best), self.run.store.discarding(saving.partial):
             files = self._written()
             files |= {name: None for name in _files_in(saving.partial) if name not in files}
-            checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
+            facts = {"step": saving.step, "best": saving.better}
+            checkpoint = self.run.store.commit(saving.step, saving.partial, files, facts)
             if saving.better:
                 self.run.store.mark_best(saving.step)
             now = time.perf_counter()

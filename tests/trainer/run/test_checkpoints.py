@@ -234,6 +234,27 @@ def test_the_best_checkpoint_is_saved_and_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "checkpoints") == [2, 6]
 
 
+def test_the_best_checkpoint_is_kept_also_by_a_run_that_was_killed_before_it_marked_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`commit` removes older checkpoints, which may take minutes, before the best one is marked."""
+    keys = {"save_freq": 1, "max_ckpt_to_keep": 1, "best_metric": "val/score"}
+    checkpoints = start(tmp_path, **keys)
+    checkpoints.after(1, {"val/score": 0.1}, last=False)
+
+    def killed(step: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.run.store, "mark_best", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.after(2, {"val/score": 0.9}, last=False)
+    checkpoints.run.store.close()
+    again = start(tmp_path, resumed=True, **keys)
+    assert again.resume() == 2 and again.run.store.best == 2
+    play(again, 3, 4, {3: {"val/score": 0.5}})
+    assert steps_in(tmp_path / "checkpoints") == [2, 4]
+
+
 def test_a_validation_after_its_checkpoint_can_be_the_best(tmp_path: Path) -> None:
     keys = {"save_freq": 1, "max_ckpt_to_keep": 1, "best_metric": "val/score"}
     checkpoints = start(tmp_path, **keys)

@@ -53,13 +53,18 @@ class SaveSchedule:
         self._longest_save = max(self._longest_save, seconds)
         self._saved_at = self.clock()
 
-    def due(self, step: int) -> Reason | None:
-        """The reason to save after `step`; None: not now. After a save for the deadline the run has to end."""
+    def due(self, step: int, *, last: bool = False) -> Reason | None:
+        """The reason to save after `step`; None: not now. After a save for the deadline the run has to end.
+
+        last: whether no step follows; there is no deadline then, as time for a save was left before this step.
+        """
         reason: Reason | None = None
         if self.every_steps is not None and step % self.every_steps == 0:
             reason = "steps"
         elif self.every_minutes is not None and self.clock() - self._saved_at >= 60 * self.every_minutes:
             reason = "minutes"
+        if last:
+            return reason
         # The next call comes after the save that is due now, if any, and a step. Then there must be time for a save.
         num_saves = 1 if reason is None else 2
         if self.seconds_left < self.margin * (self._longest_step + num_saves * self._longest_save):

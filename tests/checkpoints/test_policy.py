@@ -59,6 +59,14 @@ def test_before_the_deadline_with_the_longest_seen_and_a_margin(clock: Clock) ->
     assert schedule.seconds_left == 90 and schedule.due(7) is None
     clock.now += 0.5
     assert schedule.due(8) == "deadline"
+    assert schedule.due(8, last=True) is None
+
+
+def test_the_last_step_is_saved_as_any_other_and_ends_the_run_by_itself(clock: Clock) -> None:
+    schedule = SaveSchedule(every_steps=4, max_run_minutes=10, started=clock.now - 590, clock=clock)
+    schedule.stepped(50)
+    assert schedule.due(8) == "deadline" and schedule.due(8, last=True) == "steps"
+    assert schedule.due(7, last=True) is None
 
 
 def test_a_save_that_is_due_before_the_deadline_leaves_time_for_another(clock: Clock) -> None:

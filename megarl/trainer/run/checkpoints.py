@@ -224,7 +224,7 @@ class Checkpoints:
         """
         value = self.best.found(metrics)
         self.schedule.stepped(self.run.seconds["step"])
-        due = self.schedule.due(step)
+        due = self.schedule.due(step, last=last)
         reason = None if last else self._ending(due)
         save = reason is not None or due in ("steps", "minutes")
         with self.run.timed("save"):

@@ -374,6 +374,17 @@ def test_a_deadline_ends_the_run_in_time(tmp_path: Path) -> None:
     checkpoints.run.store.close()
 
 
+def test_the_last_steps_checkpoint_is_written_also_shortly_before_the_deadline(tmp_path: Path) -> None:
+    checkpoints = start(tmp_path, begun=time.monotonic() - 3600, max_run_minutes=1.0, save_freq=2)
+    checkpoints.after(4, {}, last=True)
+    assert steps_in(tmp_path / "checkpoints") == [4]
+    checkpoints.run.store.close()
+    unasked = start(tmp_path / "other", begun=time.monotonic() - 3600, max_run_minutes=1.0)
+    unasked.after(4, {}, last=True)
+    assert steps_in(tmp_path / "other" / "checkpoints") == []
+    unasked.run.store.close()
+
+
 @pytest.mark.parametrize(("seconds", "ends"), [(40.0, False), (60.0, True)])
 def test_a_deadline_leaves_time_for_files_that_are_written_in_the_background(
     tmp_path: Path, seconds: float, ends: bool

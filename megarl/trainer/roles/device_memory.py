@@ -85,10 +85,10 @@ class DeviceMemory:
     ) -> DeviceMemory:
         """A view for a concurrent part of a step, of the memory of `groups`; no other memory is moved or measured.
 
-        It adds to the accounts of this object, and is for one step.
+        It adds to the accounts of this object, and is for one step; `at_work` is the same for all views.
         """
         owners = [owner for owner in self.owners if owner.group in groups]
-        return replace(self, run=run, owners=owners, recover=recover, serve=serve, at_work={})
+        return replace(self, run=run, owners=owners, recover=recover, serve=serve)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -212,13 +212,14 @@ class DeviceMemory:
         working = [owner for owner in self.owners if owner.name in needed]
         full = {
             role: group
-            for role, group in self.at_work.items()
+            for role, group in [*self.at_work.items()]  # another thread's view may add its own models
             if any(share_gpus(group, owner.group) for owner in working)
         }
         if full:
             self.run.wait([call for group in full.values() for call in group.call("return_memory")])
-        models = {o.group.role: o.group for o in working if not o.name.startswith("rollout_")}
-        self.at_work = {role: one for role, one in self.at_work.items() if role not in full} | models
+        for role in full:
+            del self.at_work[role]
+        self.at_work |= {o.group.role: o.group for o in working if not o.name.startswith("rollout_")}
 
     def _move(self, method: str, owners: list[Owner]) -> None:
         """Raises WorkerLost if a process is lost; where it can be replaced, the memory of all others has moved by then."""

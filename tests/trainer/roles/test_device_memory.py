@@ -11,7 +11,14 @@ import pytest
 from megarl.cluster import WorkerDied, WorkerLost
 from megarl.config import ActorConfig, AlgorithmConfig, OptimConfig
 from megarl.costs.phases import NEEDS, phase_needs
-from megarl.trainer.roles.device_memory import MIB, DeviceMemory, Owner, gpu_turns
+from megarl.trainer.roles.device_memory import (
+    MIB,
+    DeviceMemory,
+    Owner,
+    gpu_turns,
+    nobody_is_served,
+    nothing_is_replaced,
+)
 
 STEP = ("sync", "generate", "score_model", "evaluate_models", "update_critic", "update_actor")
 SIZES = {"weights": 4, "gradients": 8, "optimizer": 24, "reference": 4, "kv_cache": 50}
@@ -284,6 +291,19 @@ def test_models_that_stay_on_shared_gpus_give_back_what_their_passes_took():
         {"movable": True, "gpu_id": "0"},
     ):
         assert all(asked == [] for _, asked in returns(learners(**more), phases))
+
+
+def test_a_later_view_knows_which_models_have_not_given_back_what_their_passes_took():
+    """With trainer.mode=one_step_off each step learns with a view of its own."""
+    memory, _, _ = make(movable=False, gpu_id="0")
+    groups = {id(o.group): o.group for o in memory.owners if o.group.role in ("actor", "critic")}
+    phases = ("evaluate_models", "update_critic", "update_actor")
+
+    def step():
+        view = memory.view(memory.run, [*groups.values()], nothing_is_replaced, nobody_is_served)
+        return [asked for _, asked in returns(view, phases)]
+
+    assert [step(), step()] == [[[], ["actor"], ["critic"]], [["actor"], ["actor"], ["critic"]]]
 
 
 def test_groups_that_share_a_gpu_are_in_different_turns():

@@ -11,6 +11,10 @@ class EngineError(RuntimeError):
     """The engine did not start, did not answer in time, or refused a call."""
 
 
+class EngineHungError(EngineError):
+    """The engine did not answer in time, and is of no further use."""
+
+
 class NoValidWeightsError(EngineError):
     """A request came while the engine held no complete, verified version of the weights."""
 

@@ -40,6 +40,7 @@ from megarl.rollout.engine import (
     EngineConfig,
     EngineCounts,
     EngineError,
+    EngineHungError,
     Generation,
     NoValidWeightsError,
     SamplingParams,
@@ -288,7 +289,7 @@ class SGLangEngine(SGLangPart):
         """Interrupt all requests; they keep their tokens and continue after the next `finish_update` or `resume_memory`.
 
         Raises:
-            EngineError: it was not done within `request_timeout`; the engine is of no further use.
+            EngineHungError: it was not done within `request_timeout`.
         """
         self._gate.close()
         deadline = time.monotonic() + self.config.request_timeout
@@ -299,7 +300,7 @@ class SGLangEngine(SGLangPart):
                 and time.monotonic() > deadline
             ):
                 self._version = None
-                raise EngineError(
+                raise EngineHungError(
                     f"SGLang did not abort {self._gate.inside} requests within {self.config.request_timeout} s"
                 )
 
@@ -312,7 +313,7 @@ class SGLangEngine(SGLangPart):
         """Run coroutines together on the engine's loop; yields, each time, the results of the coroutines that ended since the last.
 
         Raises:
-            EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
+            EngineHungError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
         """
         timeout = self.config.request_timeout
         try:
@@ -320,7 +321,7 @@ class SGLangEngine(SGLangPart):
             yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign)
         except NothingCompleted:
             self._version = None
-            raise EngineError(
+            raise EngineHungError(
                 f"SGLang has neither computed a step nor answered a request within request_timeout={timeout} s"
             ) from None
 
@@ -453,7 +454,9 @@ class SGLangEngine(SGLangPart):
                 self._groups.forget()
                 return
             if time.monotonic() > deadline:
-                raise EngineError(f"SGLang did not flush its cache: {[answer.message for answer in answers]}")
+                raise EngineHungError(
+                    f"SGLang did not flush its cache: {[answer.message for answer in answers]}"
+                )
             time.sleep(FLUSH_RETRY_SECONDS)
 
     def shutdown(self) -> None:
@@ -530,14 +533,16 @@ class SGLangEngine(SGLangPart):
         """Wait for SGLang's answer.
 
         Raises:
-            EngineError: none came within `request_timeout`; the engine is of no further use.
+            EngineHungError: none came within `request_timeout`.
         """
         timeout = self.config.request_timeout
         try:
             return self._engine.loop.run_until_complete(asyncio.wait_for(awaitable, timeout))
         except TimeoutError:
             self._version = None
-            raise EngineError(f"SGLang did not answer {what} within request_timeout={timeout} s") from None
+            raise EngineHungError(
+                f"SGLang did not answer {what} within request_timeout={timeout} s"
+            ) from None
 
 
 class _Update:

@@ -61,6 +61,7 @@ from megarl.weight_sync.layouts import EngineLayout, best_device_order
 from megarl.weight_sync.sync_plan import SyncPlan
 
 ENGINE = "megarl.trainer.workers.engine:EngineWorker"
+AROUND_ENGINES = "megarl.trainer.workers.engine:ending_when_hung"
 ENGINE_LOG = "rollout-rank0.log"  # of the first engine
 
 
@@ -382,6 +383,7 @@ def start_engines(
             device_order=device_order,
             watched_groups=run.groups,
             watch=run.watch,
+            around=AROUND_ENGINES,
             fork_server=run.fork_servers.get(ENGINE_PROCESSES),
             spared_groups=run.spares,  # an engine of the other role may be lost while one is restarted
         )

@@ -10,7 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megarl.data.sessions import request_of, requested
 from megarl.data.trajectories import build_trajectories
 from megarl.gateway.sandboxes.find import try_sandbox
 from megarl.rollout.completions import Flight
-from megarl.rollout.engine import EngineCapacity, EngineConfig, Generation, SamplingParams
+from megarl.rollout.engine import EngineCapacity, EngineConfig, EngineHungError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from megarl.trainer.workers.agents import Agents
 from megarl.trainer.workers.agents_spec import AgentsSpec
@@ -194,6 +195,21 @@ class EngineWorker:
     def __getattr__(self, name: str) -> Any:
         """Every other call is the engine's own: updates of the weights, their connection, memory, interruptions."""
         return getattr(self.__dict__["engine"], name)
+
+
+@contextmanager
+def ending_when_hung(method: str) -> Iterator[None]:
+    """Around each call of an engine's process: it ends if the engine hangs, as in `EngineWorker.land`.
+
+    While it receives weights the engine waits for the trainer, which may be the one that hangs: there the error is raised.
+    """
+    try:
+        yield
+    except EngineHungError as error:
+        if method == "receive_weights":
+            raise
+        print(f"{method}: {error}: the engine ends", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def folder_on_disk(scratch: str, temporary: str) -> Path:

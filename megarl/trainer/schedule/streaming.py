@@ -40,7 +40,7 @@ from megarl.trainer.schedule.in_flight import InFlight, load_in_flight, save_in_
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.request_queue import Part, PromptRequests, RequestQueue
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
-from megarl.trainer.stages.scoring import training_scores
+from megarl.trainer.stages.scoring import Rewards, training_scores
 
 _PROBLEM, _ITS_BATCH = "problem.json", "problem.arrow"
 
@@ -209,8 +209,13 @@ class Streamed(Batches):
             if rests:
                 self._tell(run, "go_on")
         with run.timed("reward"):
-            while rewards.awaits(table, self.queue.apart):
-                self._land(run)
+            if judge is not None and rewards.awaits(table, 0.0):
+                # In the reward model's phase the engines' caches may have left their devices, or engines been replaced.
+                with roles.memory.held("generate"):
+                    self.queue.open(run)
+                    self._land_while_awaited(run, rewards, table)
+            else:
+                self._land_while_awaited(run, rewards, table)
             scored = rewards.collect(table, f"step {step}", by_model)
         config, few = self.config, len(groups) < self.in_flight.num_prompts
         trained = training_scores(
@@ -221,6 +226,11 @@ class Streamed(Batches):
             few,
         )
         self.in_flight.keep(groups, trained)
+
+    def _land_while_awaited(self, run: Run, rewards: Rewards, table: pa.Table) -> None:
+        """`_land` until the scores of all trajectories of `table` have come."""
+        while rewards.awaits(table, self.queue.apart):
+            self._land(run)
 
     def _unsent(self) -> Iterator[PromptRequests[list[Part]]]:
         """Requests that no engine has and that are not answered, by prompt."""

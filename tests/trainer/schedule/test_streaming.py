@@ -1,6 +1,6 @@
 """Responses that continue from step to step; no process is started."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -84,6 +84,53 @@ def test_engines_go_on_while_scores_are_awaited(monkeypatch):
     )
     batches._score(run, roles, 3)
     assert log == ["land", "land", "collect", "keep"]
+
+
+def test_the_engines_have_their_caches_while_scores_are_awaited_after_a_reward_models():
+    """Without them an engine refuses a request, and the run ends; a new engine has no weights before the queue is opened."""
+    log, phases = [], []
+
+    class MixedRewards(FakeRewards):
+        def ask_model(self, roles, table, phase):
+            with phase("score_model"):
+                return "scores"
+
+        def awaits(self, table, seconds):
+            return log.count("land") < 2
+
+        def collect(self, table, when, by_model):
+            log.append(f"collect with {by_model}")
+            return scored({"a": [1.0]})
+
+    @contextmanager
+    def held(name):
+        phases.append(name)
+        yield
+
+    class Landing(Streamed):
+        def _land(self, run):
+            assert phases[-1] == "generate"
+            log.append("land")
+
+    in_flight = SimpleNamespace(
+        finished=lambda: [SimpleNamespace(table=lambda: pa.table({"uid": ["a/0"]}))],
+        num_prompts=1,
+        keep=lambda groups, trained: log.append("keep"),
+    )
+    run = SimpleNamespace(timed=lambda phase: nullcontext(), wait=lambda refs: refs)
+    engines = SimpleNamespace(devices=devices("0", "a"), call=log.append)
+    judge = SimpleNamespace(group=SimpleNamespace(devices=devices("0", "a")))
+    roles = SimpleNamespace(
+        engines=engines, reward_model=judge, memory=SimpleNamespace(phase=held, held=held)
+    )
+    queue = SimpleNamespace(apart=0.0, open=lambda run: log.append("open"))
+    given = (configuration(), run, roles, MixedRewards(), iter(()), in_flight)
+    Landing(*given, overlapped=False, queue=queue)._score(run, roles, 3)
+    assert log == ["interrupt", "go_on", "open", "land", "land", "collect with scores", "keep"]
+    assert phases == ["score_model", "generate"]
+    # Where no score is awaited the caches stay away: the models may learn next.
+    Landing(*given, overlapped=False, queue=queue)._score(run, roles, 3)
+    assert log[-4:] == ["interrupt", "go_on", "collect with scores", "keep"] and phases[-1] == "score_model"
 
 
 def test_scores_of_trajectories_that_are_dropped_are_given_up():

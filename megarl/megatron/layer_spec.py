@@ -9,9 +9,10 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -177,15 +178,19 @@ def forget_routings(model: GPTModel) -> None:
     """
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.register_forward_hook(_forget_routing)
+            # No hook of the layer: where it alone is computed again (`recompute_modules` has moe) the second pass is no call of it.
+            module.postprocess = partial(_postprocess, module, module.postprocess)
 
 
-def _forget_routing(layer: MoELayer, arguments: object, outputs: object) -> None:
+def _postprocess(layer: MoELayer, postprocess: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """The last part of a layer's pass, after which its dispatcher needs nothing of the pass."""
+    output = postprocess(*arguments)
     dispatcher = layer.token_dispatcher
     for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
         for name in _OF_A_PASS:
             if getattr(holder, name, None) is not None:
                 setattr(holder, name, None)
+    return output
 
 
 PACKAGE = "transformer_engine"

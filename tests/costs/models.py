@@ -1,6 +1,6 @@
 """Tiny models of every family, and how they are built on real ranks to be measured."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ def build(
     head: str = "lm",
     distributed: bool = True,
     recompute: str | None = None,
+    modules: Sequence[str] | None = None,
     on_host: bool = False,
     fsdp: str | None = None,
     mtp: bool = False,
@@ -97,7 +98,7 @@ def build(
     muon: bool = False,
     overlap: bool = False,
 ) -> Built:
-    """A model that is ready for training, with random weights."""
+    """A model that is ready for training, with random weights. `modules`: of `recompute` "selective"."""
     from megatron.core import parallel_state  # after megarl's seam is installed
 
     layout = ParallelLayout(world=world, **sizes)
@@ -109,6 +110,7 @@ def build(
         head=head,
         dtype=dtype,
         recompute_granularity=recompute,
+        recompute_modules=modules,
         base_block=None if lora is None else lora.blocks,
         mtp="detached" if mtp else None,
         indexers=indexers,

@@ -221,10 +221,12 @@ def test_the_last_mlp_has_live_positions_only(ranks, folders, layout: dict) -> N
         assert rows == [tokens // parts] * (len(rows) - 1) + [last // parts]
 
 
-def _held_by_dispatchers(rank: int, world: int, folder: str) -> list[tuple[int, set[str]]]:
+def _held_by_dispatchers(
+    rank: int, world: int, folder: str, recompute: str, modules: list[str] | None
+) -> list[tuple[int, set[str]]]:
     """After all layers' forward passes and at the end of a training step: the number of layers with dispatchers, and the names of the
     tensors with a micro-batch's tokens that dispatchers still hold."""
-    built = build(rank, world, folder, {}, head="value", recompute="full")
+    built = build(rank, world, folder, {}, head="value", recompute=recompute, modules=modules)
     micro_batches = batches(built.layout, each=2)[:1]
     layers = [module for module in built.chunks[0].modules() if hasattr(module, "token_dispatcher")]
     found = []
@@ -247,11 +249,16 @@ def _held_by_dispatchers(rank: int, world: int, folder: str) -> list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_no_layer_holds_its_routing_when_its_pass_is_over(ranks, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "recompute", "modules"),
+    [("qwen3_moe", "full", None), ("deepseek_v3", "full", None), ("deepseek_v3", "selective", ["moe"])],
+)
+def test_no_layer_holds_its_routing_when_its_pass_is_over(
+    ranks, tmp_path: Path, family: str, recompute: str, modules: list[str] | None
+) -> None:
     """The routing's autograd graph would keep the input of each recomputed layer, and that input's gradient."""
     folder = make_models(tmp_path, [family])[family]
-    (found,) = ranks.run(_held_by_dispatchers, folder, world=1)
+    (found,) = ranks.run(_held_by_dispatchers, folder, recompute, modules, world=1)
     layers = 4 if family == "qwen3_moe" else 3  # DeepSeek's first layer is dense
     assert found == [(layers, set())] * 2
 

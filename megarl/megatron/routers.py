@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -23,6 +23,19 @@ from torch import Tensor
 from megarl.megatron.packing import PackedBounds
 
 
+class RouterBounds(NamedTuple):
+    """What routers need of a micro-batch's bounds, which stays until the next pass. The bounds themselves must not: where layers share the
+    choice of keys of sparse attention they hold a bit for each of a text's keys and each query.
+
+    Attributes:
+        experts, is_routed, mask: as in `PackedBounds`.
+    """
+
+    experts: Tensor | None
+    is_routed: Tensor | None
+    mask: Tensor | None
+
+
 class RouterPass:
     """The bounds of the micro-batch that a layer's router computes on.
 
@@ -31,9 +44,9 @@ class RouterPass:
     """
 
     def __init__(self, layer: TransformerLayer) -> None:
-        self.bounds: PackedBounds | None = None
-        self._given: PackedBounds | None = None
-        self._waiting: deque[PackedBounds] = deque()
+        self.bounds: RouterBounds | None = None
+        self._given: RouterBounds | None = None
+        self._waiting: deque[RouterBounds] = deque()
         self._again, self._parts = layer.mlp.moe_layer_recompute, layer.config.sequence_parallel
         layer.register_forward_pre_hook(self._begin, with_kwargs=True)
         layer.mlp.router.register_forward_pre_hook(self._route)
@@ -49,7 +62,8 @@ class RouterPass:
         return tokens.chunk(size)[rank]
 
     def _begin(self, layer: TransformerLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = kwargs["packed_seq_params"]
+        bounds: PackedBounds = kwargs["packed_seq_params"]
+        self._given = RouterBounds(bounds.experts, bounds.is_routed, bounds.mask)
 
     def _route(self, router: TopKRouter, args: tuple[Any, ...]) -> None:
         assert self._given is not None

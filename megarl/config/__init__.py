@@ -22,6 +22,7 @@ from megarl.config.batches import (
     save_batch_plan,
     trajectories_per_mini_batch,
     trajectories_per_step,
+    updates_of_run,
     updates_per_step,
 )
 from megarl.config.checks import check_config, config_problems
@@ -173,6 +174,7 @@ __all__ = [
     "top_k_in_loss",
     "trajectories_per_mini_batch",
     "trajectories_per_step",
+    "updates_of_run",
     "updates_per_step",
     "val_set_sampling",
     "validates_concurrently",

@@ -158,6 +158,14 @@ def updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -
     return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs
 
 
+def updates_of_run(config: TrainConfig, section: ActorConfig | CriticConfig, num_steps: int) -> int:
+    """Optimizer steps of the actor or the critic (`section`, resolved) in a run of `num_steps` steps, at least 1; the actor has none in the
+    critic's warm-up."""
+    if isinstance(section, ActorConfig) and config.critic is not None:
+        num_steps -= config.critic.warmup_steps
+    return max(1, num_steps) * updates_per_step(config, section)
+
+
 def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
     """Roles, their devices, layouts, optimizer steps of a step and sizes, as rows of equal length to print; the first is the
     header."""

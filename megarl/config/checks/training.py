@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megarl.config.batches import trajectories_per_step, updates_per_step
+from megarl.config.batches import trajectories_per_step, updates_of_run
 from megarl.config.checks.teachers import (
     reference_problems,
     served_reference_problems,
@@ -405,7 +405,7 @@ def check_decays(config: TrainConfig | TuningConfig, num_steps: int) -> None:
         if isinstance(config, TrainConfig):
             section = config.critic if role.prefix == "critic." else config.actor_rollout_ref.actor
             assert section is not None
-            updates *= updates_per_step(config, section)
+            updates = updates_of_run(config, section, num_steps)
         if optim.lr_warmup_steps >= updates:
             raise ValueError(
                 f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than the run's {updates} optimizer steps, over whose "

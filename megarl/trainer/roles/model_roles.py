@@ -22,7 +22,7 @@ from megarl.config import (
     reference_is_actor,
     references,
     trajectories_per_mini_batch,
-    updates_per_step,
+    updates_of_run,
 )
 from megarl.costs.flops import model_flops
 from megarl.layout.grid import ParallelLayout
@@ -46,7 +46,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
         "lm",
         policy.actor.megatron,
         optim=policy.actor.optim if trains else None,
-        num_updates=num_steps * updates_per_step(config, policy.actor) if trains else 0,
+        num_updates=updates_of_run(config, policy.actor, num_steps) if trains else 0,
         # The ranks' working directory need not be this one.
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
         lora=policy.model.lora,
@@ -77,7 +77,7 @@ def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
         "value",
         critic.megatron,
         optim=critic.optim,
-        num_updates=num_steps * updates_per_step(config, critic),
+        num_updates=updates_of_run(config, critic, num_steps),
         lora=critic.model.lora,
         share_prompts=_share_prompts(config),
     )

@@ -259,6 +259,11 @@ def test_a_decay_needs_steps_after_the_warm_up(
     check_decays(resolve(train(*critic)), 4)
     with pytest.raises(ValueError, match=r"critic.optim.lr_warmup_steps=6 must be less than the run's 6 opt"):
         check_decays(resolve(train(*critic)), 3)
+    # The actor has no steps while the critic alone is trained.
+    warm = *actor, "critic.warmup_steps=2"
+    check_decays(resolve(train(*warm)), 6)
+    with pytest.raises(ValueError, match=rf"{policy}.lr_warmup_steps=6 must be less than the run's 6 optimi"):
+        check_decays(resolve(train(*warm)), 5)
     with pytest.raises(ValueError, match=r"^optim.lr_warmup_steps=6 must be less than the run's 6 optimizer"):
         check_decays(resolve(sft("optim.lr_decay_style=linear", "optim.lr_warmup_steps=6")), 6)
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.config import RolloutConfig, TrainConfig, load_config, resolve
+from megarl.config import RolloutConfig, TrainConfig, load_config, resolve, updates_per_step
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.trainer.roles import roles
 from megarl.trainer.roles.device_memory import device_memory
-from megarl.trainer.roles.model_roles import say_layers
+from megarl.trainer.roles.model_roles import actor_arguments, critic_spec, say_layers
 from megarl.trainer.roles.roles import engine_devices, sync_plan
 
 REPOSITORY = Path(__file__).parents[3]
@@ -78,6 +78,16 @@ def test_on_gpus_the_layers_that_models_are_made_of_are_said() -> None:
     say_layers(run, group, SimpleNamespace(use_gpu=True))
     say_layers(run, group, SimpleNamespace(use_gpu=False))
     assert said == ["layers: answer to layers_used of rank 0"]
+
+
+def test_an_actors_learning_rate_decays_over_the_updates_that_it_has() -> None:
+    """There are none in the critic's warm-up: with the run's it would end above its minimum."""
+    recipe = REPOSITORY / "recipes/gsm8k_cpu_smoke.yaml"
+    config = resolve(load_config(TrainConfig, recipe, ["critic.warmup_steps=3"]))
+    assert config.critic is not None
+    each = updates_per_step(config, config.actor_rollout_ref.actor)
+    assert actor_arguments(config, 10)["spec"].num_updates == 7 * each
+    assert critic_spec(config, 10).num_updates == 10 * updates_per_step(config, config.critic)
 
 
 class Started:

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from megarl.config.schema.data import SamplerConfig
 from megarl.data.samplers import Sampler, epoch_order, make_sampler
+from megarl.data.trajectories import take
 
 
 class HasTable(Protocol):
@@ -191,7 +192,7 @@ class TableFeed:
             self._coming = order[~self._taken[order]]
         rows, self._coming = self._coming[:count], self._coming[count:]
         self._taken[rows] = True
-        return self._table.take(pa.array(rows))
+        return take(self._table, rows)
 
     def next_epoch(self) -> None:
         self.epoch += 1

@@ -128,6 +128,33 @@ def gather_lists(chunks: Sequence[pa.ListArray], rows: np.ndarray, blocks: Block
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat), type=chunks[0].type)
 
 
+_TEXT_BYTES = 2**30  # of a chunk of texts, but for the last one of them; Arrow's string offsets have 32 bits
+
+
+def gather_texts(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:
+    """Rows of a column of texts, in the given order: as one chunk or, of more bytes than that can have, as several.
+
+    A program's tests may have megabytes, which all samples of its prompt repeat. Arrow 26's own `take` fails where the rows, or all chunks of
+    the column together, have 2 GiB.
+
+    Args:
+        rows: int64, counted over all chunks.
+    """
+    ends = np.cumsum(pc.fill_null(pc.binary_length(column), 0).to_numpy()[rows].astype(np.int64))
+    if max(column.nbytes, ends[-1] if len(rows) else 0) < 2 * _TEXT_BYTES:
+        return column.take(pa.array(rows)).combine_chunks()
+    starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+    chunk_of = np.searchsorted(starts, rows, side="right") - 1
+    places = list(zip(chunk_of.tolist(), (rows - starts[chunk_of]).tolist(), strict=True))
+    bounds = [0, *(np.flatnonzero(np.diff(ends // _TEXT_BYTES)) + 1).tolist(), len(rows)]
+    parts = [
+        pa.concat_arrays([column.chunk(chunk).slice(row, 1) for chunk, row in places[begin:end]])
+        for begin, end in itertools.pairwise(bounds)
+        if end > begin
+    ]
+    return pa.chunked_array(parts, column.type)
+
+
 PROMPT_SCHEMA = pa.schema(
     [
         ("uid", pa.string()),
@@ -501,11 +528,20 @@ def replace_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
 
 
 def take(table: pa.Table, indices: Sequence[int] | np.ndarray, blocks: Blocks | None = None) -> pa.Table:
-    """Rows of a table in the given order, each column one chunk; `blocks`: where lists are copied to."""
+    """Rows of a table in the given order, each column one chunk, but for texts of gigabytes; `blocks`: where lists are copied to."""
     rows = np.asarray(indices, dtype=np.int64)
-    plain = [field.name for field in table.schema if not _is_ragged(table[field.name])]
+    columns = {
+        field.name: gather_texts(table[field.name], rows)
+        for field in table.schema
+        if pa.types.is_string(field.type)
+    }
+    plain = [
+        field.name
+        for field in table.schema
+        if field.name not in columns and not _is_ragged(table[field.name])
+    ]
     chosen = table.select(plain).take(pa.array(rows)).combine_chunks() if plain else None
-    columns = {name: chosen[name] for name in plain}
+    columns |= {name: chosen[name] for name in plain}
     columns |= {
         field.name: gather_lists(table[field.name].chunks, rows, blocks)
         for field in table.schema

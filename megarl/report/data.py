@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from megarl.cluster.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from megarl.data.trajectories import list_lengths, read_trajectories
+from megarl.data.trajectories import list_lengths, read_trajectories, take
 from megarl.report.timeline import RecordedTimeline, read_timeline
 from megarl.trainer.health.monitor import HEALTH_FILE
 from megarl.trainer.run.earlier_runs import CONFIG_FILE
@@ -186,7 +186,7 @@ def _samples(tables: Mapping[int, pa.Table], config: Mapping[str, Any]) -> list[
         scores = table["score"].to_numpy() if "score" in table.column_names else np.zeros(table.num_rows)
         order = np.argsort(-scores, kind="stable")
         places = np.unique(np.linspace(0, len(order) - 1, min(_NUM_SAMPLES, len(order))).astype(int))
-        for row in table.take(pa.array(order[places])).to_pylist():
+        for row in take(table, order[places]).to_pylist():
             prompt, response = (_shortened(read(row[name])) for name in ("prompt_ids", "response_ids"))
             truth = _shortened(row["ground_truth"] or "")
             found.append(Sample(step, float(row.get("score", np.nan)), prompt, response, truth))

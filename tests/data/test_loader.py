@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema.data import SamplerConfig
+from megarl.data import trajectories
 from megarl.data.loader import BatchLoader, MixtureFeed, Shares, TableFeed, TableLoader
 from megarl.data.samplers import make_sampler
 
@@ -65,6 +66,14 @@ def test_position_of_other_data_is_refused():
         make_loader(num_rows=11).load_state_dict(state)
     with pytest.raises(ValueError, match="saved with seed = 1, this run has 2"):
         make_loader(seed=2).load_state_dict(state)
+
+
+def test_batches_with_more_texts_than_one_chunk_can_have(monkeypatch):
+    monkeypatch.setattr(trajectories, "_TEXT_BYTES", 10)  # in place of a gibibyte
+    table = pa.table({"text": ["easy", "harder", "hardest", "impossible"], "row": range(4)})
+    batch = TableFeed(table, make_sampler(SamplerConfig(), shuffle=False), seed=0).take(4)
+    assert batch["text"].num_chunks > 1
+    assert batch.to_pydict() == table.to_pydict()
 
 
 def test_fewer_rows_than_a_batch():

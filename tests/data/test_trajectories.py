@@ -324,3 +324,32 @@ def test_gathered_rows_are_those_of_arrows_own_take(value):
     for row in (-1, 37):
         with pytest.raises(IndexError, match="of a table of 37"):
             gather_lists(chunks, np.array([row]), None)
+
+
+def test_texts_of_which_one_chunk_cannot_have_all():
+    size = 2**30  # of texts that no memory is needed for, because they are not read
+
+    def chunk(text):
+        data = np.zeros(size + len(text), np.uint8)
+        data[size:] = list(text)
+        offsets = np.array([0, size, len(data)], np.int32)
+        return pa.StringArray.from_buffers(2, pa.py_buffer(offsets), pa.py_buffer(data))
+
+    table = pa.table({"text": pa.chunked_array([chunk(b"one"), chunk(b"three")]), "row": range(4)})
+    taken = tr.take(table, [3, 1, 3])
+    assert taken["text"].to_pylist() == ["three", "one", "three"]
+    assert taken["row"].to_pylist() == [3, 1, 3]
+
+
+def test_texts_that_become_several_chunks(monkeypatch):
+    monkeypatch.setattr(tr, "_TEXT_BYTES", 100)
+    texts = [str(row) * row for row in range(40)]
+    column = pa.chunked_array([texts[:13], [], texts[13:]])
+    chosen = np.random.default_rng(0).integers(0, 40, 90)
+    for rows in (np.arange(40), chosen, np.empty(0, np.int64)):
+        found = tr.take(pa.table({"text": column}), rows)["text"]
+        found.validate(full=True)
+        assert found.to_pylist() == [texts[row] for row in rows]
+        assert all(chunk.nbytes < 100 + 2 * 40 + 4 * 91 for chunk in found.chunks)
+    assert tr.take(pa.table({"text": column}), chosen)["text"].num_chunks > 10
+    assert tr.take(pa.table({"text": column}), [1, 2])["text"].num_chunks > 0

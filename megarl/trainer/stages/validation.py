@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.cluster import WorkerGroup
 from megarl.config import SamplingConfig
 from megarl.data.sessions import players
-from megarl.data.trajectories import expand_prompts
+from megarl.data.trajectories import expand_prompts, take
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.reward_model import ModelScores
 from megarl.trainer.stages.rollouts import generate, sampling_params
@@ -37,7 +37,7 @@ def sample_rows(table: pa.Table, tokenizer: PreTrainedTokenizerBase, count: int)
             "ground_truth": row["ground_truth"],
             "score": row["score"],
         }
-        for row in table.take(pa.array(rows)).to_pylist()
+        for row in take(table, rows).to_pylist()
     ]
 
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from megarl.config.schema.data import SamplerConfig
 from megarl.data.samplers import Sampler, epoch_order, make_sampler
-from megarl.data.trajectories import take
+from megarl.data.trajectories import combined, take
 
 
 class HasTable(Protocol):
@@ -171,7 +171,7 @@ class TableFeed:
             raise ValueError(f"data seed must not be negative, found {seed}")
         self.num_rows = table.num_rows
         self.epoch = 0
-        self._table = table.combine_chunks()
+        self._table = combined(table)
         self._sampler = sampler
         self._seed = seed
         self._taken = np.zeros(table.num_rows, dtype=np.bool_)  # rows that this epoch has used

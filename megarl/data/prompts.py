@@ -39,6 +39,7 @@ from megarl.data.trajectories import (
     REF_PROMPT_IDS,
     TEACHER,
     TEMPLATE_KWARGS,
+    combined,
 )
 
 if TYPE_CHECKING:
@@ -420,7 +421,7 @@ def _read_all(
         tables.append(
             reader.table([Row(file, number, uid_prefix + uid, row) for file, number, uid, row in block])
         )
-    return pa.concat_tables(tables).combine_chunks()
+    return combined(pa.concat_tables(tables))
 
 
 def given_chats(value: Any, prompt: list[Message], key: str) -> list[list[Message]]:

@@ -550,6 +550,17 @@ def take(table: pa.Table, indices: Sequence[int] | np.ndarray, blocks: Blocks | 
     return pa.table([columns[field.name] for field in table.schema], schema=table.schema)
 
 
+def combined(table: pa.Table) -> pa.Table:
+    """The table with each column as one chunk, or, of more values than a chunk can have, as few."""
+    try:
+        return table.combine_chunks()
+    except pa.ArrowInvalid:  # of lists alone: Arrow makes several chunks of texts by itself
+        if table.num_rows < 2:
+            raise
+        middle = table.num_rows // 2
+        return pa.concat_tables([combined(table.slice(0, middle)), combined(table.slice(middle))])
+
+
 def _is_ragged(column: pa.ChunkedArray) -> bool:
     """Whether a column has lists of numbers, booleans or binary values without nulls, as `gather_lists` needs them."""
     if not pa.types.is_list(column.type) or column.num_chunks == 0 or column.null_count:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.config.schema.data import SamplerConfig
 from megarl.data import trajectories
 from megarl.data.loader import BatchLoader, MixtureFeed, Shares, TableFeed, TableLoader
-from megarl.data.samplers import make_sampler
+from megarl.data.samplers import FunctionSampler, make_sampler
 
 
 def make_loader(num_rows=10, batch_size=3, shuffle=True, seed=1):
@@ -74,6 +74,18 @@ def test_batches_with_more_texts_than_one_chunk_can_have(monkeypatch):
     batch = TableFeed(table, make_sampler(SamplerConfig(), shuffle=False), seed=0).take(4)
     assert batch["text"].num_chunks > 1
     assert batch.to_pydict() == table.to_pydict()
+
+
+def test_batches_of_a_table_with_more_values_than_one_chunk_can_have():
+    size = 2**30  # of bits that no memory is needed for, because they are not read
+    values = pa.Array.from_buffers(
+        pa.bool_(), size + 2, [None, pa.py_buffer(np.zeros(size // 8 + 1, np.uint8))]
+    )
+    chunk = pa.ListArray.from_arrays(pa.array([0, size, size + 2], pa.int32()), values)
+    table = pa.table({"flags": pa.chunked_array([chunk, chunk]), "row": range(4)})
+    sampler = FunctionSampler(SamplerConfig(name="short"), lambda table, seed, epoch: np.array([3, 1, 0, 2]))
+    batch = TableFeed(table, sampler, seed=0).take(2)
+    assert batch.to_pydict() == {"flags": [[False, False]] * 2, "row": [3, 1]}
 
 
 def test_fewer_rows_than_a_batch():

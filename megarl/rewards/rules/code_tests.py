@@ -169,4 +169,7 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def _close(value: float, wanted: float) -> bool:
-    return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    try:
+        return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    except OverflowError:  # one is a whole number beyond all floats, which the other is
+        return False

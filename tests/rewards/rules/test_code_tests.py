@@ -133,6 +133,8 @@ def test_outputs(printed, wanted, same):
         ("a", "a", True),
         ([1], [1, 2], False),
         (None, None, True),
+        (10**400, 1024.0, False),  # more than a float can be
+        (1e300, 10**400, False),
     ],
 )
 def test_values(value, wanted, same):

@@ -6,6 +6,8 @@ A request is a JSON object: `isolation`, `folders` (readable in addition to /usr
 - "call": `function` of the program (or of its class Solution) with `arguments`; the result is its return value.
 - "assert": `code` after the program, in the same module; it passes if that ends.
 
+In the last two the program finds the names of `_FOR_FUNCTIONS` without importing them.
+
 The answer is `{"results": [...]}`, one object a test that was run (those after `total_seconds`, or with `stop_at_failure`
 after one that did not end well, are not), or `{"error": text}` if the jail cannot be set up here. A result has
 `outcome` ("ok", "error", "timeout", "killed"), `output`, `stderr` (its end), and for a call `value`.
@@ -35,6 +37,18 @@ _STDERR_BYTES = 2000
 _OPEN_FILES = 64
 _WALL_PER_CPU = 2  # a busy machine must not make a right program wrong
 _PR_SET_PDEATHSIG = 1
+# Names that problems of functions take for granted, such as `List` in the signature that they begin with: those of verl's rule (but for
+# numpy), and what LeetCode has besides.
+_FOR_FUNCTIONS = """
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys, time
+from bisect import bisect_left, bisect_right, insort
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
+from functools import cache, lru_cache, reduce
+from heapq import heapify, heappop, heappush, heappushpop, heapreplace, merge, nlargest, nsmallest
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, cos, exp, fabs, floor, gcd, inf, log, log2, sin, sqrt, tan
+from typing import Any, Callable, DefaultDict, Deque, Dict, FrozenSet, Generator, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union
+"""
 
 
 def main(parent: int) -> None:
@@ -44,6 +58,9 @@ def main(parent: int) -> None:
     request = json.load(sys.stdin)
     sys.path[:] = [*sys.path[1:], *request["paths"]]  # without the folder that megarl is in
     sys.dont_write_bytecode = True
+    given: dict[str, Any] = {}
+    exec(_FOR_FUNCTIONS, given)  # once: all tests are forks of this process
+    request["given"] = {name: value for name, value in given.items() if name != "__builtins__"}
     try:
         if request["isolation"] == "namespaces":
             _enter_namespaces()
@@ -149,6 +166,8 @@ def _be_child(request: dict[str, Any], test: dict[str, Any], token: str, files: 
             os.write(4, (str(error) or type(error).__name__).encode())
             raise
         os.close(4)  # the program must not be able to claim such a failure
+        if test["kind"] != "stdin":
+            vars(builtins).update(request["given"])  # there they hide no function of the program's
         code = _perform(request["program"], test, token)
     except BaseException:
         with contextlib.suppress(BaseException):

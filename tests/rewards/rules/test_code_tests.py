@@ -90,6 +90,21 @@ def test_functions():
     assert score("def f(): return 7", {"fn_name": "f", "inputs": [[]], "outputs": [[7]]})["score"] == 1.0
 
 
+def test_functions_find_the_names_that_their_problems_take_for_granted():
+    program = (
+        "class Solution:\n    def combinations(self, numbers: List[int], k: int) -> Optional[int]:\n"
+        "        return ceil(len(Counter(numbers)) / k)"
+    )
+    # itertools has a function of this name, too
+    truth = {"fn_name": "combinations", "inputs": [[[1, 1, 2, 3], 2]], "outputs": [2]}
+    assert score(program, truth)["score"] == 1.0
+    same = "def same(numbers: List[int]): return numbers"
+    assert score(same, {"assert_case": ["assert same([1]) == [1]"]})["score"] == 1.0
+    assert (
+        score("print(Counter(input()))", stdin(("a", "")))["score"] == 0.0
+    )  # whole programs import what they use
+
+
 def test_assertions():
     assert score("def f(): return 7", {"assert_case": ["assert f() == 7", "assert f() == 8"]})["score"] == 0.5
     assert score("def f(): return 7", "def check(g):\n    assert g() == 7\ncheck(f)")["score"] == 1.0

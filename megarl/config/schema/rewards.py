@@ -67,7 +67,7 @@ class JudgeConfig:
     )
     pattern: str = option(
         "A regular expression; the first group of its last match in the judge's answer is the score.",
-        r"(?i)score\W*?(-?\d+(?:\.\d+)?)",
+        r"(?i)score(?:\W*[^\w.-])?(-?\d*\.?\d+)",
     )
     max_score: float = option("The score is divided by this.", 1.0, gt=0)
     temperature: float = option("Of the judge's sampling.", 0.0, ge=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from dataclasses import asdict, replace
@@ -132,6 +133,21 @@ def test_the_default_prompt_has_all_three_and_asks_for_what_the_pattern_finds():
     prompt = JudgeConfig().prompt
     assert judge.fill(prompt, {"prompt": "P?", "response": "R!", "ground_truth": "G."}).count("{") == 0
     assert "Score: x" in prompt
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("Score: .75", 0.75),
+        ("Score: 0.75.", 0.75),
+        ("**Score:** 1", 1.0),
+        ("score = 1.", 1.0),
+        ("Score: -.5", -0.5),
+        ("Score: 3\nor rather\nScore - `12.5`", 12.5),
+    ],
+)
+def test_the_default_pattern_finds_the_number_that_is_written(answer, number):
+    assert float(re.findall(JudgeConfig().pattern, answer)[-1]) == number
 
 
 def test_retries_wait_longer_each_time(server, no_waiting):

@@ -82,7 +82,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
 
     def watch(step: int, metrics: Metrics) -> None:
         watch_validation(run, state.monitor, step, metrics)
-        state.checkpoints.judge(step, metrics)
+        state.checkpoints.validated(step, metrics)
 
     def work(step: int, metrics: Metrics) -> pa.Table:
         collected = batches.of(step)

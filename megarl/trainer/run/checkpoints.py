@@ -238,7 +238,7 @@ class Checkpoints:
             self.run.say(f"ending after step {step}, to be started again: {reason}")
             raise SystemExit(REQUEUE)
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the checkpoint of `step`, if there is one, as the best by the results of a validation that was made after it was written."""
         value = self.best.found(metrics)
         if self.best.is_beaten_by(value) and step in steps_in(self.run.store.root):

@@ -134,12 +134,12 @@ class EngineWorker:
         It waits for them for `seconds`, or until all requests are answered. Requests continue between calls; while weights change or
         memory is released they wait, and then continue after their last token.
 
-        This process ends if the engine gave no sign of life for `request_timeout` seconds in which requests were waited for: an engine that
-        is lost is restarted, while an error of the call would end the run.
-
         Args:
             parts: tables of requests (see `expand_prompts`), each with its own sampling.
             of: whose requests they are: a validation lands none of the requests that training has in flight.
+
+        Raises:
+            EngineHungError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
         """
         begun, own = time.monotonic(), self._requests(of)
         for requests, sampling in parts:
@@ -152,12 +152,10 @@ class EngineWorker:
         if generations or own.signs != self.engine.last_sign or at_rest:
             own.signs, own.waited = self.engine.last_sign, 0.0
         if own.waited > self.engine.config.request_timeout:
-            text = (
+            raise EngineHungError(
                 f"SGLang has neither computed a step for any of {len(own.flight)} requests nor answered one within "
-                f"request_timeout={self.engine.config.request_timeout} s: the engine ends"
+                f"request_timeout={self.engine.config.request_timeout} s"
             )
-            print(text, file=sys.stderr, flush=True)
-            os._exit(1)
         before, own.busy = own.busy, own.flight.busy
         table = own.trajectories(generations, self.engine.keeps)
         return Landed(table, self.engine.waiting, own.busy - before, self.engine.take_counts())
@@ -199,7 +197,7 @@ class EngineWorker:
 
 @contextmanager
 def ending_when_hung(method: str) -> Iterator[None]:
-    """Around each call of an engine's process: it ends if the engine hangs, as in `EngineWorker.land`.
+    """Around each call of an engine's process: it ends if the engine hangs, because a lost engine is restarted, while an error would end the run.
 
     While it receives weights the engine waits for the trainer, which may be the one that hangs: there the error is raised.
     """

@@ -259,8 +259,8 @@ def test_a_validation_after_its_checkpoint_can_be_the_best(tmp_path: Path) -> No
     keys = {"save_freq": 1, "max_ckpt_to_keep": 1, "best_metric": "val/score"}
     checkpoints = start(tmp_path, **keys)
     checkpoints.after(1, {}, last=False)
-    checkpoints.judge(1, {"val/score": 0.9})
-    checkpoints.judge(2, {"val/score": 1.0})  # its checkpoint was not written
+    checkpoints.validated(1, {"val/score": 0.9})
+    checkpoints.validated(2, {"val/score": 1.0})  # its checkpoint was not written
     checkpoints.after(2, {"val/score": 0.5}, last=True)
     assert checkpoints.best.value == 0.9 and checkpoints.run.store.best == 1
     assert steps_in(tmp_path / "checkpoints") == [1, 2]

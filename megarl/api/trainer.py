@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -85,13 +86,14 @@ class PromptSupply:
         if isinstance(prompts, str | Mapping):  # a list of it would be one of its letters, or of its keys
             raise ValueError(f"prompts: found one {type(prompts).__name__}; give a list of prompts, [prompt]")
         if not isinstance(prompts, pa.Table) and not hasattr(prompts, "table"):
-            prompts = list(prompts)  # a copy, so that later changes of the caller's list are noticed
+            prompts = list(prompts)
         if not _same(prompts, self._given):
             table = self._table(prompts)
             digest = _digest(table)
             if digest != self._digest:
                 self._begin(table, digest)
-            self._given = prompts
+            # A copy, so that later changes of the caller's list, and of chats and rows in it, are noticed.
+            self._given = deepcopy(prompts) if isinstance(prompts, list) else prompts
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:

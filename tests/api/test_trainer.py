@@ -221,6 +221,13 @@ def test_the_same_prompts_go_on_where_they_ended(model: Path) -> None:
     assert next(source.batches(prompts)).num_rows == 2
 
 
+def test_a_row_that_was_changed_in_place_is_another_prompt(model: Path) -> None:
+    source, row = supply(model, size=1), {"prompt": "1 + 2 =", "ground_truth": "4"}
+    next(source.batches([row]))
+    row["ground_truth"] = "3"
+    assert next(source.batches([row]))["ground_truth"].to_pylist() == ["3"]
+
+
 def uids(source: PromptSupply, prompts: Any) -> list[str]:
     return next(source.batches(prompts))["uid"].to_pylist()
 

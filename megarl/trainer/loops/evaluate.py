@@ -6,8 +6,10 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -84,15 +86,18 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
             with run.status(f"answering {num_problems} problems"):
                 answers, scores = validate(
                     run, engines, sets, Rewards(run, scorer, tokenizer), data.max_response_length,
-                    config.rollout.seed, None, "evaluation",
+                    config.rollout.seed, None, "evaluation", keep=partial(_write_answers, folder),
                 )  # fmt: skip
             seconds = time.perf_counter() - begun
-        for name, table in answers.items():
-            write_trajectories(table, folder / f"{FILES}{name.removeprefix('val')}.parquet")
         num_tokens = sum(int(list_lengths(table, "response_ids").sum()) for table in answers.values())
         result = {**scores, "num_problems": float(num_problems), "tokens_per_s": num_tokens / seconds}
         write_text(folder / "scores.json", json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _write_answers(folder: Path, file: str, answers: pa.Table) -> None:
+    """Write the answers to a set: the evaluation may fail at, or be killed during, a later one, hours afterwards."""
+    write_trajectories(answers, folder / f"{FILES}{file.removeprefix('val')}.parquet")
 
 
 @contextmanager

@@ -71,6 +71,7 @@ def validate(
     when: str,
     generating: Callable[[], AbstractContextManager] = nullcontext,
     by_model: Callable[[pa.Table], ModelScores | None] = lambda table: None,
+    keep: Callable[[str, pa.Table], None] = lambda file, answers: None,
 ) -> tuple[dict[str, pa.Table], dict[str, float]]:
     """Answer held-out prompts with the weights that the engines hold.
 
@@ -79,6 +80,7 @@ def validate(
         when: such as "validation after step 3", for reports of failed rewards.
         generating: a context manager in which the engines can generate.
         by_model: a reward model's scores of trajectories.
+        keep: called with the scored answers to each set, and its `ValidationSet.file`, before the next set is answered.
 
     Returns:
         The scored answers by `ValidationSet.file`, and metrics (see `session_metrics`), a set's under its prefix.
@@ -100,6 +102,7 @@ def validate(
             label = f"{when}{val_set.name and ', set '}{val_set.name}"
             parts.append(rewards.collect(table, label, by_model(table)))
         scored = concat_scored(parts)
+        keep(val_set.file, scored.table)
         refuse_if_all_failed(scored)
         answers[val_set.file] = scored.table
         found = {**session_metrics(scored, val_set.sampling), **scored.metrics()}

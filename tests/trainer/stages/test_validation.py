@@ -159,3 +159,24 @@ def test_every_set_is_answered_in_its_own_way(tmp_path, monkeypatch):
     ]
     assert metrics["hard/pass@2"] == 1.0 and metrics["score/mean"] == 1.0
     assert list(tables) == ["val", "val-hard"] and tables["val-hard"].num_rows == 2
+
+
+def test_answers_to_a_set_are_kept_also_where_a_later_set_fails(tmp_path, monkeypatch):
+    """An evaluation has generated for hours by then."""
+    kept = {}
+
+    def generate(run, engines, requests, sampling, finished):
+        table = answer(requests)
+        finished(table)
+        return table
+
+    monkeypatch.setattr(validation, "generate", generate)
+    scorer = FakeScorer(lambda sample: score(sample.uid, None if sample.uid == "b/0" else 1.0))
+    rewards = validation.Rewards(FakeRun(tmp_path), scorer, FakeTokenizer())
+    sets = [validation.ValidationSet(name, prompts(name), SamplingConfig()) for name in "abc"]
+    with pytest.raises(RuntimeError, match="rewards of all 1 trajectories failed"):
+        validation.validate(rewards.run, None, sets, rewards, 9, 5, None, "evaluation", keep=kept.__setitem__)
+    assert {file: table["uid"].to_pylist() for file, table in kept.items()} == {
+        "val-a": ["a/0"],
+        "val-b": ["b/0"],
+    }

@@ -136,8 +136,15 @@ export RAY_worker_niceness=0
 
 # In the background, so that bash hears signals. Not `ray stop` at the end: it ends every Ray of the host,
 # also other people's; with --block Ray ends its own processes when it is told to.
+set -m # in a process group of its own
 ray start "${options[@]}" "${extra[@]}" &
 ray_pid=$!
+set +m
+
+# Where the head has gone before, agents of a raylet (Ray 2.60) stay for two minutes, on ports that the next cluster needs.
+end_rest() {
+    kill -KILL -- "-${ray_pid}" 2> /dev/null || true
+}
 
 # shellcheck disable=SC2329 # the trap below calls it
 stop() {
@@ -145,14 +152,15 @@ stop() {
     echo "start_cluster.sh: stopping the ${role} at ${address}" >&2
     kill -TERM "${ray_pid}" 2> /dev/null || true
     for ((second = 0; second < STOP_SECONDS; second++)); do
-        kill -0 "${ray_pid}" 2> /dev/null || exit 0
+        kill -0 "${ray_pid}" 2> /dev/null || { end_rest; exit 0; }
         sleep 1
     done
-    kill -KILL "${ray_pid}" 2> /dev/null || true # its reaper ends the rest
+    end_rest
     exit 1
 }
 trap stop INT TERM
 
 status=0
 wait "${ray_pid}" || status=$?
+end_rest
 fail "Ray's ${role} at ${address} has ended by itself (exit status ${status}); its logs: session_latest/logs in Ray's temporary folder, /tmp/ray"

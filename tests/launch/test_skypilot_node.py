@@ -4,6 +4,7 @@ program that stands in for megarl. The tests do not cover what SkyPilot itself d
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -22,17 +23,22 @@ from megarl.launch.skypilot import TOKEN
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PORT = 6400  # the port of the script's Ray
+PORT = 6400  # the first of eight ports of the script's head, and of eight of its worker
 IPS = ("127.0.0.1", "127.0.0.2")
 
 
-def busy() -> bool:
-    with socket.socket() as asking:
-        return asking.connect_ex((IPS[0], PORT)) == 0
+def taken() -> list[tuple[str, int]]:
+    """The addresses and ports of the script's Ray at which a process listens."""
+    found = []
+    for place in itertools.product(IPS, range(PORT, PORT + 16)):
+        with socket.socket() as asking:
+            if asking.connect_ex(place) == 0:
+                found.append(place)
+    return found
 
 
 pytestmark = [
-    pytest.mark.skipif(busy(), reason=f"port {PORT}, the task's own, is taken on this machine"),
+    pytest.mark.skipif(bool(taken()), reason=f"port {PORT}, the task's own, is taken on this machine"),
     pytest.mark.timeout(300),
 ]
 
@@ -156,7 +162,7 @@ def test_the_head_runs_megarl_over_all_nodes_and_all_end_with_it(nodes: Nodes) -
     assert head.wait(100) == 75  # the code with which SkyPilot starts the task again
     assert worker.wait(100) == 0  # whatever the run's result: the head's exit code counts
     assert "megarl ended with exit code 75" in nodes.log(0) and "the head has ended" in nodes.log(1)
-    assert nodes.own() == []
+    assert nodes.own() == [] and taken() == []
 
 
 @pytest.mark.slow

@@ -205,8 +205,9 @@ def test_training_is_that_of_transformers_in_every_layout(
         with torch.no_grad():
             scores = exported(**batch).logits[:, 0]
             wanted = torch.cat([model(torch.tensor([ids])).logits[0] for ids in row["input_ids"]])
-        # Mixtures of experts amplify differences in the last digit of the weights.
-        torch.testing.assert_close(scores, wanted, rtol=1e-5 if "ep" not in sizes else 1e-4, atol=1e-5)
+        # Mixtures of experts amplify differences in the last digit of the weights, by the processor.
+        within = {"rtol": 1e-5, "atol": 1e-5} if "ep" not in sizes else {"rtol": 1e-4, "atol": 5e-5}
+        torch.testing.assert_close(scores, wanted, **within)
     assert read_normalization(tmp_path / "rm") == RewardNormalization(0.5, 2.0, 3)
 
 
